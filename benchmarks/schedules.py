@@ -215,7 +215,7 @@ def fitting(number: int, seed: int) -> tuple[str, Problem]:
     while True:
         words, problem = drawn(chance)
         with suppress(ConfigError):
-            problem.entries()
+            problem.candidates()
             return words, problem
 
 
@@ -248,13 +248,13 @@ def on_cluster_of(number: int, seed: int) -> tuple[dict[str, Any], dict[str, Cla
     devices, began_s = problem.sim.cluster.devices, time.process_time()
     plan = search(problem)
     planner_s, began_s = time.process_time() - began_s, time.process_time()
-    within = [problem.measure(entry, problem.steps) for entry in problem.entries()[0]]
+    within = [problem.measure(each, sim, problem.steps) for each, sim in problem.candidates()[0].items()]
     exhaustive_s = time.process_time() - began_s
     known = {each.candidate.name(devices) for each in within}
     others = (
-        problem.measure(entry, problem.steps)
-        for entry in replace(problem, max_lag=math.inf).entries()[0]
-        if entry.candidate.name(devices) not in known
+        problem.measure(each, sim, problem.steps)
+        for each, sim in replace(problem, max_lag=math.inf).candidates()[0].items()
+        if each.name(devices) not in known
     )
     best = min((each for each in within if not is_biased(problem, each)), key=lambda each: each.step_s)
     result = {

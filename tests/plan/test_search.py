@@ -33,8 +33,8 @@ PROBLEM = Problem(
 
 def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_the_count() -> None:
     plan = search(PROBLEM)
-    entries, excluded = PROBLEM.entries()
-    measured = [PROBLEM.measure(entry, PROBLEM.steps) for entry in entries]
+    sims, excluded = PROBLEM.candidates()
+    measured = [PROBLEM.measure(candidate, sim, PROBLEM.steps) for candidate, sim in sims.items()]
     fair = [each for each in measured if abs(each.figures["length_bias"]) <= 0.02]
     assert plan.best.step_s == min(each.step_s for each in fair)
     assert plan.best.figures["samples_per_s"] == pytest.approx(4 / plan.best.step_s)
@@ -56,18 +56,18 @@ def test_a_cluster_that_no_candidate_fits_is_refused_with_the_numbers() -> None:
 
 def test_a_limit_that_no_candidate_meets_says_how_many_it_excludes() -> None:
     problem = replace(PROBLEM, max_length_bias=-1.0)
-    number = len(problem.entries()[0])
+    number = len(problem.candidates()[0])
     with pytest.raises(ConfigError, match=f"it excludes all {number} candidates that fit the devices"):
         search(problem)
 
 
 def test_the_memory_of_a_candidate() -> None:
     """16 bytes for each of 1.72e9 parameters on one device of 80e9 bytes."""
-    entries, _ = PROBLEM.entries()
-    separate = next(entry for entry in entries if entry.candidate.rollout_devices == 1)
-    measured = PROBLEM.measure(separate, 4)
+    sims, _ = PROBLEM.candidates()
+    separate = next(each for each in sims if each.rollout_devices == 1)
+    measured = PROBLEM.measure(separate, sims[separate], 4)
     assert measured.figures["trainer_share"] == pytest.approx(16 * 1_720_574_976 / 80e9)
-    engines = separate.sim.engines
+    engines = sims[separate].engines
     assert measured.figures["kv_share"] == pytest.approx(
         4 * PROBLEM.load(16).mean_context / engines.kv_tokens
     )

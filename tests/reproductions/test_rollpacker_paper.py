@@ -12,7 +12,7 @@ from reproductions import rollpacker
 from reproductions.__main__ import main
 from reproductions.rollpacker import ABLATION, PAPER, PARTS
 from reproductions.rollpacker_judge import interference
-from reproductions.rollpacker_parts import SCALED, fetch_once
+from reproductions.rollpacker_parts import SCALED, fetch_once, seconds_in_turn
 from reproductions.rollpacker_runs import (
     LARGE,
     PERIOD,
@@ -25,7 +25,8 @@ from reproductions.rollpacker_runs import (
     short_rounds,
     speed,
 )
-from tailrace.sim.judge import forward_pass
+from tailrace.reward.judge_memory import LayerBudget
+from tailrace.sim.judge import ForwardPass, forward_pass
 from tailrace.sim.settings import SimEngineSettings
 
 
@@ -57,6 +58,18 @@ def test_at_the_longest_response_half_of_the_judges_layers_are_copied() -> None:
     budget = forward_pass(LARGE.sim("mps")).budget
     assert budget.resident_layers(32_768 + 200) == 14 == budget.num_layers // 2
     assert budget.resident_layers(1024) == 28
+
+
+@pytest.mark.parametrize(("resident", "num_copied"), [(2, 3), (0, 5), (3, 0)])
+def test_layers_that_are_copied_when_they_are_called_add_all_their_copies(
+    resident: int, num_copied: int
+) -> None:
+    """Five layers that compute a token in 1 s and are copied in 3 s."""
+    budget = LayerBudget(
+        total_bytes=10 * (resident + 2) + 2, num_layers=5, layer_bytes=10, outside_bytes=0, token_bytes=1
+    )
+    forward = ForwardPass(budget, max_tokens=2, token_s=1.0, pair_s=0.0, read_s=0.0, copy_s=3.0)
+    assert seconds_in_turn(forward, 2) == 5 * 2 + num_copied * 3
 
 
 def test_time_slices_halve_both_and_mps_divides_the_arithmetic_units() -> None:

@@ -52,13 +52,11 @@ def test_copies_overlap_with_the_layers_before_them_and_wait_for_one_of_two_plac
     layer 1 arrives at 6 and ends at 8, layer 2 ends at 10. Layer 3 arrives at 9, ends at 12, and layer
     4 at 14. Without resident layers 2, 3 and 4 arrive at 9, 12 and 15: each place is free before."""
     assert forward(resident=2).seconds(1, 2) == 14.0
-    assert forward(resident=2).seconds_in_turn(1, 2) == 5 * 2 + 3 * 3
     assert forward(resident=0).seconds(1, 2) == 17.0
-    assert forward(resident=0).seconds_in_turn(1, 2) == 5 * 2 + 5 * 3
 
 
 def test_resident_layers_compute_one_after_another() -> None:
-    assert forward(resident=3).seconds(1, 2) == forward(resident=3).seconds_in_turn(1, 2) == 10.0
+    assert forward(resident=3).seconds(1, 2) == 10.0
 
 
 def test_the_times_of_a_layer_follow_from_the_devices() -> None:

@@ -26,7 +26,7 @@ from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
-from tailrace.sim.judge import SimJudges, forward_pass
+from tailrace.sim.judge import SimJudge, forward_pass
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
 from tailrace.sim.trainer import SimReference, SimTrainer
@@ -159,11 +159,12 @@ def _hosts(settings: SimSettings) -> list[Host | None]:
     return [Host(settings.host) if settings.host else None] * count
 
 
-def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> SimJudges | None:
+def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> list[SimJudge]:
+    """One on each device of the engines."""
     if settings.rewards.judge is None or settings.cluster is None:
-        return None
-    size = settings.cluster.tensor_parallel
-    return SimJudges(forward_pass(settings), [host for host in hosts for _ in range(size)])
+        return []
+    forward, size = forward_pass(settings), settings.cluster.tensor_parallel
+    return [SimJudge(forward, host) for host in hosts for _ in range(size)]
 
 
 def _engine(

@@ -121,8 +121,7 @@ def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
 def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The config with the schedule and the division of the devices of a candidate."""
     assert config.sim.cluster
-    division = {"rollout_devices": candidate.rollout_devices, "tensor_parallel": candidate.tensor_parallel}
-    cluster, size = config.sim.cluster.model_copy(update=division), candidate.tensor_parallel
+    cluster, size = candidate.on(config.sim.cluster), candidate.tensor_parallel
     engine = {"replicas": (candidate.rollout_devices or cluster.devices) // size}
     if isinstance(config.engine, ServerEngineSettings):
         engine = {} if config.engine.urls else engine | {"tensor_parallel_size": size}

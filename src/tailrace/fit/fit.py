@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from statistics import NormalDist, fmean, median, pstdev
 from typing import Any, NamedTuple
@@ -65,8 +64,6 @@ class FitPart:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was fitted."""
-
     parts: Sequence[FitPart]
 
     @property
@@ -88,13 +85,10 @@ class Fit:
 
 
 def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
-    """Fit a run.
+    """Fit a run from its events.jsonl, its metrics.jsonl and its folder of samples.
 
     Args:
-        events: events.jsonl.
-        metrics: metrics.jsonl.
-        samples: the folder of the trained samples.
-        workers: reward workers of the run.
+        workers: samples that were scored at the same time.
 
     Raises:
         ConfigError: a file is missing or damaged (the message names the first bad line), nothing was
@@ -145,9 +139,6 @@ def _refused(path: Path, problem: str, remedy: str) -> ConfigError:
     return ConfigError("RUN", str(path), problem, remedy)
 
 
-# -- least squares -----------------------------------------------------------------------------------------
-
-
 class Solution(NamedTuple):
     """Coefficients by the name of their column. Columns that the ones before explain are left out."""
 
@@ -160,8 +151,7 @@ def non_negative(columns: Mapping[str, Array], target: Array, variances: Array |
     """Fit a target by columns, with coefficients of at least 0.
 
     Args:
-        columns: [observations] each, in the order of their importance.
-        target: [observations].
+        columns: in the order of their importance.
         variances: relative variance of each observation; None: all are equal. In proportion to a column, the
             sum of the fitted values is that of the target.
 
@@ -195,13 +185,7 @@ def explained(predicted: Array, target: Array) -> float:
 
 
 def slowdown(duration_s: Array, disturbed_s: Array, alone_s: Array) -> float:
-    """The factor by which work is slower while others work, at least 1.
-
-    Args:
-        duration_s: of each piece of work.
-        disturbed_s: the part of it in which others worked.
-        alone_s: what each piece would have taken alone.
-    """
+    """The factor, at least 1, by which work is slower while others work (disturbed_s of each duration)."""
     left_s = float(np.sum(alone_s - (duration_s - disturbed_s)))
     return max(1.0, float(np.sum(disturbed_s)) / left_s) if left_s > 0 else 1.0
 
@@ -216,9 +200,6 @@ def overlap(work: Sequence[Interval], others: Iterable[Interval]) -> Array:
     busy_s = np.stack((np.cumsum(ends - starts) - (ends - starts), np.cumsum(ends - starts)), axis=1).ravel()
     first_s, last_s = (np.interp(time_s, corners, busy_s) for time_s in times.T)
     return np.asarray(last_s - first_s)
-
-
-# -- engines -----------------------------------------------------------------------------------------------
 
 
 def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
@@ -339,9 +320,6 @@ def fit_aborts(run: Sequence[Timeline]) -> FitPart:
     return FitPart("aborts", {"sim.engines.abort_s": float(np.median(seconds))}, len(seconds))
 
 
-# -- the trainer -------------------------------------------------------------------------------------------
-
-
 def fit_passes(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     """Fit tokens_per_s and pass_s, and the slow-down by the engines.
 
@@ -387,9 +365,8 @@ def fit_steps(run: Sequence[Timeline]) -> FitPart:
     seconds = np.array([each.duration_s for process in run for each in process.steps])
     if not len(seconds):
         return FitPart("steps", {}, 0, None, ["there was none: step_s keeps its default"])
-    is_alone = (
-        np.concatenate([overlap(process.steps, process.requests) for process in run]) <= ALONE * seconds
-    )
+    disturbed_s = np.concatenate([overlap(process.steps, process.requests) for process in run])
+    is_alone = disturbed_s <= ALONE * seconds
     used = seconds[is_alone] if is_alone.sum() >= MIN_ALONE else seconds
     return FitPart("steps", {"sim.trainer.step_s": float(used.mean())}, len(used))
 
@@ -402,15 +379,8 @@ def fit_publications(run: Sequence[Timeline]) -> FitPart:
     return FitPart("publish", values, len(seconds), None, notes)
 
 
-# -- rewards and lengths -----------------------------------------------------------------------------------
-
-
 def fit_rewards(run: Sequence[Timeline], workers: int) -> FitPart:
-    """Fit median_s and sigma of a lognormal distribution of the seconds of a reward.
-
-    Args:
-        workers: samples that were scored at the same time.
-    """
+    """Fit median_s and sigma of a lognormal distribution of the seconds of a reward."""
     seconds = [each for process in run for each in _service_s(process.scorings, workers)]
     if not seconds:
         return FitPart("rewards", {}, 0, None, ["no sample had a reward: [sim.rewards] keeps its defaults"])
@@ -465,37 +435,24 @@ def correlation_within_groups(lengths: Mapping[tuple[int, int], int]) -> float |
     """Return the intraclass correlation of the normal scores of lengths, by analysis of variance (Fisher,
     Statistical Methods for Research Workers, 1925, section 40).
 
-    Args:
-        lengths: by prompt and number in the group.
-
     Returns:
         A number from 0 to 1; None if no prompt has several responses, or all are equal.
     """
-    scores = _normal_scores(lengths)
-    groups: defaultdict[int, list[float]] = defaultdict(list)
-    for (prompt, _), score in scores.items():
-        groups[prompt].append(score)
-    num_samples, num_groups = len(scores), len(groups)
+    scores = _normal_scores([*lengths.values()])
+    _, group, sizes = np.unique([prompt for prompt, _ in lengths], return_inverse=True, return_counts=True)
+    num_samples, num_groups = len(scores), len(sizes)
     if num_samples == num_groups or num_groups < 2:
         return None
-    mean = fmean(scores.values())
-    means = {prompt: fmean(group) for prompt, group in groups.items()}
-    between = sum(len(group) * (means[prompt] - mean) ** 2 for prompt, group in groups.items())
-    within = sum((score - means[prompt]) ** 2 for prompt, group in groups.items() for score in group)
-    between, within = between / (num_groups - 1), within / (num_samples - num_groups)
-    size = (num_samples - sum(len(group) ** 2 for group in groups.values()) / num_samples) / (num_groups - 1)
+    means = np.bincount(group, scores) / sizes
+    between = float(np.sum(sizes * (means - scores.mean()) ** 2)) / (num_groups - 1)
+    within = float(np.sum((scores - means[group]) ** 2)) / (num_samples - num_groups)
+    size = (num_samples - float(np.sum(sizes**2)) / num_samples) / (num_groups - 1)
     total = between + (size - 1) * within
     return min(1.0, max(0.0, (between - within) / total)) if total else None
 
 
-def _normal_scores(lengths: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
+def _normal_scores(lengths: Sequence[int]) -> Array:
     """The standard normal quantile of each length's rank. Equal lengths share their mean rank."""
-    standard, below = NormalDist(), 0
-    scores: dict[tuple[int, int], float] = {}
-    ordered = sorted(lengths.items(), key=lambda item: item[1])
-    for _, equal in groupby(ordered, key=lambda item: item[1]):
-        ids = [id for id, _ in equal]
-        score = standard.inv_cdf((below + len(ids) / 2) / len(ordered))
-        scores |= dict.fromkeys(ids, score)
-        below += len(ids)
-    return scores
+    _, rank, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+    shares = (np.cumsum(counts) - counts / 2) / len(lengths)
+    return np.array([NormalDist().inv_cdf(share) for share in shares])[rank]

@@ -45,19 +45,14 @@ def response_lengths(sim: SimSettings, group_size: int, prompts: Iterable[int], 
 
 @dataclass(frozen=True)
 class Workload:
-    """The responses of the first prompts.
-
-    Args:
-        groups: the lengths of each group's responses, in tokens.
-        prompt_tokens: of each prompt.
-    """
+    """The responses of the first prompts."""
 
     groups: Sequence[Sequence[int]]
+    """The lengths of each group's responses, in tokens."""
     prompt_tokens: int
 
     @cached_property
     def mean_tokens(self) -> float:
-        """Of a response."""
         return fmean(fmean(group) for group in self.groups)
 
     @cached_property
@@ -68,7 +63,6 @@ class Workload:
 
     @cached_property
     def longest_of_group(self) -> float:
-        """Mean over groups."""
         return self.longest(1)
 
     def longest(self, num_groups: int) -> float:
@@ -104,6 +98,10 @@ class Workload:
         return [self._longest[first : first + num_groups] for first in range(0, last, num_groups)]
 
 
+def _no_wait(load: Workload) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """A schedule with its parameters, and what bounds its time.
@@ -124,7 +122,7 @@ class Work:
     lag: float = 0
     steps: int = 1
     alive: float = inf
-    waited_tokens: Callable[[Workload], float] = lambda load: 0.0
+    waited_tokens: Callable[[Workload], float] = _no_wait
     stops: bool = True
     cycle: int = 1
 
@@ -133,31 +131,29 @@ class Work:
         return f"{self.schedule}, {self.label}" if self.label else self.schedule
 
     def ready(self) -> Schedule:
-        """The schedule, ready to run."""
         return partial(SCHEDULES[self.schedule], **self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule on a division of the devices.
-
-    Args:
-        rollout_devices: devices that generate; None: all generate and train in turn.
-        tensor_parallel: devices of one engine.
-    """
+    """A schedule on a division of the devices."""
 
     work: Work
     kind: Kind
     rollout_devices: int | None
+    """Devices that generate; None: all generate and train in turn."""
     tensor_parallel: int
 
     @property
     def replicas(self) -> int:
-        """Replicas of the trainer."""
         return 2 if self.kind == "elastic" else 1
 
+    def on(self, cluster: SimClusterSettings) -> SimClusterSettings:
+        """The cluster with this division of its devices."""
+        division = {"rollout_devices": self.rollout_devices, "tensor_parallel": self.tensor_parallel}
+        return cluster.model_copy(update=division)
+
     def name(self, devices: int) -> str:
-        """The schedule and the devices in words."""
         return f"{self.work.name} ({self.division(devices)})"
 
     def division(self, devices: int) -> str:
@@ -175,7 +171,6 @@ def candidates(
     """Yield the candidates of a cluster. What [sim.cluster] sets itself stays.
 
     Args:
-        sim: with slots, and with a cluster.
         max_lag: an age of trained tokens, in optimizer steps, that is tried besides LAGS.
     """
     assert sim.cluster
@@ -212,7 +207,7 @@ def _works(
 ) -> Iterator[Work]:
     match kind:
         case "colocated":
-            yield from _in_turn(U, K, lags, num_slots, rows)
+            yield from _in_turn(U, K, lags, num_slots)
         case "elastic":
             yield from _streamed(U, lags, rows)
         case "disaggregated":
@@ -220,7 +215,7 @@ def _works(
             yield from _never_stopped(U, K, lags, num_engines)
 
 
-def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) -> Iterator[Work]:
+def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int) -> Iterator[Work]:
     """Schedules that generate, then train."""
     for lag in (0, *lags):
         R = (int(lag) + 1) * U
@@ -235,7 +230,7 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int, rows: bool) 
     yield _restarted(4 * U, U)
     for race in _races(U):
         yield _race("tailbatch", U, race)
-        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_nothing)
+        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_no_wait)
     yield _sorted_races(U)
     for alive in (2 * U, 3 * U):
         parameters = dict(groups_per_round=U, groups_launched=alive)
@@ -284,17 +279,9 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
 
 def _rollout(name: str, R: int, U: int) -> Work:
     """Whole rollouts of R groups."""
-    steps = R // U
-    parameters = dict(groups_per_round=R, groups_per_step=U)
-    return Work(
-        name,
-        parameters,
-        f"{R} a rollout",
-        steps - 1,
-        steps,
-        alive=R,
-        waited_tokens=lambda load: load.longest(R) / steps,
-    )
+    steps, parameters = R // U, dict(groups_per_round=R, groups_per_step=U)
+    work = Work(name, parameters, f"{R} a rollout", steps - 1, steps, alive=R)
+    return replace(work, waited_tokens=lambda load: load.longest(R) / steps)
 
 
 def _restarted(R: int, U: int) -> Work:
@@ -333,16 +320,11 @@ def _sorted_races(U: int) -> Work:
 
 
 def _races(U: int) -> list[float]:
-    """The factors that launch different numbers of groups."""
+    """Factors that launch different numbers of groups."""
     return list({ceil(race * U): race for race in RACES}.values())
 
 
-def _nothing(load: Workload) -> float:
-    return 0.0
-
-
 def _batch_steps(samples: float, load: Workload) -> float:
-    """Decode steps of so many samples one after another."""
     return samples * load.mean_tokens
 
 

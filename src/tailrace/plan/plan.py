@@ -40,7 +40,7 @@ whole cycles of a schedule, because the rounds of one differ."""
 
 
 class Floor(NamedTuple):
-    """The least time of one optimizer step of a candidate, in seconds."""
+    """The least time of one optimizer step of a candidate."""
 
     generation_s: float
     """Of the engines alone."""
@@ -72,11 +72,7 @@ class Measured:
 
 
 def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_step: int) -> Floor:
-    """Return the least time of one optimizer step.
-
-    Args:
-        sim: of the candidate, with its rates.
-    """
+    """Return the least time of one optimizer step of a candidate with these rates."""
     work, engines, trainer = candidate.work, sim.engines, sim.trainer
     samples = groups_per_step * len(load.groups[0])
     alive_steps = groups_per_step * load.longest_of_group / work.alive
@@ -101,11 +97,7 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
 
 
 def generation_seconds(cost: SimEngineSettings, load: Workload, samples: int, steps: float) -> float:
-    """Return the least time in which the engines generate some samples.
-
-    Args:
-        steps: decode steps that are needed at least, whatever the batch.
-    """
+    """Return the least time in which the engines generate some samples, in at least so many decode steps."""
     count = cost.count or 1
     tokens = samples * load.mean_tokens / count
     room = max(1.0, cost.kv_tokens / load.mean_context)
@@ -128,7 +120,7 @@ class TrainedLengths:
             self.steps.append([sample.num_tokens for sample in event.samples])
 
     def close(self) -> None:
-        """Nothing is pending."""
+        pass  # nothing is pending
 
 
 def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **options: Any) -> Row:
@@ -153,18 +145,6 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
         "step_spread": pstdev(means) / fmean(means),
         "over_bound": simulated.over_bound,
     }
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A candidate that can be built.
-
-    Args:
-        sim: with the rates of its devices.
-    """
-
-    candidate: Candidate
-    sim: SimSettings
 
 
 @dataclass(frozen=True)
@@ -193,7 +173,6 @@ class Problem:
     progress: Callable[[str], None] = lambda words: None
 
     def load(self, steps: int) -> Workload:
-        """The responses to the prompts of the first optimizer steps."""
         if steps not in self._loads:
             prompts = range(steps * self.groups_per_step)
             groups = response_lengths(self.sim, self.run.group_size, prompts, self.run.seed)
@@ -204,18 +183,18 @@ class Problem:
     def _loads(self) -> dict[int, Workload]:
         return {}
 
-    def floor(self, entry: Entry, steps: int) -> Floor:
+    def floor(self, candidate: Candidate, sim: SimSettings, steps: int) -> Floor:
         """The least time of one of the first optimizer steps."""
-        return floor(entry.candidate, entry.sim, self.load(steps), self.groups_per_step)
+        return floor(candidate, sim, self.load(steps), self.groups_per_step)
 
-    def entries(self) -> tuple[list[Entry], Counter[str]]:
-        """Return the candidates within max_lag that fit the devices, and how many others each limit
-        excludes.
+    def candidates(self) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
+        """Return the candidates within max_lag that fit the devices, with their rates, and how many others
+        each limit excludes.
 
         Raises:
             ConfigError: there are none.
         """
-        entries: list[Entry] = []
+        sims: dict[Candidate, SimSettings] = {}
         excluded: Counter[str] = Counter()
         refusals: list[ConfigError] = []
         for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
@@ -223,50 +202,42 @@ class Problem:
                 excluded[f"plan.max_lag = {self.max_lag:g}"] += 1
                 continue
             try:
-                sim = self._sim_of(candidate)
+                sims[candidate] = self._sim_of(candidate)
             except ConfigError as why:
                 refusals.append(why)
                 excluded[f"{why.key}: {why.problem}"] += 1
-                continue
-            entries.append(Entry(candidate, sim))
-        if not entries:
+        if not sims:
             raise refusals[-1]
-        return entries, excluded
+        return sims, excluded
 
-    def measure(self, entry: Entry, steps: int) -> Measured:
+    def measure(self, candidate: Candidate, sim: SimSettings, steps: int) -> Measured:
         """Run a candidate for some optimizer steps in virtual time."""
-        work, group_size = entry.candidate.work, self.run.group_size
-        assert entry.sim.cluster
-        self.progress(f"{entry.candidate.name(entry.sim.cluster.devices)} over {steps} optimizer steps")
+        work = candidate.work
+        assert sim.cluster
+        self.progress(f"{candidate.name(sim.cluster.devices)} over {steps} optimizer steps")
         rounds = max(1, steps // work.steps)
         endless = {"rounds": rounds, "step_timeout_s": 1e9, "step_warning_timeout_s": 1e9}
         figures = measure(
             work.ready(),
-            entry.sim,
+            sim,
             self.run.model_copy(update=endless),
-            shared=Shared(entry.candidate.kind),
-            replicas=entry.candidate.replicas,
+            shared=Shared(candidate.kind),
+            replicas=candidate.replicas,
             reference=self.reference,
             warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
             compute_advantages=self.compute_advantages,
         )
         figures |= {
-            "step_s": self.groups_per_step * group_size / figures["samples_per_s"],
-            "kv_share": self._kv_share(entry),
-            "trainer_share": trainer_memory_share(entry.sim.cluster),
+            "step_s": self.groups_per_step * self.run.group_size / figures["samples_per_s"],
+            "kv_share": self._kv_share(candidate, sim.engines),
+            "trainer_share": trainer_memory_share(sim.cluster),
         }
-        return Measured(entry.candidate, self.floor(entry, steps), steps, figures)
+        return Measured(candidate, self.floor(candidate, sim, steps), steps, figures)
 
     def _sim_of(self, candidate: Candidate) -> SimSettings:
         assert self.sim.cluster
-        division = {
-            "rollout_devices": candidate.rollout_devices,
-            "tensor_parallel": candidate.tensor_parallel,
-        }
-        cluster = self.sim.cluster.model_copy(update=division)
-        return rates(self.sim.model_copy(update={"cluster": cluster}))
+        return rates(self.sim.model_copy(update={"cluster": candidate.on(self.sim.cluster)}))
 
-    def _kv_share(self, entry: Entry) -> float:
-        engines = entry.sim.engines
-        alive = entry.candidate.work.alive * self.run.group_size / (engines.count or 1)
+    def _kv_share(self, candidate: Candidate, engines: SimEngineSettings) -> float:
+        alive = candidate.work.alive * self.run.group_size / (engines.count or 1)
         return min(alive, engines.slots or alive) * self.load(self.steps).mean_context / engines.kv_tokens

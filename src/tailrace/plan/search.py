@@ -12,7 +12,8 @@ from math import inf
 
 from tailrace.errors import ConfigError
 from tailrace.plan.candidates import LAGS, Candidate
-from tailrace.plan.plan import Entry, Measured, Problem
+from tailrace.plan.plan import Measured, Problem
+from tailrace.sim.settings import SimSettings
 
 SHARE = 1 / 8
 """Of the steps: over so many all promising candidates are measured."""
@@ -28,8 +29,6 @@ MARGIN = 1.25
 """How much slower than the best a candidate may be predicted to be."""
 BUSY = 0.85
 """Share of the time from which a side counts as busy."""
-
-Pair = tuple[Entry, Measured]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +62,31 @@ def search(problem: Problem) -> Plan:
     Raises:
         ConfigError: no candidate fits the devices, or none is within the limits.
     """
-    entries, excluded = problem.entries()
+    sims, excluded = problem.candidates()
     num_excluded = excluded.total()
-    first, others, biased = _promising(problem, entries)
+    first, others, biased = _promising(problem, sims)
     if not first:
-        found = f"it excludes all {len(entries)} candidates that fit the devices"
+        found = f"it excludes all {len(sims)} candidates that fit the devices"
         raise ConfigError("plan.max_length_bias", problem.max_length_bias, found, "raise it")
     if biased:
         excluded[f"plan.max_length_bias = {problem.max_length_bias:g}"] = biased
-    final = [problem.measure(entry, problem.steps) for entry, _ in first[:FINALISTS]]
+    known = [each.candidate for each in first]
+    final = [problem.measure(each, sims[each], problem.steps) for each in known[:FINALISTS]]
     longest = sorted((each for each in final if not is_biased(problem, each)), key=lambda each: each.step_s)
-    known = {each.candidate for each in longest}
-    ranking = [*longest, *(each for _, each in first if each.candidate not in known)]
-    fair = [*others, *(entry for entry, _ in first)]
-    floors = {entry.candidate: problem.floor(entry, problem.steps).step_s for entry in fair}
+    finalists = {each.candidate for each in longest}
+    ranking = [*longest, *(each for each in first if each.candidate not in finalists)]
+    floors = {each: problem.floor(each, sims[each], problem.steps).step_s for each in [*others, *known]}
     why = reasons(problem, floors, longest or ranking[:1])
-    return Plan(ranking, why, len(entries) + num_excluded, excluded, len(others))
+    return Plan(ranking, why, len(sims) + num_excluded, excluded, len(others))
 
 
 def is_biased(problem: Problem, measured: Measured) -> bool:
     return abs(measured.figures["length_bias"]) > problem.max_length_bias
 
 
-def _promising(problem: Problem, entries: Sequence[Entry]) -> tuple[list[Pair], list[Entry], int]:
+def _promising(
+    problem: Problem, sims: Mapping[Candidate, SimSettings]
+) -> tuple[list[Measured], list[Candidate], int]:
     """Measure the candidates over few steps that are predicted to be within the margin of the best.
 
     A schedule with a lag of n steps has up to n + 1 in flight, and the steps in which they fill up say
@@ -98,30 +99,30 @@ def _promising(problem: Problem, entries: Sequence[Entry]) -> tuple[list[Pair], 
     in_flight = min(problem.max_lag, max(LAGS)) + 1
     steps = max(FEWEST_STEPS, round(SHARE * max(problem.steps, FILLS * in_flight)))
     steps = min(problem.steps, steps)
-    waiting, best_s = list(entries), inf
+    waiting, best_s = list(sims), inf
     excess_s: dict[str, float] = {}
-    floors = {entry: problem.floor(entry, steps).step_s for entry in entries}
-    found: list[Pair] = []
+    floors = {each: problem.floor(each, sim, steps).step_s for each, sim in sims.items()}
+    found: list[Measured] = []
     num_biased = 0
 
-    def predicted(entry: Entry) -> float:
-        return floors[entry] + excess_s.get(entry.candidate.work.name, 0.0)
+    def predicted(candidate: Candidate) -> float:
+        return floors[candidate] + excess_s.get(candidate.work.name, 0.0)
 
     while waiting:
-        entry = min(waiting, key=predicted)
-        if len(found) >= LEAST and predicted(entry) > MARGIN * best_s:
+        candidate = min(waiting, key=predicted)
+        if len(found) >= LEAST and predicted(candidate) > MARGIN * best_s:
             break
-        measured, name = problem.measure(entry, steps), entry.candidate.work.name
+        measured, name = problem.measure(candidate, sims[candidate], steps), candidate.work.name
         if is_biased(problem, measured):
-            others = [each for each in waiting if each.candidate.work.name != name]
+            others = [each for each in waiting if each.work.name != name]
             num_biased += len(waiting) - len(others)
             waiting = others
             continue
-        waiting.remove(entry)
-        found.append((entry, measured))
+        waiting.remove(candidate)
+        found.append(measured)
         best_s = min(best_s, measured.step_s)
-        excess_s[name] = min(excess_s.get(name, inf), measured.step_s - floors[entry])
-    return sorted(found, key=lambda pair: pair[1].step_s), waiting, num_biased
+        excess_s[name] = min(excess_s.get(name, inf), measured.step_s - floors[candidate])
+    return sorted(found, key=lambda each: each.step_s), waiting, num_biased
 
 
 def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:
@@ -143,16 +144,11 @@ def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Seque
     ]
 
 
-def _devices(problem: Problem, best: Measured) -> tuple[int, int, int]:
-    """Return how many devices there are, generate and train."""
-    assert problem.sim.cluster
-    num, generating = problem.sim.cluster.devices, best.candidate.rollout_devices
-    return num, generating or num, num - (generating or 0)
-
-
 def _ratio(problem: Problem, best: Measured) -> str:
-    num, generating, training = _devices(problem, best)
-    generation, trained = best.floor.generation_s * generating, best.floor.training_s * training
+    assert problem.sim.cluster
+    num, rollout = problem.sim.cluster.devices, best.candidate.rollout_devices
+    generation = best.floor.generation_s * (rollout or num)
+    trained = best.floor.training_s * (num - (rollout or 0))
     more, less = ("generation", "the training") if generation >= trained else ("training", "the generation")
     times = max(generation, trained) / min(generation, trained)
     return (
@@ -162,7 +158,6 @@ def _ratio(problem: Problem, best: Measured) -> str:
 
 
 def _bottleneck(best: Measured) -> str:
-    """Which side the best candidate waits for, and what would help."""
     generating, training = best.floor.generation_s / best.step_s, best.floor.training_s / best.step_s
     shares = f"its engines are needed for {generating:.0%} of a step and its trainer for {training:.0%}"
     if best.candidate.rollout_devices is None:
@@ -183,7 +178,6 @@ def _tail(problem: Problem) -> str:
 
 
 def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
-    """The best on other divisions of the devices."""
     words = {"disaggregated": "on separate devices", "colocated": "in turn", "elastic": "elastic"}
     for kind, where in words.items():
         found = [each for each in measured if each.candidate.kind == kind]
@@ -194,7 +188,6 @@ def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
 def _on_policy(
     best: Measured, floors: Mapping[Candidate, float], measured: Sequence[Measured]
 ) -> Iterator[str]:
-    """What training on older tokens gains."""
     if not best.candidate.work.lag:
         return
     if found := [each for each in measured if not each.candidate.work.lag]:

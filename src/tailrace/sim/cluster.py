@@ -30,8 +30,7 @@ class DeviceProfile:
     """One device.
 
     Args:
-        memory_bytes: of its own memory.
-        bytes_per_s: bandwidth of that memory.
+        bytes_per_s: bandwidth of its own memory.
         flops: dense bfloat16 operations a second, accumulated in float32.
         link_bytes_per_s: to another device of the same node, in one direction.
         link_latency_s: of an all-reduce of a few kilobytes, for each doubling of the devices.
@@ -198,20 +197,15 @@ def rates(settings: SimSettings) -> SimSettings:
         ConfigError: the model does not fit its devices, the devices cannot be divided as asked, or a response
             is longer than the context or the KV cache.
     """
-    cluster = settings.cluster
-    if cluster is None:
+    if settings.cluster is None:
         return settings
-    device, model = device_of(cluster), model_of("sim.cluster.model", cluster.model)
-    _check_devices(cluster, model)
-    _check_memory(cluster, device, model)
-    engines = _filled(settings.engines, _engine_rates(cluster, device, model))
-    filled = settings.model_copy(
-        update={
-            "engines": engines,
-            "trainer": _filled(settings.trainer, _trainer_rates(cluster, device, model)),
-        }
-    )
-    _check_lengths(filled, model)
+    setup = _Setup.of(settings.cluster)
+    setup.check_devices()
+    setup.check_memory()
+    engines = _filled(settings.engines, setup.engine_rates())
+    trainer = _filled(settings.trainer, setup.trainer_rates())
+    filled = settings.model_copy(update={"engines": engines, "trainer": trainer})
+    _check_lengths(filled, setup.model)
     return filled
 
 
@@ -221,8 +215,8 @@ def trainer_memory_share(cluster: SimClusterSettings) -> float:
     Raises:
         ConfigError: there is no such device or model.
     """
-    device, model = device_of(cluster), model_of("sim.cluster.model", cluster.model)
-    return _state_bytes(cluster, model) / _training_memory(cluster, device)
+    setup = _Setup.of(cluster)
+    return setup.state_bytes / setup.training_memory
 
 
 def _filled(section: S, found: Mapping[str, Any]) -> S:
@@ -259,139 +253,141 @@ def model_of(key: str, name: str | None) -> LanguageModel:
     return LanguageModel.read(Path(name))
 
 
-def _generating(cluster: SimClusterSettings) -> int:
-    return cluster.rollout_devices or cluster.devices
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """A model on the devices of a cluster."""
 
+    cluster: SimClusterSettings
+    device: DeviceProfile
+    model: LanguageModel
 
-def _training(cluster: SimClusterSettings) -> int:
-    return cluster.devices - (cluster.rollout_devices or 0)
+    @classmethod
+    def of(cls, cluster: SimClusterSettings) -> "_Setup":
+        return cls(cluster, device_of(cluster), model_of("sim.cluster.model", cluster.model))
 
+    @property
+    def generating(self) -> int:
+        return self.cluster.rollout_devices or self.cluster.devices
 
-def _link(cluster: SimClusterSettings, device: DeviceProfile, num_devices: int) -> float:
-    """Return the bytes a second between devices, of which the first nodes are filled."""
-    rate = device.link_bytes_per_s
-    if num_devices > cluster.devices_per_node:
-        rate = min(rate, cluster.network_bytes_per_s)
-    return rate * cluster.link_efficiency
+    @property
+    def training(self) -> int:
+        return self.cluster.devices - (self.cluster.rollout_devices or 0)
 
+    @property
+    def training_memory(self) -> float:
+        return self.training * self.device.memory_bytes
 
-def _engine_rates(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> dict[str, Any]:
-    size = cluster.tensor_parallel
-    memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
-    arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
-    all_reduces = ALL_REDUCES * model.num_layers
-    hop_s = all_reduces * device.link_latency_s
-    reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2 * (size - 1) / size
-    kv_bytes = _kv_bytes(model, size)
-    reload_s = model.weight_bytes / size / (device.host_bytes_per_s * cluster.link_efficiency)
-    return {
-        "count": _generating(cluster) // size,
-        "base_s": model.weight_bytes / memory,
-        "compute_s": arithmetic_s / cluster.decode_efficiency,
-        "context_s": kv_bytes / memory,
-        "slope_s": reduced / _link(cluster, device, size),
-        "overhead_s": cluster.overhead_s + hop_s * log2(size),
-        "communication_s": hop_s,
-        "kv_tokens": int(_kv_room(cluster, device, model) / kv_bytes),
-        "weight_tokens": int(model.weight_bytes / kv_bytes),
-        "prefill_tokens_per_s": cluster.prefill_efficiency / arithmetic_s,
-        "regroup_s": RESTART_S + reload_s,
-        **_switch_s(cluster, device, model),
-    }
+    @property
+    def state_bytes(self) -> float:
+        return self.cluster.trainer_bytes_per_parameter * self.model.num_parameters
 
+    @property
+    def engine_memory(self) -> float:
+        return self.cluster.tensor_parallel * self.device.memory_bytes * self.cluster.memory_share
 
-def _switch_s(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> dict[str, float]:
-    """Return the costs of new weights and of the change between generating and training.
+    def link(self, num_devices: int) -> float:
+        """Return the bytes a second between devices, of which the first nodes are filled."""
+        rate = self.device.link_bytes_per_s
+        if num_devices > self.cluster.devices_per_node:
+            rate = min(rate, self.cluster.network_bytes_per_s)
+        return rate * self.cluster.link_efficiency
 
-    In turn, the trainer's state waits in the host's memory while engines generate. The new weights reach the
-    engines when they wake.
-    """
-    if cluster.rollout_devices:
-        return {"load_s": _send_s(cluster, device, model)}
-    swap_s = (
-        _state_bytes(cluster, model) / cluster.devices / (device.host_bytes_per_s * cluster.link_efficiency)
-    )
-    gather_s = model.weight_bytes / _link(cluster, device, cluster.devices)
-    return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
+    def engine_rates(self) -> dict[str, Any]:
+        cluster, device, model = self.cluster, self.device, self.model
+        size = cluster.tensor_parallel
+        memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
+        arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
+        all_reduces = ALL_REDUCES * model.num_layers
+        hop_s = all_reduces * device.link_latency_s
+        reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2 * (size - 1) / size
+        # Each device of an engine has at least one whole head of the KV cache.
+        kv_bytes = model.kv_bytes * max(1.0, size / model.num_kv_heads)
+        reload_s = model.weight_bytes / size / (device.host_bytes_per_s * cluster.link_efficiency)
+        return {
+            "count": self.generating // size,
+            "base_s": model.weight_bytes / memory,
+            "compute_s": arithmetic_s / cluster.decode_efficiency,
+            "context_s": kv_bytes / memory,
+            "slope_s": reduced / self.link(size),
+            "overhead_s": cluster.overhead_s + hop_s * log2(size),
+            "communication_s": hop_s,
+            "kv_tokens": int((self.engine_memory - model.weight_bytes) / kv_bytes),
+            "weight_tokens": int(model.weight_bytes / kv_bytes),
+            "prefill_tokens_per_s": cluster.prefill_efficiency / arithmetic_s,
+            "regroup_s": RESTART_S + reload_s,
+            **self._switch_s(),
+        }
 
+    def _switch_s(self) -> dict[str, float]:
+        """Return the costs of new weights and of the change between generating and training.
 
-def _send_s(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> float:
-    """Return the time in which the weights reach all engines, as a pipelined broadcast."""
-    if cluster.transport == "filesystem":
-        return model.weight_bytes / cluster.filesystem_bytes_per_s
-    return model.weight_bytes / _link(cluster, device, cluster.devices)
+        In turn, the trainer's state waits in the host's memory while engines generate. The new weights reach
+        the engines when they wake.
+        """
+        cluster = self.cluster
+        if cluster.rollout_devices:
+            return {"load_s": self._send_s()}
+        host_link = self.device.host_bytes_per_s * cluster.link_efficiency
+        swap_s = self.state_bytes / cluster.devices / host_link
+        gather_s = self.model.weight_bytes / self.link(cluster.devices)
+        return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
 
+    def _send_s(self) -> float:
+        """Return the time in which the weights reach all engines, as a pipelined broadcast."""
+        if self.cluster.transport == "filesystem":
+            return self.model.weight_bytes / self.cluster.filesystem_bytes_per_s
+        return self.model.weight_bytes / self.link(self.cluster.devices)
 
-def _trainer_rates(
-    cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel
-) -> dict[str, float]:
-    """All state is sharded over the trainer's devices. A step reduces gradients and gathers the weights."""
-    num = _training(cluster)
-    flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
-    link = _link(cluster, device, num)
-    optimizer_s = (
-        OPTIMIZER_BYTES * model.num_parameters / (num * device.bytes_per_s * cluster.bandwidth_efficiency)
-    )
-    exchange_s = 3 * model.weight_bytes / link if num > 1 else 0.0  # float32 gradients, bfloat16 weights
-    gather_s = model.weight_bytes / link if cluster.rollout_devices and num > 1 else 0.0
-    write_s = _send_s(cluster, device, model) if cluster.transport == "filesystem" else 0.0
-    return {
-        "tokens_per_s": num * device.flops * cluster.training_efficiency / flops,
-        "step_s": optimizer_s + exchange_s,
-        "publish_s": gather_s + (write_s if cluster.rollout_devices else 0.0),
-    }
-
-
-def _kv_bytes(model: LanguageModel, size: int) -> float:
-    """Return the bytes of one position on all devices of an engine. A device has at least one whole head."""
-    return model.kv_bytes * max(1.0, size / model.num_kv_heads)
-
-
-def _kv_room(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> float:
-    return cluster.tensor_parallel * device.memory_bytes * cluster.memory_share - model.weight_bytes
-
-
-def _state_bytes(cluster: SimClusterSettings, model: LanguageModel) -> float:
-    return cluster.trainer_bytes_per_parameter * model.num_parameters
-
-
-def _training_memory(cluster: SimClusterSettings, device: DeviceProfile) -> float:
-    return _training(cluster) * device.memory_bytes
-
-
-def _check_devices(cluster: SimClusterSettings, model: LanguageModel) -> None:
-    size, generating = cluster.tensor_parallel, _generating(cluster)
-    if _training(cluster) < 1:
-        problem = f"all {cluster.devices} devices would generate, and none would train"
-        remedy = (
-            f"choose fewer than {cluster.devices}, or leave it out so that all generate and train in turn"
+    def trainer_rates(self) -> dict[str, float]:
+        """All state is sharded over the trainer's devices. A step reduces gradients and gathers the
+        weights."""
+        cluster, device, model, num = self.cluster, self.device, self.model, self.training
+        flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
+        optimizer_s = (
+            OPTIMIZER_BYTES * model.num_parameters / (num * device.bytes_per_s * cluster.bandwidth_efficiency)
         )
-        raise ConfigError("sim.cluster.rollout_devices", generating, problem, remedy)
-    for what, number in (
-        ("devices that generate", generating),
-        ("attention heads of the model", model.num_heads),
-    ):
-        if number % size:
-            problem = f"the {number} {what} cannot be divided by it"
-            raise ConfigError("sim.cluster.tensor_parallel", size, problem, f"choose a divisor of {number}")
-    if size > cluster.devices_per_node:
-        problem = f"a node has {cluster.devices_per_node} devices"
-        raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")
+        gather_s = model.weight_bytes / self.link(num) if num > 1 else 0.0
+        write_s = self._send_s() if cluster.transport == "filesystem" else 0.0
+        # gradients in float32, weights in bfloat16
+        exchange_s = 3 * model.weight_bytes / self.link(num) if num > 1 else 0.0
+        return {
+            "tokens_per_s": num * device.flops * cluster.training_efficiency / flops,
+            "step_s": optimizer_s + exchange_s,
+            "publish_s": gather_s + write_s if cluster.rollout_devices else 0.0,
+        }
 
+    def check_devices(self) -> None:
+        size, num = self.cluster.tensor_parallel, self.cluster.devices
+        if self.training < 1:
+            problem = f"all {num} devices would generate, and none would train"
+            remedy = f"choose fewer than {num}, or leave it out so that all generate and train in turn"
+            raise ConfigError("sim.cluster.rollout_devices", self.generating, problem, remedy)
+        divided = {
+            "devices that generate": self.generating,
+            "attention heads of the model": self.model.num_heads,
+        }
+        for what, number in divided.items():
+            if number % size:
+                problem = f"the {number} {what} cannot be divided by it"
+                raise ConfigError(
+                    "sim.cluster.tensor_parallel", size, problem, f"choose a divisor of {number}"
+                )
+        if size > self.cluster.devices_per_node:
+            problem = f"a node has {self.cluster.devices_per_node} devices"
+            raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")
 
-def _check_memory(cluster: SimClusterSettings, device: DeviceProfile, model: LanguageModel) -> None:
-    name, size = cluster.model, cluster.tensor_parallel
-    room = size * device.memory_bytes * cluster.memory_share
-    if _kv_room(cluster, device, model) <= 0:
-        problem = (
-            f"its weights take {gib(model.weight_bytes)}, but an engine on {size} x {cluster.device} has"
-        )
-        raise ConfigError("sim.cluster.model", name, f"{problem} {gib(room)}", "raise tensor_parallel")
-    state, room = _state_bytes(cluster, model), _training_memory(cluster, device)
-    if state > room:
-        num = _training(cluster)
-        problem = f"the trainer holds {gib(state)}, but {num} x {cluster.device} have {gib(room)}"
-        raise ConfigError("sim.cluster.model", name, problem, "give the trainer more devices")
+    def check_memory(self) -> None:
+        key, name, device = "sim.cluster.model", self.cluster.model, self.cluster.device
+        weights, size, num = self.model.weight_bytes, self.cluster.tensor_parallel, self.training
+        if weights >= self.engine_memory:
+            room = f"an engine on {size} x {device} has {gib(self.engine_memory)}"
+            raise ConfigError(
+                key, name, f"its weights take {gib(weights)}, but {room}", "raise tensor_parallel"
+            )
+        if self.state_bytes > self.training_memory:
+            room = f"{num} x {device} have {gib(self.training_memory)}"
+            problem = f"the trainer holds {gib(self.state_bytes)}, but {room}"
+            raise ConfigError(key, name, problem, "give the trainer more devices")
 
 
 def _check_lengths(settings: SimSettings, model: LanguageModel) -> None:
@@ -402,14 +398,12 @@ def _check_lengths(settings: SimSettings, model: LanguageModel) -> None:
     if total > model.context_tokens:
         problem = f"{words}, but the model's context has {model.context_tokens}"
         raise ConfigError("sim.lengths.max_tokens", limit, problem, "lower it")
-    if total > settings.engines.kv_tokens:
-        problem = f"{words}, but the KV cache of one engine has {settings.engines.kv_tokens} positions"
+    room = settings.engines.kv_tokens
+    cache = f"the KV cache of one engine has {room}"
+    if total > room:
+        problem = f"{words}, but {cache} positions"
         raise ConfigError("sim.lengths.max_tokens", limit, problem, "lower it, or raise tensor_parallel")
     slots, least = settings.engines.slots or 0, lengths.prompt_tokens + 1
-    if slots * least > settings.engines.kv_tokens:
-        problem = (
-            f"so many requests have at least {slots * least} positions, but the KV cache of one engine has"
-        )
-        remedy = f"choose at most {settings.engines.kv_tokens // least}"
-        problem = f"{problem} {settings.engines.kv_tokens}"
-        raise ConfigError("sim.engines.slots", slots, problem, remedy)
+    if slots * least > room:
+        problem = f"so many requests have at least {slots * least} positions, but {cache}"
+        raise ConfigError("sim.engines.slots", slots, problem, f"choose at most {room // least}")

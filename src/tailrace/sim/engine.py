@@ -40,15 +40,12 @@ from tailrace.weights.base import Weights
 
 
 class Steps(NamedTuple):
-    """Decode steps in sequence by the same requests.
-
-    Args:
-        first_s: seconds of the first step.
-        growth_s: how much longer each step is than the one before.
-    """
+    """Decode steps in sequence by the same requests."""
 
     first_s: float
+    """Seconds of the first step."""
     growth_s: float = 0.0
+    """Seconds by which each step is longer than the one before."""
 
     @classmethod
     def of(cls, cost: SimEngineSettings, num_running: int, kv_positions: int, width: int = 1) -> "Steps":
@@ -63,31 +60,21 @@ class Steps(NamedTuple):
         if cost.context_s:
             alone_s += cost.context_s * kv_positions
         if width > 1:
-            return cls(
-                alone_s / width + cost.communication_s * log2(width) + cost.overhead_s, growth_s / width
-            )
+            shared_s = alone_s / width + cost.communication_s * log2(width)
+            return cls(shared_s + cost.overhead_s, growth_s / width)
         return cls(alone_s + cost.overhead_s, growth_s)
 
     def slower(self, factor: float) -> "Steps":
-        """Return steps that take longer by a factor."""
         return Steps(self.first_s * factor, self.growth_s * factor)
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the time from one number of steps to another.
-
-        Args:
-            start: of the first step only a part is left if 0 < start < 1.
-            end: whole steps.
-        """
+        """Return the time from one number of steps to another. Only the start may be a part of a step."""
         alike_s = max(0.0, end - start) * self.first_s
         return alike_s + self.growth_s * end * (end - 1) / 2 if end > 1 else alike_s
 
     def after(self, start: float, seconds: float) -> float:
-        """Return the number of steps, whole ones and a part of one, that are done after some seconds.
-
-        Args:
-            start: the part of the first step that was done before.
-        """
+        """Return the number of steps, whole ones and a part of one, that are done after some seconds. A part
+        of the first step, `start`, was done before."""
         if not self.growth_s:
             return start + seconds / self.first_s
         seconds += start * self.first_s
@@ -109,7 +96,7 @@ class Suspended:
         self._total += positions
 
     def forget(self, sample: Sample) -> int:
-        """Return the positions that were kept of a sample, which are no longer counted here."""
+        """Return the positions that were kept of a sample, and drop them."""
         kept = self._positions.pop(sample, 0)
         self._total -= kept
         return kept
@@ -118,10 +105,6 @@ class Suspended:
         """Forget the oldest samples until the others fit into so many positions."""
         while self._positions and self._total > room:
             self.forget(next(iter(self._positions)))
-
-    def clear(self) -> None:
-        self._positions.clear()
-        self._total = 0
 
 
 @dataclass(slots=True)
@@ -136,10 +119,9 @@ class _Running:
 
 
 class SimEngine:
-    """An `Engine` (engine/base.py) that takes virtual time.
+    """An `Engine` that takes virtual time.
 
     Args:
-        cost: time of a decode step, a prefill, an abort and a load; slots and room of the KV cache.
         length_of: the length of the response that a sample will have, in tokens.
         max_tokens: a response of this length is cut off (finish reason "length").
         host: what slows it down while others work; None: it has devices of its own.
@@ -205,7 +187,7 @@ class SimEngine:
         self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
-            self._suspended.clear()
+            self._suspended = Suspended()
             stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
             self._prefilled += self._kv_tokens
         self._stall(stall_s)
@@ -237,13 +219,12 @@ class SimEngine:
             self._open(f"it uses the devices of {width} engines")
 
     def report(self) -> None:
-        """Write the tokens generated so far into every running sample, as a live engine does now and then."""
         self._settle()
         for sample in self._running:
             self._sync(sample)
 
     def usage(self) -> Usage:
-        """As Engine.usage. It settles nothing, so that to look at an engine changes no rounding."""
+        # It settles nothing, so that to look at an engine changes no rounding.
         whole = 0
         if self._running and now() > self._since:
             whole = int(self._next_steps.after(self._credit, now() - self._since) + 1e-6)
@@ -271,7 +252,7 @@ class SimEngine:
         self._close("dead", EngineDied(self.name), "it was told to die")
 
     def revive(self) -> None:
-        """Start it again, with the newest weights. While its device is lent it stays asleep."""
+        """Start it again, with the newest weights. It stays asleep while its device is lent."""
         if not self._lent:
             self._open("it was started again")
 
@@ -280,7 +261,7 @@ class SimEngine:
     def _close(self, state: EngineState, error: Evicted, why: str) -> None:
         self._settle()
         self.state = state
-        self._suspended.clear()
+        self._suspended = Suspended()
         futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
         self._change()
@@ -404,7 +385,6 @@ class SimEngine:
             self._stall(computed / self._cost.prefill_tokens_per_s)
 
     def _uncached(self, sample: Sample, context: int) -> int:
-        """Positions that a prefill computes for a request that joins."""
         if self._suspended.forget(sample) == context:
             return 0
         cached = sample.num_tokens == 0 and self._prompts[sample.group] > 0
@@ -413,7 +393,7 @@ class SimEngine:
         return 0 if cached else context
 
     def _suspend(self, sample: Sample) -> None:
-        """Keep the KV cache of an aborted request. Running requests have precedence over it."""
+        """Keep the KV cache of an aborted request."""
         before = sample.num_context_tokens - sample.num_tokens
         self._suspended.keep(sample, before + self._running[sample].base + self._steps)
 
@@ -439,10 +419,8 @@ FAULT = 7
 def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:
     """Let an engine die after exponential times, as machines with a constant rate of faults do.
 
-    An engine whose devices are lent does not die. Call it inside the virtual loop.
-
-    Args:
-        number: of the engine; each has its own stream of chance.
+    An engine whose devices are lent does not die. Each number has its own stream of chance. Call it inside
+    the virtual loop.
     """
     loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
 

@@ -13,7 +13,7 @@ Part = Literal["engine", "trainer", "judge"]
 
 
 class Host:
-    """Who works at present, and how much slower the others are."""
+    """Which parts work at present, and how much slower the others are."""
 
     def __init__(self, settings: SimHostSettings) -> None:
         self._settings = settings
@@ -48,11 +48,7 @@ class Host:
         return by_trainer * (settings.judge_slowdown if self._working["judge"] else 1.0)
 
     async def work(self, part: Literal["trainer", "judge"], seconds: float) -> float:
-        """Work for as long as it takes; return the time.
-
-        Args:
-            seconds: that the work takes while no engine decodes.
-        """
+        """Do work that takes some seconds while no engine decodes, and return the seconds that it took."""
         begin_s, settings = now(), self._settings
         beside_engine = settings.trainer_slowdown if part == "trainer" else settings.judged_slowdown
         with self.working(part):

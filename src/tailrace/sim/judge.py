@@ -8,7 +8,6 @@ left out.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +44,7 @@ class ForwardPass:
 
     def layer_s(self, num_texts: int, longest: int) -> float:
         """Return the time in which a layer computes texts that are padded to the longest."""
-        arithmetic_s = num_texts * (self.token_s * longest + self.pair_s * longest**2)
-        return max(self.read_s, arithmetic_s)
+        return max(self.read_s, num_texts * (self.token_s * longest + self.pair_s * longest**2))
 
     def seconds(self, num_texts: int, longest: int) -> float:
         """Return the time of a batch. The copy of a layer begins when the one before it has arrived and a
@@ -63,12 +61,6 @@ class ForwardPass:
             if layer not in kept:
                 freed_s.append(end_s)
         return end_s
-
-    def seconds_in_turn(self, num_texts: int, longest: int) -> float:
-        """Return the time of a batch if a layer is copied when it is called."""
-        num = self.budget.num_layers
-        copied = num - self.budget.resident_layers(num_texts * longest)
-        return num * self.layer_s(num_texts, longest) + copied * self.copy_s
 
 
 def forward_pass(settings: SimSettings) -> ForwardPass:
@@ -109,11 +101,7 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
 
 
 class SimJudge:
-    """The judge on one device.
-
-    Args:
-        host: the device, which it shares with an engine; None: neither slows the other down.
-    """
+    """The judge on one device. Its host is shared with an engine; None: neither slows the other down."""
 
     def __init__(self, forward: ForwardPass, host: Host | None) -> None:
         self._forward, self._host = forward, host
@@ -125,7 +113,6 @@ class SimJudge:
         return len(self._waiting)
 
     async def score(self, num_tokens: int) -> None:
-        """Wait until a text is scored."""
         scored = asyncio.get_running_loop().create_future()
         self._waiting[scored] = num_tokens
         try:
@@ -136,7 +123,6 @@ class SimJudge:
             self._waiting.pop(scored, None)
 
     async def _score_all(self) -> None:
-        """Score what has arrived, this text among it."""
         texts = dict(self._waiting)
         lengths = list(texts.values())
         for batch in batches(range(len(lengths)), lengths, self._forward.max_tokens):
@@ -145,18 +131,3 @@ class SimJudge:
         for scored in texts:
             if not scored.done():
                 scored.set_result(None)
-
-
-class SimJudges:
-    """One judge on each device. A text goes to the judge at which the fewest wait.
-
-    Args:
-        hosts: of each device.
-    """
-
-    def __init__(self, forward: ForwardPass, hosts: Sequence[Host | None]) -> None:
-        self._judges = [SimJudge(forward, host) for host in hosts]
-
-    async def score(self, num_tokens: int) -> None:
-        """Wait until a text is scored."""
-        await min(self._judges, key=lambda judge: judge.num_waiting).score(num_tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 
@@ -10,7 +11,7 @@ from tailrace.errors import RewardFailed
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.sim.host import Host
-from tailrace.sim.judge import SimJudges
+from tailrace.sim.judge import SimJudge
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
 from tailrace.sim.world import MANY_PROMPTS, Chance, row_of
 from tailrace.types import Sample
@@ -24,14 +25,13 @@ def rewards_of(
     seed: int,
     anchors: Anchors,
     host: Host | None = None,
-    judges: SimJudges | None = None,
+    judges: Sequence[SimJudge] = (),
 ) -> Rewards:
     """Return rewards that take virtual time.
 
     Args:
-        anchors: what the rewards of programs learn of the time that correct ones take.
         host: which the rewards of a judge slow down.
-        judges: on the devices of the engines.
+        judges: one on each device of the engines.
     """
     if judges:
         return SimJudgedRewards(cost, judges, seed)
@@ -39,7 +39,7 @@ def rewards_of(
 
 
 class SimRewards:
-    """`Rewards` (reward/base.py) that take virtual time. Rewards are drawn from a seed."""
+    """`Rewards` drawn from a seed, on a bounded number of workers."""
 
     def __init__(self, cost: SimRewardSettings, seed: int, host: Host | None = None) -> None:
         self._cost, self._seed = cost, seed
@@ -64,14 +64,14 @@ class SimRewards:
 
 
 class SimJudgedRewards:
-    """`Rewards` of judges on the devices of the engines."""
+    """`Rewards` of one judge on each device of the engines. A text goes to the judge at which the fewest
+    wait."""
 
-    def __init__(self, cost: SimRewardSettings, judges: SimJudges, seed: int) -> None:
+    def __init__(self, cost: SimRewardSettings, judges: Sequence[SimJudge], seed: int) -> None:
         self._cost, self._judges, self._seed = cost, judges, seed
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score."""
-        await self._judges.score(sample.num_sequence_tokens)
+        await min(self._judges, key=lambda judge: judge.num_waiting).score(sample.num_sequence_tokens)
         chance = Chance(REWARD, self._seed, *sample.id)
         return float(chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index))
 
@@ -109,7 +109,7 @@ class SimCodeRewards:
         return 1.0
 
     async def _run(self, sample: Sample, seconds: float) -> bool:
-        """Return whether a test case ends in time."""
+        """Whether a test case ends in time."""
         async with self._workers:
             with self._anchors.limit(sample, self._code.timeout) as limit, suppress(TimeoutError):
                 async with limit.enforced():

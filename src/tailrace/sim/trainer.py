@@ -1,5 +1,4 @@
-"""A simulated trainer (time, a step counter, the accumulated samples, and a model of the ESS), and a
-simulated reference model, which only takes time."""
+"""A simulated trainer, with a model of the ESS, and a simulated reference model."""
 
 import asyncio
 import math
@@ -17,7 +16,7 @@ STEPS_FILE = "steps.txt"
 
 
 class SimTrainer:
-    """A `Trainer` (trainer/base.py) that takes virtual time.
+    """A `Trainer` that takes virtual time.
 
     Args:
         replicas: each has the same share of the speed.
@@ -58,8 +57,8 @@ class SimTrainer:
         )
 
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        """Effective sample size; it takes a third of the time of a training pass."""
         samples = [sample for unit in units for sample in unit]
+        # A forward pass is a third of a training pass.
         await self._work(_num_positions(samples) / self._cost.tokens_per_s / 3)
         return _ess(self._variances(samples, version))
 
@@ -74,7 +73,7 @@ class SimTrainer:
         return Weights(version)
 
     async def release(self) -> None:
-        """Nothing: memory is not simulated."""
+        pass  # memory is not simulated
 
     async def save(self, folder: Path) -> Awaitable[None]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,14 +109,13 @@ def _ess(log_weights: Sequence[tuple[int, float]]) -> float:
 
 
 class SimReference:
-    """A `Reference` (trainer/base.py) that takes virtual time."""
+    """A `Reference` that takes virtual time."""
 
     def __init__(self, cost: SimReferenceSettings) -> None:
         self._cost = cost
         self._device = asyncio.Lock()
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """Empty: simulated samples have no token ids."""
         async with self._device:
             await asyncio.sleep(sample.num_sequence_tokens / self._cost.tokens_per_s)
-        return []
+        return []  # simulated samples have no token ids

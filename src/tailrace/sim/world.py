@@ -38,11 +38,7 @@ _STANDARD = NormalDist()
 
 
 class Chance:
-    """A stream of random numbers.
-
-    Args:
-        numbers: what the stream is a function of. Any whole numbers; their order matters.
-    """
+    """A stream of random numbers, a function of whole numbers in their order."""
 
     def __init__(self, *numbers: int) -> None:
         state = 0
@@ -51,26 +47,24 @@ class Chance:
         self._state = state
 
     def bits(self) -> int:
-        """Return a number of 64 bits."""
         bits = _mixed(self._state)
         self._state = (self._state + _GAMMA) & _MASK
         return bits
 
     def uniform(self) -> float:
-        """Return a number above 0 and below 1."""
+        """Above 0 and below 1."""
         return ((self.bits() >> 12) + 0.5) * 2.0**-52
 
     def normal(self) -> float:
-        """Return a number of the standard normal distribution."""
         return _STANDARD.inv_cdf(self.uniform())
 
     def below(self, limit: int) -> int:
-        """Return a whole number from 0 to limit - 1."""
+        """From 0 to limit - 1."""
         return self.bits() * limit >> 64
 
 
 def _mixed(number: int) -> int:
-    """Return the output of SplitMix64 in this state."""
+    """The output of SplitMix64 in this state."""
     number = (number + _GAMMA) & _MASK
     number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
@@ -84,7 +78,7 @@ Law = Callable[[float], float]
 
 
 class _RecordedLength(msgspec.Struct):
-    """What counts in a line of a run's samples."""
+    """A line of a run's samples."""
 
     num_tokens: int
     step: int = 0
@@ -95,7 +89,7 @@ def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] 
     """Return the distribution of lengths, without the limit.
 
     Args:
-        recorded: what `read_recorded` returns for the distribution of this kind; None: the file is read.
+        recorded: lengths of `read_recorded`; None: they are read.
 
     Raises:
         ConfigError: the file of an empirical distribution cannot be read.
@@ -117,10 +111,7 @@ def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] 
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read the lengths of responses.
-
-    Args:
-        path: a file with a whole number or a sample of a run in each line, or a run's folder of samples.
+    """Read lengths: a run's folder of samples, or a file with a sample or a whole number in each line.
 
     Raises:
         ConfigError: a line is torn, is no length, or has an earlier step than the line before.
@@ -129,10 +120,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def read_recorded(path: Path) -> dict[tuple[int, int], int]:
-    """Read the lengths of a run's samples by prompt and number in the group.
-
-    Args:
-        path: the run's folder of samples.
+    """Read the lengths in a run's folder of samples, by prompt and number in the group.
 
     Raises:
         ConfigError: as in `read_lengths`, or a line has no id of a sample.
@@ -211,8 +199,8 @@ class SimPrompts:
 class Lengths:
     """The length of each response, a function of its id and the seed.
 
-    The part that a group shares is a function of the row of the data: the prompt's difficulty. It is the same
-    in every epoch and for every attempt, so a prompt that is deferred stays long.
+    The part that a group shares, the prompt's difficulty, is a function of the row of the data. It is the
+    same in every epoch and attempt, so a prompt that is deferred stays long.
     """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
@@ -225,11 +213,7 @@ class Lengths:
         self._max_tokens = settings.max_tokens or DEFAULT_MAX_TOKENS
 
     def __call__(self, sample: Sample, version: int = 0) -> int:
-        """Return the length that a sample will have, in tokens.
-
-        Args:
-            version: of the weights that a sample without tokens begins with.
-        """
+        """Return the tokens that a sample will have. If it has none, it begins with this version."""
         prompt = sample.prompt
         if recorded := self._recorded.get((prompt.index, sample.id.number)):
             return min(self._max_tokens, recorded)
