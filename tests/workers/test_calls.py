@@ -171,9 +171,9 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
         connection.answer(STARTED, None)
         connection.tell(Noticed("a fly"))
         noticed: list[Noticed] = []
-        worker.on_event = noticed.append
         connection.execute(Clerk(), size)
         await worker.ready()
+        worker.subscribe(noticed.append)  # too late for none
         assert await big == 1_000_000
         assert noticed == [Noticed("a fly")]
         connection.socket.close()

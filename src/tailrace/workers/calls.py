@@ -400,7 +400,7 @@ class WorkerConnection:
         """
         parent = os.pidfd_open(os.getppid()) if sys.platform == "linux" else None
         if clean_up is not None:
-            signal_on_parent_death(signal.SIGCONT, os.getppid())
+            signal_on_parent_death(signal.SIGCONT, parent)
 
         def watch() -> None:
             ends = select.poll()
@@ -495,7 +495,9 @@ class RemoteWorker:
         """Under which this host reaches the worker's, once it has connected."""
         self.awaited = f"{name}: start"
         """What a wait for its connection waits for."""
-        self.on_event: Callable[[Any], None] = lambda event: None
+        self._early: list[Any] = []
+        """Events that came before `subscribe`."""
+        self.on_event: Callable[[Any], None] = self._early.append
         """Called with each event, in the order of events and answers."""
         self._events = {each.__name__: msgspec.msgpack.Decoder(each).decode for each in kind.events}
         self._loop = asyncio.get_running_loop()
@@ -573,6 +575,12 @@ class RemoteWorker:
         """Take the process of the worker. Its end is that of the worker."""
         self.process = process
         self._watcher = asyncio.create_task(self._watch())
+
+    def subscribe(self, on_event: Callable[[Any], None]) -> None:
+        """Hand over all events, those that have come already at once."""
+        self.on_event = on_event
+        for event in self._early:
+            on_event(event)
 
     async def connected(self) -> None:
         """Wait until the worker has dialled in. Raises WorkerDied."""

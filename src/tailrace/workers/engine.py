@@ -189,11 +189,11 @@ class EngineClient:
 
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         self.worker, self.job = worker, job
-        worker.on_event = self._on_event
         self._usage = Usage()
         """Of the last report."""
         self._alive: asyncio.Future[None] | None = None
         """Done when the last ping is answered."""
+        worker.subscribe(self._on_event)
 
     async def ready(self) -> None:
         """Wait until the model is loaded.

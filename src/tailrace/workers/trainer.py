@@ -369,7 +369,7 @@ class RemoteTrainer:
         """The error of each process that lost another one in a collective."""
         self._published: Weights | None = None
         for each in workers:
-            each.on_event = partial(self._on_event, each)
+            each.subscribe(partial(self._on_event, each))
 
     async def ready(self) -> None:
         """Wait until all processes have loaded the model. Raises as RemoteWorker.ready."""
