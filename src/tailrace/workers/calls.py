@@ -400,7 +400,7 @@ class WorkerConnection:
         """
         parent = os.pidfd_open(os.getppid()) if sys.platform == "linux" else None
         if clean_up is not None:
-            signal_on_parent_death(signal.SIGCONT, parent)
+            signal_on_parent_death(signal.SIGCONT, os.getppid())
 
         def watch() -> None:
             ends = select.poll()
