@@ -98,7 +98,7 @@ def test_the_last_calls_before_the_controller_lets_go_are_executed() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         connection = WorkerConnection(theirs)
-        ours.sendall(WORDS[0] + frame(UNANSWERED, "end", []))
+        ours.sendall(WORDS[0] + 2 * frame(UNANSWERED, "end", []))
         assert [call.method for call in connection.receive(wait=True) or ()] == ["say"]
         assert connection.receive(wait=True) is None
 
@@ -173,7 +173,7 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
         noticed: list[Noticed] = []
         connection.execute(Clerk(), size)
         await worker.ready()
-        worker.subscribe(noticed.append)  # too late for none
+        worker.subscribe(noticed.append)  # it came before
         assert await big == 1_000_000
         assert noticed == [Noticed("a fly")]
         connection.socket.close()

@@ -103,7 +103,8 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
 
     with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
         there = execute(trained())
-        assert [each.wait(30) for each in (one, two, three)] == [0, 0, 0]
+        said = [each.communicate(timeout=30)[0] for each in (one, two, three)]
+        assert [each.returncode for each in (one, two, three)] == [0, 0, 0], said
     here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40)
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
     stats = here.step()

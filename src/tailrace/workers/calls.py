@@ -310,7 +310,7 @@ class WorkerConnection:
                 return None
             calls = [_decode_call(each) for each in self._frames.feed(data)]
             self._is_over = not data
-            if calls and calls[-1].method == END:
+            while calls and calls[-1].method == END:  # a worker may be closed twice
                 self._is_over = True
                 del calls[-1]
             if calls:
