@@ -103,7 +103,6 @@ def supervise(connection: WorkerConnection, job: RewardJob) -> int:
         The exit code.
     """
     adopt_orphans()
-    _detach(connection.socket.fileno())
     read_end, write_end = os.pipe()
     supervisor = os.getpid()
     loader = os.fork()
@@ -121,8 +120,8 @@ def supervise(connection: WorkerConnection, job: RewardJob) -> int:
 
 
 def _detach(kept: int) -> None:
-    """Let the descriptors that came with the fork lead nowhere: what a call writes to one of them would end
-    the fork server.
+    """Let the descriptors that the supervisor has lead nowhere in the loader and in what it forks: what a
+    call writes to one of them would end the fork server.
 
     Args:
         kept: the descriptor of the connection.
@@ -157,6 +156,7 @@ def _run_loader(connection: WorkerConnection, job: RewardJob, supervisor: int, o
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     os.close(output)
+    _detach(connection.socket.fileno())
 
     def load(connection: WorkerConnection) -> Scorer:
         with connection.refusals():
