@@ -36,7 +36,7 @@ def test_no_request_is_a_fault_of_the_server(server, http, mode):
     for operation in operations:
         cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
         with suppress(Unsatisfiable):  # a route that takes nothing has no wrong requests
-            settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))(
+            settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))(
                 given(cases)(answers)
             )()
     restore(http)
