@@ -10,11 +10,10 @@ import msgspec
 from tailrace import clock
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
-from tailrace.page.idle import Activity, idle_shares, idle_times
+from tailrace.page.idle import covered, idle_shares, idle_times
 from tailrace.page.samples import Defect, SampleBook, whole_lines
 from tailrace.page.status import Pace, advisories, open_work, state_of
 from tailrace.record.events import Interval
-from tailrace.record.intervals import union
 from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
 
 TORN = "the file ends within this line"
@@ -114,9 +113,8 @@ class RunView:
     def _derived(self) -> dict[str, Any]:
         """What follows from the run log."""
         timelines = self._log.all
-        activities = [Activity.of(each) for each in timelines]
-        idle = [each for activity in activities for each in idle_times(activity)]
-        recorded_s = sum(activity.end_s - activity.start_s for activity in activities)
+        idle = [each for timeline in timelines for each in idle_times(timeline)]
+        recorded_s = sum(timeline.end_s - timeline.first_round_s for timeline in timelines)
         slots: dict[str, int] = {}
         for timeline in timelines:
             slots |= {name: max(slot, slots.get(name, 0)) for name, slot in timeline.slots.items()}
@@ -137,7 +135,11 @@ class RunView:
             "passes": _times(timelines, "passes", "accumulate"),
             "steps": _times(timelines, "steps", "step"),
             "publications": _times(timelines, "publications", "publish"),
-            "rewards": [times for activity in activities for times in union(activity.scoring).tolist()],
+            "rewards": [
+                times
+                for timeline in timelines
+                for times in covered([*timeline.scorings, *timeline.open_scorings]).tolist()
+            ],
             "states": [
                 {"engine": each.engine, "time_s": each.time_s, "state": each.state, "why": each.why}
                 for timeline in timelines
