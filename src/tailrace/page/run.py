@@ -44,11 +44,7 @@ class RunView:
         self._row_defects: list[Defect] = []
 
     def update(self) -> None:
-        """Read what is new.
-
-        Raises:
-            ConfigError: the run log has a bad line.
-        """
+        """Read what is new. Raises a ConfigError if the run log has a bad line."""
         self._log.update()
         self._read_rows()
         self._samples.update()
@@ -140,11 +136,7 @@ class RunView:
                 for timeline in timelines
                 for times in covered([*timeline.scorings, *timeline.open_scorings]).tolist()
             ],
-            "states": [
-                {"engine": each.engine, "time_s": each.time_s, "state": each.state, "why": each.why}
-                for timeline in timelines
-                for each in timeline.states
-            ],
+            "states": [msgspec.structs.asdict(each) for timeline in timelines for each in timeline.states],
         }
 
 
