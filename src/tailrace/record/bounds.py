@@ -36,7 +36,7 @@ from tailrace.record.events import (
     Stepped,
     TokensWasted,
 )
-from tailrace.record.intervals import complement, total, union
+from tailrace.record.intervals import complement, most_at_once, total, union
 from tailrace.record.timeline import Pairs, ServedRequest
 from tailrace.types import SampleId
 
@@ -74,29 +74,17 @@ class _Peaks:
         self._ended.append(request)
 
     def sweep(self, oldest_s: float) -> None:
-        """Compute the rates. Requests that no open one overlaps are forgotten.
-
-        Args:
-            oldest_s: start of the oldest request that is served now.
-        """
-        num_new = len(self._ended) - self._num_swept
-        if not num_new or num_new * RESWEEP < self._num_swept:
+        """Compute the rates, and forget requests that ended before the oldest one that is served now."""
+        if (len(self._ended) - self._num_swept) * RESWEEP < max(1, self._num_swept):
             return
-        names = list(dict.fromkeys(request.engine for request in self._ended))
-        numbers = {name: number for number, name in enumerate(names)}
-        table = np.array(
-            [(numbers[each.engine], each.start_s, each.end_s, each.num_gained) for each in self._ended]
-        )
-        engines = np.tile(table[:, 0].astype(int), 2)
-        times = np.concatenate((table[:, 1], table[:, 2]))
-        rates = table[:, 3] / (table[:, 2] - table[:, 1])
-        changes = np.concatenate((rates, -rates))
-        # Ends come first: where one ends as another begins, they are not served at once.
-        order = np.lexsort((changes, times, engines))
-        peaks = np.zeros(len(names))
-        np.maximum.at(peaks, engines[order], np.cumsum(changes[order]))
-        for name, peak in zip(names, peaks.tolist(), strict=True):
-            self.rates[name] = max(self.rates[name], peak)
+        by_engine: dict[str, list[ServedRequest]] = defaultdict(list)
+        for request in self._ended:
+            by_engine[request.engine].append(request)
+        for engine, mine in by_engine.items():
+            times = np.array([(each.start_s, each.end_s) for each in mine])
+            rates = np.array([each.num_gained / each.duration_s for each in mine])
+            peak = most_at_once(times, rates)
+            self.rates[engine] = max(self.rates[engine], peak)
         self._ended = [request for request in self._ended if request.end_s > oldest_s]
         self._num_swept = len(self._ended)
 
@@ -138,12 +126,8 @@ class _Work:
         self.longest_tokens = max(self.longest_tokens, *num_tokens)
 
     def bound_s(self, rates: _Rates, peak: float, time_s: float) -> tuple[float, str]:
-        """The bound, and what it consists of.
-
-        Args:
-            peak: tokens a second of all engines. It may lack the newest requests.
-            time_s: the time that is bounded.
-        """
+        """The bound on a time, and what it consists of. The peak, in tokens a second of all engines, may
+        lack the newest requests."""
         if not self.num_tokens:
             return self.compute_s, "its training"
         tokens_s, response_s = self.num_tokens / peak, self.longest_tokens * rates.token_s
@@ -199,12 +183,8 @@ class BoundMeter:
                 self._trained.clear()
 
     def end_round(self, main_time_s: float, compute_s: float) -> tuple[float, RoundBound]:
-        """The lower bound on the main time of the round that has just ended, and what belongs to it.
-
-        Args:
-            main_time_s: from its start to the end of its last optimizer step.
-            compute_s: what the trainer measured as computation.
-        """
+        """The lower bound on the main time of the round that has just ended, and what belongs to it. The
+        computation is as the trainer measured it."""
         work, rates = self._round, self._rates
         run = self._run = self._run or _Work(work.start_s)
         busy = union([(max(event.start_s, work.start_s), event.end_s) for event in self._busy])

@@ -213,12 +213,7 @@ class Display:
         settings: RecordSettings | None = None,
         console: Console | None = None,
     ) -> None:
-        """
-        Args:
-            waits: says in one line what each task waits for now; called from the thread of the panel.
-            settings: the limits of the alarms.
-            console: where to show it; the standard output if None.
-        """
+        """`waits` says in one line what each task waits for now; the thread of the panel calls it."""
         self._progress, self._waits = Progress(rounds), waits
         self._notices = Notices(settings or RecordSettings())
         self._console = console or Console()

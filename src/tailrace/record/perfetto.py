@@ -32,15 +32,7 @@ ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS = (_Lane(RUN_PID, tid) for tid, _ in
 
 
 def write_perfetto(log: Path, path: Path) -> None:
-    """Write the trace of a run.
-
-    Args:
-        log: events.jsonl.
-        path: the trace, a JSON array.
-
-    Raises:
-        ConfigError: the log has a bad line.
-    """
+    """Write the trace of events.jsonl, a JSON array. Raises a ConfigError if the log has a bad line."""
     run = RunTimelines(log)
     run.update()
     with path.open("wb") as file:
@@ -97,12 +89,8 @@ def _work_of_the_run(process: Timeline) -> Iterator[TraceEvent]:
 
 def _work_of_engines(process: Timeline, pids: Mapping[str, int]) -> Iterator[TraceEvent]:
     for each in (*process.requests, *process.open_requests):
-        args = {
-            "sample": str(each.sample),
-            "tokens": each.num_tokens,
-            "had": each.had,
-            "outcome": each.outcome,
-        }
+        counts = {"tokens": each.num_tokens, "had": each.had}
+        args = {"sample": str(each.sample), **counts, "outcome": each.outcome}
         name = "evaluation" if each.is_evaluation else f"group {each.sample.prompt}"
         yield _slice(_Lane(pids[each.engine], each.slot), name, each, args)
     for state in process.states:

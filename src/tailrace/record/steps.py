@@ -114,7 +114,6 @@ class StepMeter:
     def __init__(self, *sinks: Sink, wall_clock: Callable[[], float], earlier: Sequence[Row] = ()) -> None:
         """
         Args:
-            sinks: the sinks, in the order in which they receive events.
             wall_clock: Unix seconds now; virtual seconds in virtual time.
             earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
         """

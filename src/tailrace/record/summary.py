@@ -105,13 +105,8 @@ class Summary:
     """Sink: keeps the rows of a run, and writes summary.json at the end if it has a path."""
 
     def __init__(self, path: Path | None = None, *, earlier: Iterable[Row] = ()) -> None:
-        """
-        Args:
-            path: the file to write.
-            earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
-        """
         self._path = path
-        self.rows = list(earlier)
+        self.rows = list(earlier)  # in a resumed run, those before the resume
         self.bounds: list[tuple[Row, RoundBound]] = []
         """The rounds of this process, with what is said of their bounds."""
         self._bound: RoundBound | None = None
@@ -168,11 +163,8 @@ class Summary:
         )
 
     def lap(self, warm_up_rounds: int = 0) -> Row:
-        """The figures of the lap by their keys there. At least one counted round has trained.
-
-        Args:
-            warm_up_rounds: first rounds of which only the counts count.
-        """
+        """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
+        one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
         return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
 
