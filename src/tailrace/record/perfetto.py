@@ -115,10 +115,11 @@ def _arrows(process: Timeline, pids: Mapping[str, int], ids: Iterator[int]) -> I
 
 
 def _named(pid: int, process: str, lanes: Sequence[str]) -> Iterator[TraceEvent]:
-    yield _label("process_name", _Lane(pid, 0), name=process)
-    yield _label("process_sort_index", _Lane(pid, 0), sort_index=pid)
+    whole = {"ph": "M", "pid": pid, "tid": 0}
+    yield {"name": "process_name", **whole, "args": {"name": process}}
+    yield {"name": "process_sort_index", **whole, "args": {"sort_index": pid}}
     for tid, name in enumerate(lanes, 1):
-        yield _label("thread_name", _Lane(pid, tid), name=name)
+        yield {"name": "thread_name", **whole, "tid": tid, "args": {"name": name}}
 
 
 def _slice(lane: _Lane, name: str, work: Interval, args: Mapping[str, object]) -> TraceEvent:
@@ -130,9 +131,5 @@ def _mark(lane: _Lane, name: str, scope: str, time_s: float, args: Mapping[str, 
     return {"name": name, "ph": "i", "s": scope, **_at(lane, time_s), "args": args}
 
 
-def _label(kind: str, lane: _Lane, **args: object) -> TraceEvent:
-    return {"name": kind, "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": args}
-
-
 def _at(lane: _Lane, time_s: float) -> dict[str, int]:
-    return {"pid": lane.pid, "tid": lane.tid, "ts": max(0, round(time_s * 1e6))}
+    return {**lane._asdict(), "ts": max(0, round(time_s * 1e6))}
