@@ -441,12 +441,8 @@ class Lags:
     """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
 
     def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
-        """Count the tokens of a sample that is about to be trained.
-
-        Args:
-            version: the version that is published when the sample is trained.
-            steps_since: the number of optimizer steps since a version was published.
-        """
+        """Count the tokens of a sample that is about to be trained, with the version that is published then.
+        The function gives the number of optimizer steps since a version was published."""
         self.carried += any(span.version < version for span in sample.spans)
         start, size = 0, sample.num_tokens / TENTHS
         for span in sample.spans:

@@ -4,7 +4,7 @@ Both follow from the rows by the table in `figures.py`. A resumed run also count
 before it was killed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from tailrace.record.events import Event
 from tailrace.record.figures import (
     FIGURES,
     LAPS,
+    Figure,
     Row,
     counts_of,
     family,
@@ -150,15 +151,9 @@ class Summary:
             ),
             failures=family(counts, "completions/failed/"),
             rows_skipped=family(counts, "rows/skipped/"),
-            ages={
-                each.kept["ages"]: each.total(steps, each.name)
-                for each in FIGURES
-                if each.total and "ages" in each.kept
-            },
+            ages={key: each.total(steps, each.name) for key, each in _kept_in("ages") if each.total},
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
-            round={
-                each.kept["round"]: _median(rounds, each.name) for each in FIGURES if "round" in each.kept
-            },
+            round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
         )
 
@@ -180,6 +175,11 @@ class Summary:
             run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
             worst=worst.gap,
         )
+
+
+def _kept_in(section: str) -> Iterator[tuple[str, Figure]]:
+    """The figures of a section of summary.json, with their keys there."""
+    return ((each.kept[section], each) for each in FIGURES if section in each.kept)
 
 
 def _median(rounds: Sequence[Row], name: str) -> float | None:
