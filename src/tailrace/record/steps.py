@@ -17,6 +17,7 @@ from tailrace.record.figures import (
     in_family,
     length_figures,
     mean,
+    mean_and_max,
     ordered,
     standard_deviation,
     steps_of,
@@ -263,15 +264,11 @@ def _reward_figures(samples: Sequence[Sample]) -> Row:
 
 def _age_figures(samples: Sequence[Sample], round: int) -> Row:
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    figures = {
-        "versions": [len({span.version for span in sample.spans}) for sample in samples],
-        "deferrals": [group.deferrals for group in groups],
-        "age": [round - group.round_drawn for group in groups],
+    return {
+        **mean_and_max("versions", [len({span.version for span in sample.spans}) for sample in samples]),
+        **mean_and_max("deferrals", [group.deferrals for group in groups]),
+        **mean_and_max("age", [round - group.round_drawn for group in groups]),
     }
-    row: Row = {}
-    for name, values in figures.items():
-        row |= {f"{name}/mean": fmean(values), f"{name}/max": max(values)}
-    return row
 
 
 def _means(prefix: str, items: Iterable[tuple[str, float]]) -> Row:
