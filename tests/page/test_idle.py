@@ -1,17 +1,41 @@
-"""Idle times and their causes, on small activities made by hand."""
+"""Idle times and their causes, on small timelines made by hand."""
 
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from record_story import pipelined_round
 
-from tailrace.page.idle import Activity, IdleShare, IdleTime, idle_shares, idle_times
-from tailrace.record.events import EngineStateChanged, OpenWaits, RequestStarted, RoundStarted, logged
-from tailrace.record.intervals import Intervals
-from tailrace.record.timeline import Timeline
+from tailrace.page.idle import IdleShare, IdleTime, idle_shares, idle_times
+from tailrace.record.events import (
+    Accumulated,
+    EngineStateChanged,
+    OpenWaits,
+    Published,
+    RequestStarted,
+    RoundStarted,
+    logged,
+)
+from tailrace.record.timeline import Lanes, Pairs, Scoring, ServedRequest, Timeline
 from tailrace.types import SampleId
 
+Times = Sequence[tuple[float, float]]
 
-def intervals(*pairs: tuple[float, float]) -> Intervals:
-    return np.array(pairs, dtype=float).reshape(-1, 2)
+
+def served(requests: Mapping[str, Times], prompt: int = 0, **parts: Any) -> Timeline:
+    """A timeline with requests of each engine."""
+    sample = SampleId(prompt, 0, 0)
+    ended = [
+        ServedRequest(*times, sample, engine, 1, 0, 1, "stop")
+        for engine, mine in requests.items()
+        for times in mine
+    ]
+    pairs = Pairs()
+    pairs.engines = {engine: Lanes() for engine in requests}
+    return Timeline(requests=ended, pairs=pairs, **parts)
+
+
+def states(engine: str, *changes: tuple[float, str]) -> list[EngineStateChanged]:
+    return [EngineStateChanged(time_s, engine, state, "") for time_s, state in changes]
 
 
 def test_the_causes_of_a_round_of_two_engines() -> None:
@@ -19,18 +43,14 @@ def test_the_causes_of_a_round_of_two_engines() -> None:
     engine-1    |----------------|
     rewards                      |--|
     trainer                         |--------|--|"""
-    requests = intervals((0, 4), (0, 3), (0, 8), (0, 3))
-    found = idle_times(
-        Activity(
-            end_s=14.0,
-            requests={"engine-0": requests[:2], "engine-1": requests[2:]},
-            rollouts=requests,
-            scoring=intervals((8, 9)),
-            trainer=intervals((9, 12), (12, 13)),
-            publications=intervals((13, 14)),
-        )
+    timeline = served(
+        {"engine-0": [(0, 4), (0, 3)], "engine-1": [(0, 8), (0, 3)]},
+        end_s=14.0,
+        scorings=[Scoring(8, 9, SampleId(0, 0, 0), 1)],
+        passes=[Accumulated(9, 12, (), 1), Accumulated(12, 13, (), 1)],
+        publications=[Published(13, 14, 1)],
     )
-    assert found == [
+    assert idle_times(timeline) == [
         # 4 ran at once: no more than 2 run from 3 s on.
         IdleTime("trainer", 0, 3, "generation"),
         IdleTime("trainer", 3, 8, "tail"),
@@ -47,17 +67,16 @@ def test_the_causes_of_a_round_of_two_engines() -> None:
 
 
 def test_dead_and_lent_come_before_every_other_cause() -> None:
-    found = idle_times(
-        Activity(
-            end_s=10.0,
-            requests={"engine-0": intervals((0, 1)), "engine-1": intervals((0, 6))},
-            rollouts=intervals((0, 1), (0, 6)),
-            publications=intervals((3, 4)),
-            dead={"engine-0": intervals((1, 5)), "engine-1": intervals((6, 7))},
-            asleep={"engine-0": intervals((5, 8))},
-        )
+    timeline = served(
+        {"engine-0": [(0, 1)], "engine-1": [(0, 6)]},
+        end_s=10.0,
+        publications=[Published(3, 4, 1)],
+        states=[
+            *states("engine-0", (1, "dead"), (5, "asleep"), (8, "open")),
+            *states("engine-1", (6, "dead"), (7, "open")),
+        ],
     )
-    assert [each for each in found if each.lane == "engine-0"] == [
+    assert [each for each in idle_times(timeline) if each.lane == "engine-0"] == [
         IdleTime("engine-0", 1, 5, "dead"),
         IdleTime("engine-0", 5, 8, "lent"),
         IdleTime("engine-0", 8, 10, "unknown"),
@@ -65,10 +84,9 @@ def test_dead_and_lent_come_before_every_other_cause() -> None:
 
 
 def test_the_trainer_waits_for_engines_when_all_are_dead() -> None:
-    dead = {"engine-0": intervals((2, 9)), "engine-1": intervals((4, 10))}
-    requests = {"engine-0": intervals((0, 2)), "engine-1": intervals((0, 4))}
-    activity = Activity(end_s=10, requests=requests, rollouts=intervals((0, 2), (0, 4)), dead=dead)
-    assert [each[1:] for each in idle_times(activity) if each.lane == "trainer"] == [
+    dead = [*states("engine-0", (2, "dead"), (9, "open")), *states("engine-1", (4, "dead"))]
+    timeline = served({"engine-0": [(0, 2)], "engine-1": [(0, 4)]}, end_s=10, states=dead)
+    assert [each[1:] for each in idle_times(timeline) if each.lane == "trainer"] == [
         (0, 2, "generation"),
         (2, 4, "tail"),
         (4, 9, "dead"),
@@ -77,8 +95,8 @@ def test_the_trainer_waits_for_engines_when_all_are_dead() -> None:
 
 
 def test_held_out_prompts_are_no_rollout() -> None:
-    activity = Activity(end_s=3, requests={"engine-0": intervals((0, 2))}, evaluations=intervals((0, 2)))
-    assert [each[1:] for each in idle_times(activity) if each.lane == "trainer"] == [
+    timeline = served({"engine-0": [(0, 2)]}, prompt=-1, end_s=3)
+    assert [each[1:] for each in idle_times(timeline) if each.lane == "trainer"] == [
         (0, 2, "evaluation"),
         (2, 3, "unknown"),
     ]
@@ -101,7 +119,7 @@ def test_the_idle_times_of_a_round() -> None:
     timeline = Timeline()
     for event in filter(None, map(logged, pipelined_round().events)):
         timeline.on(event)
-    assert idle_times(Activity.of(timeline)) == [
+    assert idle_times(timeline) == [
         IdleTime("trainer", 10.0, 14.0, "generation"),
         IdleTime("trainer", 16.0, 17.0, "generation"),
         IdleTime("trainer", 17.0, 20.0, "tail"),
@@ -122,11 +140,12 @@ def test_what_is_open_is_no_idle_time() -> None:
         OpenWaits(15.0, {"trainer: Step": 13.0, "the pool": 11.0}),
     ):
         timeline.on(event)
-    activity = Activity.of(timeline)
-    assert activity.asleep["engine-1"].tolist() == [[13.0, 14.0]]
-    assert activity.dead["engine-1"].tolist() == [[14.0, 15.0]]
-    assert [each for each in idle_times(activity) if each.lane != "engine-1"] == [
+    assert [each for each in idle_times(timeline) if each.lane != "engine-1"] == [
         IdleTime("trainer", 10.0, 12.0, "unknown"),
         IdleTime("trainer", 12.0, 13.0, "generation"),
         IdleTime("engine-0", 10.0, 12.0, "unknown"),
+    ]
+    assert [each for each in idle_times(timeline) if each.lane == "engine-1"][-2:] == [
+        IdleTime("engine-1", 13.0, 14.0, "lent"),
+        IdleTime("engine-1", 14.0, 15.0, "dead"),
     ]

@@ -1,6 +1,6 @@
 """The server of the page: GET only, for this machine only, and it writes nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -37,15 +37,6 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
             raise HTTPException(404, f"there are {len(runs)} runs")
         return runs[number]
 
-    async def page(request: Request) -> Response:
-        return _response(served_page(len(runs)), "text/html")
-
-    async def library(request: Request) -> Response:
-        return _response(plotting_library(), "text/javascript")
-
-    async def script(request: Request) -> Response:
-        return _response(own_script(), "text/javascript")
-
     def updated(request: Request) -> RunView:
         run = run_of(request)
         try:
@@ -67,9 +58,9 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
         return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
 
     routes = [
-        Route("/", page, methods=["GET"]),
-        Route("/plotly.js", library, methods=["GET"]),
-        Route("/page.js", script, methods=["GET"]),
+        _text_route("/", "text/html", lambda: served_page(len(runs))),
+        _text_route("/plotly.js", "text/javascript", plotting_library),
+        _text_route("/page.js", "text/javascript", own_script),
         Route("/runs/{run:int}", data, methods=["GET"]),
         Route("/runs/{run:int}/sample", sample, methods=["GET"]),
     ]
@@ -77,5 +68,8 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
     return Starlette(routes=routes, middleware=[guard])
 
 
-def _response(content: str, kind: str) -> Response:
-    return Response(content, media_type=kind, headers=HEADERS)
+def _text_route(path: str, kind: str, text: Callable[[], str]) -> Route:
+    async def answer(request: Request) -> Response:
+        return Response(text(), media_type=kind, headers=HEADERS)
+
+    return Route(path, answer, methods=["GET"])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from string import Template
 from typing import Any
 
@@ -17,17 +18,10 @@ EXTRA = "pip install 'tailrace[view]'"
 
 
 def check_installed() -> None:
-    """Check that the packages of the page are there.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
-    try:
-        import plotly  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as why:
-        raise ConfigError("view", why.name, "this package is not installed", EXTRA) from why
+    """Raises a ConfigError if a package of the page is missing."""
+    for name in ("plotly", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise ConfigError("view", name, "this package is not installed", EXTRA)
 
 
 @cache

@@ -15,15 +15,14 @@ counts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from tailrace.record.events import Interval
 from tailrace.record.intervals import (
-    EMPTY,
     Intervals,
     at_most,
     complement,
@@ -49,60 +48,6 @@ class IdleTime(NamedTuple):
     cause: str
 
 
-@dataclass
-class Activity:
-    """What one process of a run did, as intervals in seconds."""
-
-    start_s: float = 0.0
-    end_s: float = 0.0
-    requests: Mapping[str, Intervals] = field(default_factory=dict)
-    """Of each engine, every request; evaluations are in it."""
-    evaluations: Intervals = field(default_factory=lambda: EMPTY)
-    """Requests for held-out prompts."""
-    rollouts: Intervals = field(default_factory=lambda: EMPTY)
-    """Requests of training samples."""
-    scoring: Intervals = field(default_factory=lambda: EMPTY)
-    trainer: Intervals = field(default_factory=lambda: EMPTY)
-    publications: Intervals = field(default_factory=lambda: EMPTY)
-    dead: Mapping[str, Intervals] = field(default_factory=dict)
-    """When engines were dead, as are those in `asleep` when they slept."""
-    asleep: Mapping[str, Intervals] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> "Activity":
-        """What a timeline has from its first round on, what is open included."""
-        requests = [*timeline.requests, *timeline.open_requests]
-        by_engine: dict[str, list[Interval]] = {engine: [] for engine in timeline.slots}
-        for request in requests:
-            by_engine[request.engine].append(request)
-        return cls(
-            start_s=timeline.first_round_s,
-            end_s=timeline.end_s,
-            requests={engine: _times(mine) for engine, mine in by_engine.items()},
-            evaluations=_times(each for each in requests if each.is_evaluation),
-            rollouts=_times(each for each in requests if not each.is_evaluation),
-            scoring=_times([*timeline.scorings, *timeline.open_scorings]),
-            trainer=_times([*timeline.trainer, *timeline.open_calls("accumulate", "step")]),
-            publications=_times([*timeline.publications, *timeline.open_calls("publish")]),
-            dead=_in_state(timeline, "dead"),
-            asleep=_in_state(timeline, "asleep"),
-        )
-
-
-def _times(work: Iterable[Interval]) -> Intervals:
-    return np.array([(each.start_s, each.end_s) for each in work]).reshape(-1, 2)
-
-
-def _in_state(timeline: Timeline, wanted: str) -> dict[str, Intervals]:
-    found: dict[str, Intervals] = {}
-    for engine in {state.engine for state in timeline.states}:
-        mine = [state for state in timeline.states if state.engine == engine]
-        ends = [*(state.time_s for state in mine[1:]), timeline.end_s]
-        times = [(each.time_s, end) for each, end in zip(mine, ends, strict=True) if each.state == wanted]
-        found[engine] = union(times)
-    return found
-
-
 class IdleShare(NamedTuple):
     """How long a lane was idle for one cause."""
 
@@ -113,28 +58,38 @@ class IdleShare(NamedTuple):
     """Of the recorded time."""
 
 
-def idle_times(activity: Activity) -> list[IdleTime]:
-    """The idle times of every engine and of the trainer, with their causes."""
-    busy = {engine: union(requests) for engine, requests in activity.requests.items()}
-    trainer, rollouts = union(activity.trainer), activity.rollouts
-    publishing, scoring = ("publication", union(activity.publications)), ("rewards", union(activity.scoring))
-    generating, whole = union_of(busy.values()), (activity.start_s, activity.end_s)
-    all_dead = union([whole]) if busy else EMPTY
+def idle_times(timeline: Timeline) -> list[IdleTime]:
+    """The idle times of every engine and of the trainer from the first round on, with their causes. What is
+    open is no idle time."""
+    whole = (timeline.first_round_s, timeline.end_s)
+    requests = [*timeline.requests, *timeline.open_requests]
+    by_engine: dict[str, list[Interval]] = {engine: [] for engine in sorted(timeline.slots)}
+    for request in requests:
+        by_engine[request.engine].append(request)
+    busy = {engine: covered(mine) for engine, mine in by_engine.items()}
+    rollouts = _times(each for each in requests if not each.is_evaluation)
+    evaluations = covered(each for each in requests if each.is_evaluation)
+    trainer = covered([*timeline.trainer, *timeline.open_calls("accumulate", "step")])
+    publishing = ("publication", covered([*timeline.publications, *timeline.open_calls("publish")]))
+    scoring = ("rewards", covered([*timeline.scorings, *timeline.open_scorings]))
+    generating = union_of(busy.values())
+    dead = {engine: _in_state(timeline, engine, "dead") for engine in busy}
+    all_dead = union([whole] if busy else [])
     for engine in busy:
-        all_dead = intersect(all_dead, activity.dead.get(engine, EMPTY))
+        all_dead = intersect(all_dead, dead[engine])
     causes_of_trainer = (
         publishing,
-        ("evaluation", subtract(union(activity.evaluations), union(rollouts))),
+        ("evaluation", subtract(evaluations, union(rollouts))),
         ("tail", at_most(rollouts, TAIL_SHARE * most_at_once(rollouts))),
         ("generation", generating),
         scoring,
         ("dead", all_dead),
     )
     found = _attributed(TRAINER, complement(trainer, whole), causes_of_trainer)
-    for engine in sorted(busy):
+    for engine in busy:
         causes = (
-            ("dead", activity.dead.get(engine, EMPTY)),
-            ("lent", activity.asleep.get(engine, EMPTY)),
+            ("dead", dead[engine]),
+            ("lent", _in_state(timeline, engine, "asleep")),
             publishing,
             ("tail", generating),  # while this engine is idle, whatever is generated is generated by others
             scoring,
@@ -142,6 +97,21 @@ def idle_times(activity: Activity) -> list[IdleTime]:
         )
         found += _attributed(engine, complement(busy[engine], whole), causes)
     return found
+
+
+def _times(work: Iterable[Interval]) -> Intervals:
+    return np.array([(each.start_s, each.end_s) for each in work]).reshape(-1, 2)
+
+
+def covered(work: Iterable[Interval]) -> Intervals:
+    """When at least one piece of the work went on."""
+    return union(_times(work))
+
+
+def _in_state(timeline: Timeline, engine: str, wanted: str) -> Intervals:
+    states = [(each.time_s, each.state) for each in timeline.states if each.engine == engine]
+    changes = pairwise([*states, (timeline.end_s, "")])
+    return union([(start_s, end_s) for (start_s, state), (end_s, _) in changes if state == wanted])
 
 
 def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Intervals]]) -> list[IdleTime]:
@@ -154,11 +124,7 @@ def _attributed(lane: str, idle: Intervals, causes: Iterable[tuple[str, Interval
 
 
 def idle_shares(recorded_s: float, found: Iterable[IdleTime]) -> list[IdleShare]:
-    """Seconds and share of idle time by lane and cause, the trainer first and the largest cause first.
-
-    Args:
-        recorded_s: the recorded time of the run.
-    """
+    """Seconds and share of idle time by lane and cause, the trainer first and the largest cause first."""
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for lane, start_s, end_s, cause in found:
         sums[lane, cause] += end_s - start_s

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,9 @@ import msgspec
 from tailrace import clock
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
-from tailrace.page.idle import Activity, idle_shares, idle_times
+from tailrace.page.idle import covered, idle_shares, idle_times
 from tailrace.page.samples import Defect, SampleBook, whole_lines
 from tailrace.page.status import Pace, advisories, open_work, state_of
-from tailrace.record.events import Interval
-from tailrace.record.intervals import union
 from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
 
 TORN = "the file ends within this line"
@@ -45,11 +44,7 @@ class RunView:
         self._row_defects: list[Defect] = []
 
     def update(self) -> None:
-        """Read what is new.
-
-        Raises:
-            ConfigError: the run log has a bad line.
-        """
+        """Read what is new. Raises a ConfigError if the run log has a bad line."""
         self._log.update()
         self._read_rows()
         self._samples.update()
@@ -113,48 +108,35 @@ class RunView:
 
     def _derived(self) -> dict[str, Any]:
         """What follows from the run log."""
-        timelines = self._log.all
-        activities = [Activity.of(each) for each in timelines]
-        idle = [each for activity in activities for each in idle_times(activity)]
-        recorded_s = sum(activity.end_s - activity.start_s for activity in activities)
+        lives = self._log.all
+        idle = [each for life in lives for each in idle_times(life)]
+        recorded_s = sum(life.end_s - life.first_round_s for life in lives)
         slots: dict[str, int] = {}
-        for timeline in timelines:
-            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in timeline.slots.items()}
+        for life in lives:
+            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
+        rounds = [each for life in lives for each in (*life.rounds, *life.open_rounds)]
+        rewards = [covered([*life.scorings, *life.open_scorings]).tolist() for life in lives]
         return {
             "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
-            "end_s": timelines[-1].end_s if timelines else 0.0,
-            "lives": [timeline.start_s for timeline in timelines],
-            "requests": _columns([each for timeline in timelines for each in timeline.requests]),
-            "unfinished": _columns([each for timeline in timelines for each in timeline.open_requests]),
+            "end_s": lives[-1].end_s if lives else 0.0,
+            "lives": [life.start_s for life in lives],
+            "requests": _columns([each for life in lives for each in life.requests]),
+            "unfinished": _columns([each for life in lives for each in life.open_requests]),
             "idle_times": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
             "idle": [row._asdict() for row in idle_shares(recorded_s, idle)],
-            "stragglers": [each._asdict() for timeline in timelines for each in _stragglers(timeline)],
-            "rounds": [
-                (each.name, each.start_s, each.end_s)
-                for timeline in timelines
-                for each in (*timeline.rounds, *timeline.open_rounds)
-            ],
-            "passes": _times(timelines, "passes", "accumulate"),
-            "steps": _times(timelines, "steps", "step"),
-            "publications": _times(timelines, "publications", "publish"),
-            "rewards": [times for activity in activities for times in union(activity.scoring).tolist()],
-            "states": [
-                {"engine": each.engine, "time_s": each.time_s, "state": each.state, "why": each.why}
-                for timeline in timelines
-                for each in timeline.states
-            ],
+            "stragglers": [each._asdict() for life in lives for each in _stragglers(life)],
+            "rounds": [(each.name, each.start_s, each.end_s) for each in rounds],
+            "passes": _times(lives, "passes", "accumulate"),
+            "steps": _times(lives, "steps", "step"),
+            "publications": _times(lives, "publications", "publish"),
+            "rewards": [*chain.from_iterable(rewards)],
+            "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
         }
 
 
 def open_runs(folders: Sequence[Path]) -> list[RunView]:
-    """The runs in some folders, with short names that differ.
-
-    Args:
-        folders: each the folder of a run, or one that has such folders in it, as that of a race.
-
-    Raises:
-        ConfigError: a folder holds no files of a run.
-    """
+    """The runs in some folders, with short names that differ. A folder is that of a run, or has such folders
+    in it, as that of a race. Raises a ConfigError for one that holds no files of a run."""
     found: list[Path] = []
     for folder in folders:
         inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
@@ -187,11 +169,9 @@ def _columns(requests: Sequence[ServedRequest]) -> dict[str, Sequence[object]]:
     return dict(zip(COLUMNS, columns, strict=True))
 
 
-def _times(timelines: Sequence[Timeline], kind: str, verb: str) -> list[tuple[float, float]]:
+def _times(lives: Sequence[Timeline], kind: str, verb: str) -> list[tuple[float, float]]:
     """Start and end of the work of a kind; of what is open, by what the run asked its workers for."""
-    works: list[Interval] = []
-    for timeline in timelines:
-        works += [*getattr(timeline, kind), *timeline.open_calls(verb)]
+    works = [each for life in lives for each in (*getattr(life, kind), *life.open_calls(verb))]
     return [(each.start_s, each.end_s) for each in works]
 
 

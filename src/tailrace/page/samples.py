@@ -41,7 +41,7 @@ class SampleLine(msgspec.Struct):
 
 
 class TokenTable(msgspec.Struct):
-    """The tokens of a completion, one entry a token."""
+    """One entry for each token of a completion."""
 
     texts: Sequence[str]
     logprobs: Sequence[float]
@@ -72,11 +72,7 @@ def whole_lines(path: Path) -> tuple[list[bytes], bool]:
 
 
 class SamplesFile:
-    """The trained samples of a round.
-
-    Args:
-        stamp: of the file when it was read.
-    """
+    """The trained samples of a round, as they were when the file had a stamp (mtime and size)."""
 
     def __init__(self, path: Path, stamp: tuple[int, int]) -> None:
         self.stamp, self.name = stamp, path.name
@@ -100,11 +96,7 @@ class SamplesFile:
 
 
 class SampleBook:
-    """Finds samples by id. It reads a file again when it has changed.
-
-    Args:
-        folder: the output directory of the run.
-    """
+    """Finds samples of the run in an output directory by id. It reads a file again when it has changed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,7 +105,6 @@ class SampleBook:
         """The newest round last."""
 
     def update(self) -> None:
-        """Read what is new."""
         before, self._files = self._files, {}
         for path in sorted((self._folder / "samples").glob("round_*.jsonl")):
             status, known = path.stat(), before.get(path)
@@ -161,14 +152,8 @@ class SampleBook:
             rows = [each for each in store.rows(TokensRow) if each.id == row.id]
         ids = np.frombuffer(b"".join(each.ids for each in rows), np.int32).tolist()
         logprobs = np.frombuffer(b"".join(each.logprobs for each in rows), np.float32).tolist()
-        record = {
-            "text": row.text,
-            "reward": row.reward,
-            "failure": row.failure,
-            "finish_reason": row.finish_reason,
-            "fate": row.fate or "alive",
-            "num_tokens": row.num_tokens,
-        }
+        names = ("text", "reward", "failure", "finish_reason", "fate", "num_tokens")
+        record = {name: getattr(row, name) for name in names} | {"fate": row.fate or "alive"}
         spans = [(f"{origin.life}.{origin.version}", origin.num_tokens) for origin in row.spans]
         note = "" if ids else "the ledger no longer keeps its tokens"
         return self._with_tokens(SampleView(id, "ledger", record, spans, None, note), ids, logprobs)
@@ -194,21 +179,14 @@ class SampleBook:
 
 
 class TokenTexts:
-    """Decodes token ids one by one.
-
-    Args:
-        folders: model folders; the first that has a tokenizer.json is used.
-
-    Raises:
-        ConfigError: none of them has one, or it cannot be read.
-    """
+    """Decodes token ids one by one, by the first of the model folders that has a tokenizer.json. Raises a
+    ConfigError if none has one, or it cannot be read."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         from tokenizers import Tokenizer
 
-        path = next(
-            (each / "tokenizer.json" for each in folders if (each / "tokenizer.json").is_file()), None
-        )
+        paths = [each / "tokenizer.json" for each in folders]
+        path = next((each for each in paths if each.is_file()), None)
         if path is None:
             places = ", ".join(map(str, folders))
             raise ConfigError("model.path", places, "no folder has a tokenizer.json", "put one there")
@@ -227,5 +205,4 @@ class TokenTexts:
         whole: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         if whole.startswith(before):
             return whole[len(before) :]
-        alone: str = self._tokenizer.decode(ids[-1:], skip_special_tokens=False)
-        return alone
+        return str(self._tokenizer.decode(ids[-1:], skip_special_tokens=False))

@@ -55,13 +55,7 @@ class RunStatus(NamedTuple):
 
 
 def state_of(folder: Path, now_s: float, *, is_closed: bool = False) -> RunStatus:
-    """The state of a run. It takes no lock itself.
-
-    Args:
-        folder: its output directory.
-        now_s: the time, in Unix seconds.
-        is_closed: its last process came to its end.
-    """
+    """The state of the run in an output directory, at a Unix time. It takes no lock itself."""
     written_s = max(_modified(folder / name) for name in ("metrics.jsonl", "events.jsonl"))
     lock, silent_s = folder / "lock", now_s - written_s
     process, summarized_s = _holder(lock), _modified(folder / "summary.json")
@@ -111,11 +105,8 @@ class OpenWork(NamedTuple):
 
 
 class Pace:
-    """How long each engine has generated no token, by the counts that a live run keeps up to date.
-
-    Args:
-        folder: of the counts.
-    """
+    """How long each engine has generated no token, by the counts that a live run keeps up to date in a
+    folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,11 +140,8 @@ class Pace:
 
 
 def open_work(timeline: Timeline, pauses: Iterable[tuple[str, float, float]] = ()) -> list[OpenWork]:
-    """What a run does, what is late first. Nothing is late in a simulation, which records no waits.
-
-    Args:
-        pauses: of `Pace.pauses`.
-    """
+    """What a run does, what is late first. Nothing is late in a simulation, which records no waits. The
+    pauses are those of `Pace.pauses`."""
     waits = [_wait(timeline, *wait) for wait in islice(timeline.waits.items(), MAX_WAITS)]
     requests = [*_engines_without_tokens(timeline, pauses)] or [*_requests(timeline)]
     found = [*waits, *_nothing(timeline), *requests, *_rewards(timeline)]
@@ -185,13 +173,8 @@ def _nothing(timeline: Timeline) -> Iterator[OpenWork]:
     is_open = timeline.open_requests or timeline.open_scorings
     if is_open or timeline.open_calls("accumulate", "step", "publish", "save"):
         return
-    works: Sequence[Sequence[Interval]] = (
-        timeline.requests,
-        timeline.scorings,
-        timeline.passes,
-        timeline.steps,
-        timeline.publications,
-    )
+    works: Sequence[Sequence[Interval]]
+    works = timeline.requests, timeline.scorings, timeline.trainer, timeline.publications
     for_s = timeline.end_s - max(timeline.first_round_s, *(each[-1].end_s for each in works if each), 0.0)
     if for_s > LATE_S:
         yield OpenWork(f"nothing is generated, rewarded or trained, for {_seconds(for_s)}", True)
@@ -222,8 +205,8 @@ def _rewards(timeline: Timeline) -> Iterator[OpenWork]:
     if opened := timeline.open_scorings:
         oldest = min(opened, key=lambda each: each.start_s)
         for_s = timeline.end_s - oldest.start_s
-        what = f"samples that wait for their rewards: {len(opened)}, the oldest {oldest.sample}"
-        what += f", for {_seconds(for_s)}"
+        num = f"samples that wait for their rewards: {len(opened)}"
+        what = f"{num}, the oldest {oldest.sample}, for {_seconds(for_s)}"
         usual = [each.duration_s for each in timeline.scorings[-NUM_RECENT:]]
         if not usual:
             yield OpenWork(f"{what}; none has got one before")
@@ -262,78 +245,78 @@ def advisories(
     """What the last optimizer steps and the newest process of the run show.
 
     Args:
-        steps: the steps in order; the newest are enough.
-        work: what is open, or was last.
+        work: what is open, or was open when the process last wrote.
     """
     recent = steps[-NUM_STEPS:]
-    found = [_zero_variance(recent), _truncation(recent), _failures(recent), _no_calls(recent)]
+    found: list[Advisory] = []
+    if timeline and state:
+        found += _silent(timeline, state, work)
     if timeline:
-        found = [_alarm(timeline), *_dead_engines(timeline), _abort_storm(timeline, recent), *found]
-        found.insert(0, _silent(timeline, state, work) if state else None)
-    return [each for each in found if each]
+        found += (*_alarm(timeline), *_dead_engines(timeline), *_abort_storm(timeline, recent))
+    if recent:
+        found += (*_zero_variance(recent), *_truncation(recent), *_failures(recent), *_no_calls(recent))
+    return found
 
 
-def _silent(timeline: Timeline, state: RunStatus, work: Sequence[OpenWork]) -> Advisory | None:
+def _silent(timeline: Timeline, state: RunStatus, work: Sequence[OpenWork]) -> Iterator[Advisory]:
     """A run that ended or hangs, or something in it that takes longer than usual."""
     late = [each.what for each in work if each.is_late]
     others = [each.what for each in work if not each.is_late]
     if state.kind == "written" and late:
         beside = ["What else is open:", *others] if others else []
-        return Advisory("longer than usual", "\n".join([*late, *beside]))
+        yield Advisory("longer than usual", "\n".join([*late, *beside]))
     if state.kind not in ("ended", "blocked"):
-        return None
+        return
     text = f"The last record is of {timeline.end_s:.0f} s"
     text += "".join(f", in {each.name}" for each in timeline.open_rounds)
     text += "".join(f"; step {each.number} had ended at {each.end_s:.0f} s" for each in timeline.steps[-1:])
     then = "\n".join([text + ". What was open then:", *late, *others] if work else [text + "."])
     if state.kind == "blocked":
         why = "The process lives and writes nothing: it is stopped, or code in it blocks its event loop. "
-        return Advisory("stalled", why + then)
-    why = "No process holds the run's lock, and the run was not closed: it was killed. "
-    return Advisory("ended without closing", why + then)
+        yield Advisory("stalled", why + then)
+    else:
+        why = "No process holds the run's lock, and the run was not closed: it was killed. "
+        yield Advisory("ended without closing", why + then)
 
 
-def _alarm(timeline: Timeline) -> Advisory | None:
+def _alarm(timeline: Timeline) -> Iterator[Advisory]:
     """The run's own alarm: no step came for long, and none has come since."""
-    if not timeline.alarms:
-        return None
-    alarm, opened = timeline.alarms[-1], timeline.open_requests
-    if timeline.steps and alarm.time_s < timeline.steps[-1].end_s:
-        return None
-    text = f"At {alarm.time_s:.0f} s: no optimizer step for {alarm.quiet_s:.0f} s. "
-    text += f"What waits for what:\n{alarm.what}"
-    if opened:
-        oldest = min(opened, key=lambda request: request.start_s)
-        text += f"\nThe oldest request is sample {oldest.sample} on {oldest.engine}, "
-        text += f"begun at {oldest.start_s:.0f} s; {len(opened)} are open."
-    return Advisory("stalled", text)
+    for alarm in timeline.alarms[-1:]:
+        if timeline.steps and alarm.time_s < timeline.steps[-1].end_s:
+            return
+        text = f"At {alarm.time_s:.0f} s: no optimizer step for {alarm.quiet_s:.0f} s. "
+        text += f"What waits for what:\n{alarm.what}"
+        if opened := timeline.open_requests:
+            oldest = min(opened, key=lambda request: request.start_s)
+            text += f"\nThe oldest request is sample {oldest.sample} on {oldest.engine}, "
+            text += f"begun at {oldest.start_s:.0f} s; {len(opened)} are open."
+        yield Advisory("stalled", text)
 
 
-def _dead_engines(timeline: Timeline) -> Iterable[Advisory]:
+def _dead_engines(timeline: Timeline) -> Iterator[Advisory]:
     newest = {state.engine: state for state in timeline.states}
     for state in newest.values():
         if state.state == "dead":
             yield Advisory("engine dead", f"{state.engine} is dead since {state.time_s:.0f} s: {state.why}")
 
 
-def _abort_storm(timeline: Timeline, steps: Sequence[Figures]) -> Advisory | None:
+def _abort_storm(timeline: Timeline, steps: Sequence[Figures]) -> Iterator[Advisory]:
     trained = (each for each in reversed(timeline.requests) if not each.is_evaluation)
     recent = [*islice(trained, NUM_REQUESTS)]
     aborted = [request for request in recent if request.outcome in ("cancelled", "evicted")]
     if len(recent) < MIN_REQUESTS or len(aborted) < ABORTED_SHARE * len(recent):
-        return None
+        return
     lengths = [request.num_tokens for request in timeline.requests if request.is_response]
-    length = fmean(lengths) if lengths else None
+    length = fmean(lengths) if lengths else 0.0
     gained = fmean(request.num_gained for request in aborted)
     if length and gained >= GAINED_SHARE * length:
-        return None
-    text = (
-        f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in the "
-    )
-    text += f"mean{f' of {length:.0f} in a response' if length else ''}: {_why_aborted(timeline, aborted)}"
+        return
+    text = f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in "
+    text += f"the mean{f' of {length:.0f} in a response' if length else ''}: "
+    text += _why_aborted(timeline, aborted)
     for engine, num in _sums(steps, "engines/preempted/").items():
         text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
-    return Advisory("abort storm", text)
+    yield Advisory("abort storm", text)
 
 
 def _why_aborted(timeline: Timeline, aborted: Sequence[ServedRequest]) -> str:
@@ -342,63 +325,56 @@ def _why_aborted(timeline: Timeline, aborted: Sequence[ServedRequest]) -> str:
         (engine, num), *_ = Counter(evicted).most_common(1)
         why = [state.why for state in timeline.states if state.engine == engine and state.state != "open"]
         return f"{engine} gave {num} of them back" + (f" ({why[-1]})" if why and why[-1] else "")
-    near = [
-        request
+    num = sum(
+        any(p.start_s - CLOSE_S <= request.end_s <= p.end_s + CLOSE_S for p in timeline.publications)
         for request in aborted
-        if any(p.start_s - CLOSE_S <= request.end_s <= p.end_s + CLOSE_S for p in timeline.publications)
-    ]
-    if 2 * len(near) >= len(aborted):
-        return f"publications of weights stopped {len(near)} of them"
+    )
+    if 2 * num >= len(aborted):
+        return f"publications of weights stopped {num} of them"
     return "the schedule stopped them: it parks or discards what it launched"
 
 
-def _zero_variance(steps: Sequence[Figures]) -> Advisory | None:
-    share = _mean(steps, "frac_reward_zero_std")
-    filtered = _sums(steps, "groups/filtered/").get("zero_variance", 0.0)
+def _zero_variance(steps: Sequence[Figures]) -> Iterator[Advisory]:
+    share, reward = _mean(steps, "frac_reward_zero_std"), _mean(steps, "reward")
+    filtered = _sums(steps, "groups/filtered/")["zero_variance"]
     trained = sum(row.get("groups/trained") or 0.0 for row in steps)
     if filtered:
         share = (share * trained + filtered) / (trained + filtered)
-    if not steps or share < ZERO_VARIANCE_SHARE:
-        return None
-    text = f"In {share:.0%} of the groups of {_last(steps)} all rewards are equal, so they teach "
-    text += f"nothing. The mean reward is {_mean(steps, 'reward'):g}: "
-    if all((row.get("reward_std") or 0.0) == 0.0 and not row.get("reward") for row in steps):
+    if share < ZERO_VARIANCE_SHARE:
+        return
+    if not any(row.get("reward_std") or row.get("reward") for row in steps):
         why = "no sample is right. The prompts are too hard, or the reward function recognises no answer"
-    elif _mean(steps, "reward") > 0:
+    elif reward > 0:
         why = "most groups are all right or all wrong. Use prompts of middling difficulty"
     else:
         why = "most groups get the same reward. Look at the reward function and at the prompts"
-    return Advisory("groups without variance", text + why + ".")
+    text = f"In {share:.0%} of the groups of {_last(steps)} all rewards are equal, so they teach nothing. "
+    yield Advisory("groups without variance", f"{text}The mean reward is {reward:g}: {why}.")
 
 
-def _truncation(steps: Sequence[Figures]) -> Advisory | None:
+def _truncation(steps: Sequence[Figures]) -> Iterator[Advisory]:
     share = _mean(steps, "completions/clipped_ratio")
-    if not steps or share < TRUNCATED_SHARE:
-        return None
-    longest = max(row.get("completions/max_length") or 0.0 for row in steps)
-    text = f"{share:.0%} of the samples of {_last(steps)} end at the length limit "
-    text += f"({longest:.0f} tokens): their rewards are those of unfinished answers. "
-    return Advisory("truncation", text + "Raise sampling.max_completion_tokens, or shorten the answers.")
+    if share >= TRUNCATED_SHARE:
+        longest = max(row.get("completions/max_length") or 0.0 for row in steps)
+        text = f"{share:.0%} of the samples of {_last(steps)} end at the length limit "
+        text += f"({longest:.0f} tokens): their rewards are those of unfinished answers. "
+        yield Advisory("truncation", text + "Raise sampling.max_completion_tokens, or shorten the answers.")
 
 
-def _failures(steps: Sequence[Figures]) -> Advisory | None:
+def _failures(steps: Sequence[Figures]) -> Iterator[Advisory]:
     failed = _sums(steps, "completions/failed/")
-    samples = sum(row.get("samples/trained") or 0.0 for row in steps)
-    num = sum(failed.values())
-    if not num or num < FAILED_SHARE * (num + samples):
-        return None
-    reason = max(failed, key=lambda name: failed[name])
-    text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
-    return Advisory("rewards fail", text)
+    num, trained = sum(failed.values()), sum(row.get("samples/trained") or 0.0 for row in steps)
+    if num and num >= FAILED_SHARE * (num + trained):
+        reason = max(failed, key=failed.__getitem__)
+        text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
+        yield Advisory("rewards fail", text)
 
 
-def _no_calls(steps: Sequence[Figures]) -> Advisory | None:
-    if not steps or any(row.get(f"rewards/{CALLS}") != 0.0 for row in steps):
-        return None
-    text = (
-        f"No sample of {_last(steps)} calls a tool. Either the model does not know the tools, or it writes "
-    )
-    return Advisory("no calls", text + "calls in another format than environment.parser: look at samples.")
+def _no_calls(steps: Sequence[Figures]) -> Iterator[Advisory]:
+    if all(row.get(f"rewards/{CALLS}") == 0.0 for row in steps):
+        text = f"No sample of {_last(steps)} calls a tool. Either the model does not know the tools, or it "
+        text += "writes calls in another format than environment.parser: look at samples."
+        yield Advisory("no calls", text)
 
 
 def _last(steps: Sequence[Figures]) -> str:
@@ -411,6 +387,7 @@ def _mean(steps: Sequence[Figures], key: str) -> float:
 
 
 def _sums(steps: Sequence[Figures], prefix: str) -> Mapping[str, float]:
+    """The sums of the figures that begin with the prefix, by the rest of their names."""
     sums: defaultdict[str, float] = defaultdict(float)
     for row in steps:
         for key, value in row.items():

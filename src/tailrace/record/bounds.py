@@ -36,18 +36,12 @@ from tailrace.record.events import (
     Stepped,
     TokensWasted,
 )
-from tailrace.record.intervals import complement, total, union
+from tailrace.record.intervals import complement, most_at_once, total, union
 from tailrace.record.timeline import Pairs, ServedRequest
 from tailrace.types import SampleId
 
 RESWEEP = 4
 """The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
-
-
-def _tokens_after(request: ServedRequest, time_s: float) -> float:
-    """The tokens gained after a time, as if they were evenly spread over the request."""
-    open_s = request.end_s - max(request.start_s, time_s)
-    return request.num_gained * open_s / request.duration_s if open_s > 0 else 0.0
 
 
 class RoundBound(Moment, frozen=True):
@@ -67,38 +61,23 @@ class _Peaks:
     once, each at its own mean rate."""
 
     rates: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _ended: list[ServedRequest] = field(default_factory=list)
+    ended: list[ServedRequest] = field(default_factory=list)
     _num_swept: int = 0
 
-    def add(self, request: ServedRequest) -> None:
-        self._ended.append(request)
-
     def sweep(self, oldest_s: float) -> None:
-        """Compute the rates. Requests that no open one overlaps are forgotten.
-
-        Args:
-            oldest_s: start of the oldest request that is served now.
-        """
-        num_new = len(self._ended) - self._num_swept
-        if not num_new or num_new * RESWEEP < self._num_swept:
+        """Compute the rates, and forget requests that ended before the oldest one that is served now."""
+        if (len(self.ended) - self._num_swept) * RESWEEP < max(1, self._num_swept):
             return
-        names = list(dict.fromkeys(request.engine for request in self._ended))
-        numbers = {name: number for number, name in enumerate(names)}
-        table = np.array(
-            [(numbers[each.engine], each.start_s, each.end_s, each.num_gained) for each in self._ended]
-        )
-        engines = np.tile(table[:, 0].astype(int), 2)
-        times = np.concatenate((table[:, 1], table[:, 2]))
-        rates = table[:, 3] / (table[:, 2] - table[:, 1])
-        changes = np.concatenate((rates, -rates))
-        # Ends come first: where one ends as another begins, they are not served at once.
-        order = np.lexsort((changes, times, engines))
-        peaks = np.zeros(len(names))
-        np.maximum.at(peaks, engines[order], np.cumsum(changes[order]))
-        for name, peak in zip(names, peaks.tolist(), strict=True):
-            self.rates[name] = max(self.rates[name], peak)
-        self._ended = [request for request in self._ended if request.end_s > oldest_s]
-        self._num_swept = len(self._ended)
+        by_engine: dict[str, list[ServedRequest]] = defaultdict(list)
+        for request in self.ended:
+            by_engine[request.engine].append(request)
+        for engine, mine in by_engine.items():
+            times = np.array([(each.start_s, each.end_s) for each in mine])
+            rates = np.array([each.num_gained / each.duration_s for each in mine])
+            peak = most_at_once(times, rates)
+            self.rates[engine] = max(self.rates[engine], peak)
+        self.ended = [request for request in self.ended if request.end_s > oldest_s]
+        self._num_swept = len(self.ended)
 
 
 @dataclass(slots=True)
@@ -138,12 +117,8 @@ class _Work:
         self.longest_tokens = max(self.longest_tokens, *num_tokens)
 
     def bound_s(self, rates: _Rates, peak: float, time_s: float) -> tuple[float, str]:
-        """The bound, and what it consists of.
-
-        Args:
-            peak: tokens a second of all engines. It may lack the newest requests.
-            time_s: the time that is bounded.
-        """
+        """The bound on a time, and what it consists of. The peak, in tokens a second of all engines, may
+        lack the newest requests."""
         if not self.num_tokens:
             return self.compute_s, "its training"
         tokens_s, response_s = self.num_tokens / peak, self.longest_tokens * rates.token_s
@@ -199,12 +174,8 @@ class BoundMeter:
                 self._trained.clear()
 
     def end_round(self, main_time_s: float, compute_s: float) -> tuple[float, RoundBound]:
-        """The lower bound on the main time of the round that has just ended, and what belongs to it.
-
-        Args:
-            main_time_s: from its start to the end of its last optimizer step.
-            compute_s: what the trainer measured as computation.
-        """
+        """The lower bound on the main time of the round that has just ended, and what belongs to it. The
+        computation is as the trainer measured it."""
         work, rates = self._round, self._rates
         run = self._run = self._run or _Work(work.start_s)
         busy = union([(max(event.start_s, work.start_s), event.end_s) for event in self._busy])
@@ -229,20 +200,23 @@ class BoundMeter:
     # -- the round ---------------------------------------------------------------------------------
 
     def _tokens_after(self, sample: SampleId, time_s: float) -> float:
-        return sum(_tokens_after(request, time_s) for request in self._requests.get(sample, ()))
+        """The tokens generated after a time, as if they were evenly spread over each request."""
+        return sum(
+            each.num_gained * max(0.0, each.end_s - max(each.start_s, time_s)) / each.duration_s
+            for each in self._requests.get(sample, ())
+        )
 
     def _groups(self) -> tuple[float, float]:
         """The least time from the round's start until the first group can be trained, and until the step of
         the group that takes longest has ended."""
         rates, start_s = self._rates, self._round.start_s
+        reward_s, train_s = (rate if rate < inf else 0.0 for rate in (rates.reward_s, rates.train_s))
         ready_s: dict[tuple[int, int], float] = defaultdict(float)
         num_tokens: dict[tuple[int, int], int] = defaultdict(int)
         for sample, length in self._trained.items():
             group, num_new = sample[:2], self._tokens_after(sample, start_s)
-            reward_s = rates.reward_s if rates.reward_s < inf else 0.0
             ready_s[group] = max(ready_s[group], num_new * rates.token_s + reward_s if num_new else 0.0)
             num_tokens[group] += length
-        train_s = rates.train_s if rates.train_s < inf else 0.0
         trained_s = max(ready_s[group] + count * train_s for group, count in num_tokens.items())
         return min(ready_s.values()), trained_s + rates.step_s
 
@@ -271,7 +245,7 @@ class BoundMeter:
     def _request_ended(self, request: ServedRequest) -> None:
         if request.num_gained and request.duration_s > 0 and not request.is_evaluation:
             self._requests[request.sample].append(request)
-            self._peaks.add(request)
+            self._peaks.ended.append(request)
             self._rates.token_s = min(self._rates.token_s, request.duration_s / request.num_gained)
 
     def _trainer_computed(self, event: Accumulated | Stepped) -> None:

@@ -194,12 +194,9 @@ class Notices:
 
 
 def _no_call(row: Row) -> list[str]:
-    if row["step"] > 1 or row.get(f"rewards/{CALLS}") != 0.0:
-        return []
-    return [
-        "No sample of step 1 calls a tool | look at prompts and answers in samples/; the format of calls "
-        "is environment.parser"
-    ]
+    where = "look at prompts and answers in samples/; the format of calls is environment.parser"
+    is_first = row["step"] <= 1 and row.get(f"rewards/{CALLS}") == 0.0
+    return [f"No sample of step 1 calls a tool | {where}"] if is_first else []
 
 
 class Display:
@@ -213,12 +210,7 @@ class Display:
         settings: RecordSettings | None = None,
         console: Console | None = None,
     ) -> None:
-        """
-        Args:
-            waits: says in one line what each task waits for now; called from the thread of the panel.
-            settings: the limits of the alarms.
-            console: where to show it; the standard output if None.
-        """
+        """`waits` says in one line what each task waits for now; the thread of the panel calls it."""
         self._progress, self._waits = Progress(rounds), waits
         self._notices = Notices(settings or RecordSettings())
         self._console = console or Console()
@@ -250,7 +242,9 @@ class Display:
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(style="dim", width=9)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        grid.add_row("progress", _bar(progress.round / progress.rounds, _expected_end(progress)))
+        remaining_s = progress.remaining_s
+        end = "" if remaining_s is None else f"ends in about {duration(remaining_s)}"
+        grid.add_row("progress", _bar(progress.round / progress.rounds, end))
         if row:
             grid.add_row("reward", f"{number(row['reward'])}  {sparkline(progress.rewards)}")
         if progress.accuracy is not None:
@@ -269,19 +263,9 @@ class Display:
         return Panel(grid, title=title, title_align="left", subtitle=duration(progress.elapsed_s), width=78)
 
 
-def _expected_end(progress: Progress) -> str:
-    remaining_s = progress.remaining_s
-    return "" if remaining_s is None else f"ends in about {duration(remaining_s)}"
-
-
 def _bar(share: float, text: str) -> RenderableType:
+    done = min(1.0, share)
+    bar = ProgressBar(1.0, done, BAR_WIDTH, complete_style="green", finished_style="green")
     grid = Table.grid(padding=(0, 1))
-    bar = ProgressBar(
-        total=1.0,
-        completed=min(1.0, share),
-        width=BAR_WIDTH,
-        complete_style="green",
-        finished_style="green",
-    )
     grid.add_row(bar, text)
     return grid

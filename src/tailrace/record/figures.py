@@ -409,6 +409,10 @@ def length_figures(prefix: str, lengths: Sequence[int]) -> Row:
     return {f"{prefix}{kind}_length": value for kind, value in zip(LENGTHS, values, strict=True)}
 
 
+def mean_and_max(name: str, values: Sequence[int]) -> Row:
+    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values)}
+
+
 def episode_figures(samples: Sequence[Sample]) -> Row:
     """The figures of the episodes of at least one sample; none if no sample is an episode of turns."""
     if not any(sample.turns for sample in samples):
@@ -418,10 +422,8 @@ def episode_figures(samples: Sequence[Sample]) -> Row:
     tokens = [sample.num_observation_tokens - len(sample.opening_ids) for sample in samples]
     calls = [sum(len(turn.results) for turn in sample.turns) for sample in samples]
     return {
-        "num_turns/mean": statistics.fmean(num_turns),
-        "num_turns/max": max(num_turns),
-        "num_branches/mean": statistics.fmean(num_branches),
-        "num_branches/max": max(num_branches),
+        **mean_and_max("num_turns", num_turns),
+        **mean_and_max("num_branches", num_branches),
         "environment_tokens/mean": statistics.fmean(tokens),
         "tools/call_frequency": statistics.fmean(calls),
     }
@@ -441,12 +443,8 @@ class Lags:
     """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
 
     def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
-        """Count the tokens of a sample that is about to be trained.
-
-        Args:
-            version: the version that is published when the sample is trained.
-            steps_since: the number of optimizer steps since a version was published.
-        """
+        """Count the tokens of a sample that is about to be trained, with the version that is published then.
+        The function gives the number of optimizer steps since a version was published."""
         self.carried += any(span.version < version for span in sample.spans)
         start, size = 0, sample.num_tokens / TENTHS
         for span in sample.spans:

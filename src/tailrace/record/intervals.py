@@ -59,24 +59,25 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
 
 def at_most(pairs: Intervals, limit: float) -> Intervals:
     """When at least one of the given intervals, and at most `limit` of them, are open at once."""
-    if not len(pairs):
-        return EMPTY
-    times = np.concatenate((pairs[:, 0], pairs[:, 1]))
-    steps = np.concatenate((np.ones(len(pairs)), -np.ones(len(pairs))))
-    order = np.argsort(times, kind="stable")
-    counts, times = np.cumsum(steps[order])[:-1], times[order]
+    times, counts = _open_at_once(pairs)
     few = (counts > 0) & (counts <= limit)
-    return union(np.stack((times[:-1], times[1:]), axis=1)[few])
+    return union(np.stack((times[:-1], times[1:]), axis=1)[few[:-1]])
 
 
-def most_at_once(pairs: Intervals) -> int:
-    """The largest number of the given intervals that are open at once."""
-    if not len(pairs):
-        return 0
-    times = np.concatenate((pairs[:, 0], pairs[:, 1]))
-    steps = np.concatenate((np.ones(len(pairs)), -np.ones(len(pairs))))
+def most_at_once(pairs: Intervals, weights: NDArray[np.float64] | float = 1.0) -> float:
+    """The largest sum of the weights of intervals that are open at once: their number by default."""
+    return float(np.max(_open_at_once(pairs, weights)[1], initial=0.0))
+
+
+def _open_at_once(
+    pairs: Intervals, weights: NDArray[np.float64] | float = 1.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The times at which an interval begins or ends, and the sum of the weights of those open after each."""
+    times = pairs.T.ravel()
+    changes = np.multiply.outer((1.0, -1.0), np.broadcast_to(weights, len(pairs))).ravel()
     # Ends come first: where one ends as another begins, they are not open at once.
-    return int(np.max(np.cumsum(steps[np.lexsort((steps, times))])))
+    order = np.lexsort((changes, times))
+    return times[order], np.cumsum(changes[order])
 
 
 def total(of: Intervals) -> float:

@@ -27,11 +27,8 @@ def read_row(line: bytes) -> Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file in their order, one a line; none if there is no file.
-
-    Raises:
-        ConfigError: a line is damaged.
-    """
+    """The rows of a metrics file in their order, one a line; none if there is no file. Raises a ConfigError
+    if a line is damaged."""
     rows: list[Row] = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -48,11 +45,8 @@ def damaged_line(path: Path, line: bytes, why: Exception) -> ConfigError:
 
 
 class JoinedRows:
-    """Sink: gives the rows as they are in metrics.jsonl, a step and its round's end in one.
-
-    Args:
-        write: takes each row when it is complete.
-    """
+    """Sink: gives each row that is complete to a function, as it is in metrics.jsonl: a step and its round's
+    end in one."""
 
     def __init__(self, write: Callable[[Row], None]) -> None:
         self._write = write

@@ -32,15 +32,7 @@ ROUNDS, TRAINER, WEIGHTS, CONTROLLER, WAITS = (_Lane(RUN_PID, tid) for tid, _ in
 
 
 def write_perfetto(log: Path, path: Path) -> None:
-    """Write the trace of a run.
-
-    Args:
-        log: events.jsonl.
-        path: the trace, a JSON array.
-
-    Raises:
-        ConfigError: the log has a bad line.
-    """
+    """Write the trace of events.jsonl, a JSON array. Raises a ConfigError if the log has a bad line."""
     run = RunTimelines(log)
     run.update()
     with path.open("wb") as file:
@@ -97,12 +89,8 @@ def _work_of_the_run(process: Timeline) -> Iterator[TraceEvent]:
 
 def _work_of_engines(process: Timeline, pids: Mapping[str, int]) -> Iterator[TraceEvent]:
     for each in (*process.requests, *process.open_requests):
-        args = {
-            "sample": str(each.sample),
-            "tokens": each.num_tokens,
-            "had": each.had,
-            "outcome": each.outcome,
-        }
+        counts = {"tokens": each.num_tokens, "had": each.had}
+        args = {"sample": str(each.sample), **counts, "outcome": each.outcome}
         name = "evaluation" if each.is_evaluation else f"group {each.sample.prompt}"
         yield _slice(_Lane(pids[each.engine], each.slot), name, each, args)
     for state in process.states:
@@ -127,10 +115,11 @@ def _arrows(process: Timeline, pids: Mapping[str, int], ids: Iterator[int]) -> I
 
 
 def _named(pid: int, process: str, lanes: Sequence[str]) -> Iterator[TraceEvent]:
-    yield _label("process_name", _Lane(pid, 0), name=process)
-    yield _label("process_sort_index", _Lane(pid, 0), sort_index=pid)
+    whole = {"ph": "M", "pid": pid, "tid": 0}
+    yield {"name": "process_name", **whole, "args": {"name": process}}
+    yield {"name": "process_sort_index", **whole, "args": {"sort_index": pid}}
     for tid, name in enumerate(lanes, 1):
-        yield _label("thread_name", _Lane(pid, tid), name=name)
+        yield {"name": "thread_name", **whole, "tid": tid, "args": {"name": name}}
 
 
 def _slice(lane: _Lane, name: str, work: Interval, args: Mapping[str, object]) -> TraceEvent:
@@ -142,9 +131,5 @@ def _mark(lane: _Lane, name: str, scope: str, time_s: float, args: Mapping[str, 
     return {"name": name, "ph": "i", "s": scope, **_at(lane, time_s), "args": args}
 
 
-def _label(kind: str, lane: _Lane, **args: object) -> TraceEvent:
-    return {"name": kind, "ph": "M", "pid": lane.pid, "tid": lane.tid, "args": args}
-
-
 def _at(lane: _Lane, time_s: float) -> dict[str, int]:
-    return {"pid": lane.pid, "tid": lane.tid, "ts": max(0, round(time_s * 1e6))}
+    return {**lane._asdict(), "ts": max(0, round(time_s * 1e6))}

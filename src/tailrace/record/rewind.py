@@ -14,16 +14,8 @@ from tailrace.record.metrics import damaged_line
 
 
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
-    """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step.
-
-    Args:
-        metrics, samples: the file and the folder; they need not exist.
-        round: the round in which the run goes on.
-        step: optimizer steps that the checkpoint has.
-
-    Raises:
-        ConfigError: a line lacks what it must have, or is damaged.
-    """
+    """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step. The file
+    and the folder need not exist. Raises a ConfigError if a line is damaged or lacks what it must have."""
 
     def is_kept(row: Mapping[str, Any]) -> bool:
         return row["round"] < round or ("loss" in row and row["step"] <= step)

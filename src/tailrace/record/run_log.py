@@ -31,12 +31,8 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class LogWriter:
-    """Sink: appends events to the log of a run.
-
-    Args:
-        waits: says what tasks wait for now, and since when.
-        life, round, version, step: of the process and of the checkpoint from which it goes on (`RunStarted`).
-    """
+    """Sink: appends events to the log of a run. `waits` says what tasks wait for now, and since when; the
+    numbers are those of `RunStarted`."""
 
     def __init__(
         self,
@@ -142,10 +138,8 @@ class LogReader:
         except (msgspec.MsgspecError, UnicodeDecodeError) as why:
             raise self._refused(f"it is no event of this version ({why})") from None
         if isinstance(event, RunStarted):
-            if event.format != FORMAT:
-                raise self._refused(
-                    f"the log has format {event.format}, and this version reads format {FORMAT}"
-                )
+            if (found := event.format) != FORMAT:
+                raise self._refused(f"the log has format {found}, and this version reads format {FORMAT}")
             self._shift_s = self._now_s - event.time_s
         elif self.num_lines == 1:
             raise self._refused("no RunStarted comes before it")

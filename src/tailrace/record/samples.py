@@ -14,11 +14,7 @@ class SamplesWriter:
     """Sink: appends a step's samples to its round's file, and writes a file for each evaluation."""
 
     def __init__(self, folder: Path, *, token_samples: int = 0) -> None:
-        """
-        Args:
-            token_samples: how many samples of a step are written with their tokens and log-probs.
-        """
-        self._token_samples = token_samples
+        self._token_samples = token_samples  # those of a step that are written with tokens and log-probs
         self._folder, self._path = folder, folder / _name(0)
         (folder / "eval").mkdir(parents=True, exist_ok=True)
 

@@ -29,11 +29,8 @@ def import_sinks(specs: Sequence[str]) -> list[Callable[[Path], Sink]]:
 
 
 def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -> list[Sink]:
-    """Make the sinks that the config names.
-
-    Args:
-        folder: the output directory of the run, which each function is given.
-        say: shows the line that tells of a sink's failure.
+    """Make the sinks that the config names, for the run in an output directory; `say` shows the line that
+    tells of a sink's failure.
 
     Raises:
         ConfigError: a function cannot be imported, raises, or returns something that is no sink.
@@ -100,6 +97,11 @@ class TrackedRun:
     def name(self) -> str:
         return self.group if self.life == 1 else f"{self.group}-life{self.life}"
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What trackio.init and wandb.init have in common."""
+        return {"project": self.project, "name": self.name, "group": self.group, "config": dict(self.config)}
+
 
 class Tracker(Protocol):
     def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None: ...
@@ -107,40 +109,30 @@ class Tracker(Protocol):
     def finish(self) -> None: ...
 
 
-class Trackio:
-    def __init__(self, run: TrackedRun) -> None:
-        import trackio
+class ServiceTracker:
+    """A run in trackio or wandb, whose interfaces are alike."""
 
-        self._run = trackio.init(
-            project=run.project, name=run.name, group=run.group, config=dict(run.config), embed=False
-        )
+    def __init__(self, run: Any, *left_out: str) -> None:
+        self._run, self._left_out = run, left_out
 
     def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
-        # It has a `time` of its own.
-        self._run.log({key: value for key, value in figures.items() if key != "time"}, step=step)
+        self._run.log({key: figures[key] for key in figures if key not in self._left_out}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
 
 
-class Wandb:
-    def __init__(self, run: TrackedRun) -> None:
-        import wandb
+def _begin_trackio(run: TrackedRun) -> Tracker:
+    import trackio
 
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            group=run.group,
-            dir=run.folder,
-            config=dict(run.config),
-            settings=wandb.Settings(console="off"),  # the terminal belongs to the display
-        )
+    return ServiceTracker(trackio.init(**run.arguments, embed=False), "time")  # it has a `time` of its own
 
-    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
-        self._run.log(dict(figures), step=step)
 
-    def finish(self) -> None:
-        self._run.finish()
+def _begin_wandb(run: TrackedRun) -> Tracker:
+    import wandb
+
+    settings = wandb.Settings(console="off")  # the terminal belongs to the display
+    return ServiceTracker(wandb.init(**run.arguments, dir=run.folder, settings=settings))
 
 
 class TensorBoard:
@@ -167,19 +159,15 @@ class TensorBoard:
 
 
 _TRACKERS: Mapping[TrackerName, Callable[[TrackedRun], Tracker]] = {
-    "trackio": Trackio,
-    "wandb": Wandb,
+    "trackio": _begin_trackio,
+    "wandb": _begin_wandb,
     "tensorboard": TensorBoard,
 }
 """A name is also that of the Python package and of tailrace's extra."""
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Check that the packages are installed, without loading them.
-
-    Raises:
-        ConfigError: one of them is not.
-    """
+    """Raises a ConfigError if a package is not installed. Loads none."""
     for name in names:
         if find_spec(name) is None:
             remedy = f"pip install 'tailrace[{name}]', or remove it from the list"
@@ -187,10 +175,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(names: Sequence[TrackerName], run: TrackedRun, say: Callable[[str], None]) -> list[Sink]:
-    """Begin a run in each tracker.
-
-    Args:
-        say: shows the line that tells of a tracker's failure; the run then goes on without it.
+    """Begin a run in each tracker. `say` shows the line that tells of a tracker's failure.
 
     Raises:
         ConfigError: a tracker cannot begin, for example without a login.

@@ -17,6 +17,7 @@ from tailrace.record.figures import (
     in_family,
     length_figures,
     mean,
+    mean_and_max,
     ordered,
     standard_deviation,
     steps_of,
@@ -33,8 +34,7 @@ class _OpenRound:
     first_dispatch_s: float = inf
     train_end_s: float = 0.0
     compute_s: float = 0.0
-    publish_s: float = 0.0
-    changed_weights: list[float] = field(default_factory=list)
+    publications: list[events.Published] = field(default_factory=list)
     num_groups: int = 0
     num_generated: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -58,9 +58,7 @@ class _OpenRound:
                 self.rewards += [sample.reward for sample in event.samples if sample.reward is not None]
                 self.lengths_by_step.append([sample.num_tokens for sample in event.samples])
             case events.Published():
-                self.publish_s += event.end_s - event.start_s
-                if event.changed_weights is not None:
-                    self.changed_weights.append(event.changed_weights)
+                self.publications.append(event)
             case events.GroupEnded(fate="trained"):
                 self.num_groups += 1
 
@@ -83,7 +81,7 @@ class _OpenRound:
             "round/wait_s": wait_s,
             "round/waiting_ratio": wait_s / main_time_s if main_time_s else 0.0,
             "round/start_ratio": first_dispatch_s / main_time_s if main_time_s else 0.0,
-            "round/publish_s": self.publish_s,
+            "round/publish_s": sum((each.duration_s for each in self.publications), 0.0),
             "round/num_steps": len(self.lengths_by_step),
             "round/num_groups": self.num_groups,
             "round/num_samples": len(lengths),
@@ -97,8 +95,9 @@ class _OpenRound:
         }
         if stopped:
             row["round/rollout_time_s"] = rollout_time_s
-        if self.changed_weights:
-            row["round/changed_weights"] = fmean(self.changed_weights)
+        changed = [share for each in self.publications if (share := each.changed_weights) is not None]
+        if changed:
+            row["round/changed_weights"] = fmean(changed)
         return row
 
 
@@ -114,7 +113,6 @@ class StepMeter:
     def __init__(self, *sinks: Sink, wall_clock: Callable[[], float], earlier: Sequence[Row] = ()) -> None:
         """
         Args:
-            sinks: the sinks, in the order in which they receive events.
             wall_clock: Unix seconds now; virtual seconds in virtual time.
             earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
         """
@@ -254,15 +252,11 @@ class StepMeter:
 def _reward_figures(samples: Sequence[Sample]) -> Row:
     groups = list(dict.fromkeys(sample.group for sample in samples))
     stds = [standard_deviation(_known_rewards(group.trainable)) for group in groups]
-    sources = [
-        (sample.prompt.source, sample.reward)
-        for sample in samples
-        if sample.prompt.source and sample.reward is not None
-    ]
+    rewarded = [(each.prompt.source, each.reward) for each in samples if each.reward is not None]
     return {
         "reward": mean(_known_rewards(samples)),
         **_means("rewards/", chain.from_iterable(sample.reward_metrics.items() for sample in samples)),
-        **_means("reward/source/", sources),
+        **_means("reward/source/", (each for each in rewarded if each[0])),
         "reward_std": mean(stds),
         "frac_reward_zero_std": stds.count(0.0) / len(stds),
     }
@@ -270,15 +264,11 @@ def _reward_figures(samples: Sequence[Sample]) -> Row:
 
 def _age_figures(samples: Sequence[Sample], round: int) -> Row:
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    figures = {
-        "versions": [len({span.version for span in sample.spans}) for sample in samples],
-        "deferrals": [group.deferrals for group in groups],
-        "age": [round - group.round_drawn for group in groups],
+    return {
+        **mean_and_max("versions", [len({span.version for span in sample.spans}) for sample in samples]),
+        **mean_and_max("deferrals", [group.deferrals for group in groups]),
+        **mean_and_max("age", [round - group.round_drawn for group in groups]),
     }
-    row: Row = {}
-    for name, values in figures.items():
-        row |= {f"{name}/mean": fmean(values), f"{name}/max": max(values)}
-    return row
 
 
 def _means(prefix: str, items: Iterable[tuple[str, float]]) -> Row:

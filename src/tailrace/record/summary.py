@@ -4,7 +4,7 @@ Both follow from the rows by the table in `figures.py`. A resumed run also count
 before it was killed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from tailrace.record.events import Event
 from tailrace.record.figures import (
     FIGURES,
     LAPS,
+    Figure,
     Row,
     counts_of,
     family,
@@ -105,13 +106,8 @@ class Summary:
     """Sink: keeps the rows of a run, and writes summary.json at the end if it has a path."""
 
     def __init__(self, path: Path | None = None, *, earlier: Iterable[Row] = ()) -> None:
-        """
-        Args:
-            path: the file to write.
-            earlier: in a resumed run, the rows before the resume (`metrics.read_rows`).
-        """
         self._path = path
-        self.rows = list(earlier)
+        self.rows = list(earlier)  # in a resumed run, those before the resume
         self.bounds: list[tuple[Row, RoundBound]] = []
         """The rounds of this process, with what is said of their bounds."""
         self._bound: RoundBound | None = None
@@ -155,24 +151,15 @@ class Summary:
             ),
             failures=family(counts, "completions/failed/"),
             rows_skipped=family(counts, "rows/skipped/"),
-            ages={
-                each.kept["ages"]: each.total(steps, each.name)
-                for each in FIGURES
-                if each.total and "ages" in each.kept
-            },
+            ages={key: each.total(steps, each.name) for key, each in _kept_in("ages") if each.total},
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
-            round={
-                each.kept["round"]: _median(rounds, each.name) for each in FIGURES if "round" in each.kept
-            },
+            round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
         )
 
     def lap(self, warm_up_rounds: int = 0) -> Row:
-        """The figures of the lap by their keys there. At least one counted round has trained.
-
-        Args:
-            warm_up_rounds: first rounds of which only the counts count.
-        """
+        """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
+        one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
         return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
 
@@ -188,6 +175,11 @@ class Summary:
             run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
             worst=worst.gap,
         )
+
+
+def _kept_in(section: str) -> Iterator[tuple[str, Figure]]:
+    """The figures of a section of summary.json, with their keys there."""
+    return ((each.kept[section], each) for each in FIGURES if section in each.kept)
 
 
 def _median(rounds: Sequence[Row], name: str) -> float | None:

@@ -180,7 +180,6 @@ class Timeline:
     pairs: Pairs = field(default_factory=Pairs)
 
     def on(self, event: events.LoggedEvent) -> None:
-        """Take an event."""
         self.end_s = max(self.end_s, events.time_of(event))
         for each in (event, self.pairs.on(event)):
             if name := _LISTS.get(type(each)):
@@ -233,11 +232,8 @@ def verb_of(wait: str) -> str:
 
 
 class RunTimelines:
-    """The timeline of each process of a run, also while the run goes on. `LogReader` says what its times are.
-
-    Args:
-        path: events.jsonl.
-    """
+    """The timeline of each process in events.jsonl, also while the run goes on. `LogReader` says what its
+    times are."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
