@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import typer
+from cyclopts import App
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICKSTART = EXAMPLES / "quickstart" / "quickstart.toml"
@@ -14,10 +14,9 @@ QUICKSTART = EXAMPLES / "quickstart" / "quickstart.toml"
 
 def run(main: Callable[..., Any]) -> None:
     """Run a script: each parameter of `main` is an option, and the script's docstring is the help."""
-    app = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
-    text = sys.modules[main.__module__].__doc__ or ""
-    app.command(help="\n\n".join("\b\n" + paragraph for paragraph in text.split("\n\n")))(main)
-    app()
+    app = App(help=sys.modules[main.__module__].__doc__, help_format="plaintext", version_flags=())
+    app.default(main)
+    app(result_action="return_value")
 
 
 def write(path: Path | None, results: object) -> None:

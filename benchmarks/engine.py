@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-import typer
+from cyclopts import Parameter
 
 from common import run, save_model, write
 
@@ -145,7 +145,7 @@ def report(bars: dict[str, float], where: str, rounds: dict[str, list[Round]]) -
 
 def main(
     size: Size | None = None,
-    vllm_python: Annotated[str | None, typer.Option(envvar="VLLM_PYTHON")] = None,
+    vllm_python: Annotated[str | None, Parameter(env_var="VLLM_PYTHON")] = None,
     repeats: int = 3,
     core: int = max(os.sched_getaffinity(0)),
     json: Path | None = None,

@@ -15,17 +15,19 @@ memory of all processes of the run together, ten times a second. Linux only.
 a process in float32. It writes samples_s of both and their ratio, and needs 8 GiB and an idle machine.
 """
 
-import argparse
-import json
+import json as jsons
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from common import EXAMPLES, write
+from cyclopts import Parameter
+
+from common import EXAMPLES, run, write
 
 FIXED = "--engine.dtype float32 --engine.threads 1 --trainer.dtype float32 --trainer.threads 1"
 
@@ -48,7 +50,7 @@ def pss(pid: int) -> int:
     return 0
 
 
-def measure(model: Path, words: list[str]) -> dict[str, Any]:
+def measure(model: Path, words: Sequence[str]) -> dict[str, Any]:
     """Train in a temporary folder. Returns the figures."""
     subprocess.run([sys.executable, EXAMPLES / "smollm2" / "make_sums.py"], check=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -66,32 +68,33 @@ def measure(model: Path, words: list[str]) -> dict[str, Any]:
             time.sleep(0.1)
         if process.returncode:
             sys.exit(process.returncode)
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [jsons.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     seconds = steps[-1]["time"] - steps[0]["time"]
     rate = sum(row["samples/trained"] for row in steps[1:]) / seconds
     return {"peak_bytes": peak, "reward": [round(row["reward"], 3) for row in steps], "samples_s": rate}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--both-cores", action="store_true")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    given, words = parser.parse_known_args()
-    if not given.both_cores:
-        found = measure(given.model, words)
+def main(
+    model: Path,
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True, help="settings of the run")],
+    both_cores: bool = False,
+    repeats: int = 1,
+    json: Path | None = None,
+) -> None:
+    found: dict[str, Any]
+    if not both_cores:
+        found = measure(model, words)
         print(found)
     else:
         rates: dict[str, list[float]] = {"fixed": [], "chosen": []}
-        for _ in range(given.repeats):
-            rates["fixed"].append(measure(given.model, [*FIXED.split(), *words])["samples_s"])
-            rates["chosen"].append(measure(given.model, words)["samples_s"])
+        for _ in range(repeats):
+            rates["fixed"].append(measure(model, [*FIXED.split(), *words])["samples_s"])
+            rates["chosen"].append(measure(model, words)["samples_s"])
         found = {"samples_s": rates, "ratio": sum(rates["chosen"]) / sum(rates["fixed"])}
         print(f"{rates}: {found['ratio']:.2f} x")
-    write(given.json, found)
+    write(json, found)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
 
 from common import QUICKSTART, run, save_model, write
 from tailrace.api import train
@@ -353,7 +353,7 @@ def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results
 
 def main(
     list: bool = False,
-    only: Annotated[str, typer.Option(metavar="WORD", help="checks whose name has the word")] = "",
+    only: Annotated[str, Parameter(help="checks whose name has this word")] = "",
     json: Path | None = None,
 ) -> None:
     import torch
@@ -361,7 +361,7 @@ def main(
     num_gpus = torch.cuda.device_count()
     chosen = [check for check in checks("cuda" if num_gpus else "cpu") if only in check.name]
     if not chosen:
-        raise typer.BadParameter(f"no check has {only!r} in its name; --list prints the names")
+        raise SystemExit(f"no check has {only!r} in its name; --list prints the names")
     if list:
         width = max(len(check.name) for check in chosen)
         print("\n".join(f"{check.name:{width}}  {check.catches}" for check in chosen))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import typer
+from cyclopts import Parameter
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from common import run, write
@@ -148,8 +148,8 @@ def measure(config: RunConfig, *, beside: bool) -> list[dict[str, int]]:
 
 def main(
     shape: Shape = "smollm2",
-    layers: Annotated[int, typer.Option(help="in place of the shape's")] = 0,
-    vocabulary: Annotated[int, typer.Option(help=f"in place of the shape's, at least {WORD_IDS}")] = 0,
+    layers: Annotated[int, Parameter(help="in place of the shape's")] = 0,
+    vocabulary: Annotated[int, Parameter(help=f"in place of the shape's, at least {WORD_IDS}")] = 0,
     tokens: str = "512,1024,2048",
     dtype: str = ",".join(ITEM_BYTES),
     kind: str = ",".join(KINDS),

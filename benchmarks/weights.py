@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import typer
+from cyclopts import Parameter
 
 from common import run, save_model, write
 from engine import SIZES, VOCABULARY, Size
@@ -186,7 +186,7 @@ async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | No
 def main(
     size: Size | None = None,
     repeats: int = 3,
-    vllm_python: Annotated[str | None, typer.Option(envvar="VLLM_PYTHON")] = None,
+    vllm_python: Annotated[str | None, Parameter(env_var="VLLM_PYTHON")] = None,
     json: Path | None = None,
 ) -> None:
     sizes: dict[str, dict[str, Figures]] = {}
