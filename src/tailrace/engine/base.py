@@ -7,10 +7,9 @@ After a kill the difference is the number of tokens that were not yet in the led
 """
 
 import mmap
-import operator
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 from zlib import crc32
@@ -99,10 +98,24 @@ class DecodeSums:
     prefill_s: float = 0.0
 
     def __add__(self, other: "DecodeSums") -> "DecodeSums":
-        return DecodeSums(*map(operator.add, astuple(self), astuple(other)))
+        return DecodeSums(
+            self.steps + other.steps,
+            self.running + other.running,
+            self.positions + other.positions,
+            self.seconds + other.seconds,
+            self.prefilled + other.prefilled,
+            self.prefill_s + other.prefill_s,
+        )
 
     def __sub__(self, other: "DecodeSums") -> "DecodeSums":
-        return DecodeSums(*map(operator.sub, astuple(self), astuple(other)))
+        return DecodeSums(
+            self.steps - other.steps,
+            self.running - other.running,
+            self.positions - other.positions,
+            self.seconds - other.seconds,
+            self.prefilled - other.prefilled,
+            self.prefill_s - other.prefill_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
