@@ -79,8 +79,7 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSums:
+class DecodeSums(msgspec.Struct, frozen=True):
     """Sums over the decode steps of an engine since its start. All 0: it does not count them.
 
     Args:
@@ -118,8 +117,7 @@ class DecodeSums:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """The load and the counters of one engine.
 
     Args:

@@ -209,7 +209,7 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
         return _fit_servers(run, prompt_tokens)
     sums = {
         name: np.array([getattr(each.sums, name) for each in decoded], float)
-        for name in DecodeSums.__dataclass_fields__
+        for name in DecodeSums.__struct_fields__
     }
     seconds = sums["seconds"]
     busy_s = np.array([each.duration_s for each in decoded])

@@ -81,7 +81,7 @@ SLACK = 1 / 8
 """Share of an engine's slots. The engine that served a request before gets it again if its load is at most
 this much above the least loaded engine's, because it may still hold the request's KV cache."""
 
-DECODED_EVERY_S = 0.1
+DECODED_EVERY_S = 1.0
 """Decode steps are recorded in sums over at least this time, while the engine has requests."""
 
 Play = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
