@@ -135,14 +135,18 @@ def test_buttons_cover_no_title_and_no_table_is_cut(stories: Tab, width: int) ->
 def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     """On the middle of the request of sample 1.0/1: slot 2, from 4 to 10 s."""
     page = stories.page
-    where = page.evaluate(
-        """(() => {const {plot} = window.tailrace.runs[0].parts, box = plot.getBoundingClientRect();
+    middle = """(() => {const {plot} = window.tailrace.runs[0].parts, box = plot.getBoundingClientRect();
         const {xaxis, yaxis} = plot._fullLayout;
         return [box.left + xaxis._offset + xaxis.d2p(7), box.top + yaxis._offset + yaxis.d2p(2)];})()"""
-    )
-    page.mouse.move(*where)
-    pointer = "document.querySelector('.controls p').textContent"
-    page.wait_for_function(f"{pointer}.startsWith('1.0/1 on engine-0: 4.00 to 10.00 s, 0 to 20 tokens')")
+    expected = "1.0/1 on engine-0: 4.00 to 10.00 s, 0 to 20 tokens"
+    for _ in range(100):  # the plot moves while parts of the page above it arrive
+        where = page.evaluate(middle)
+        page.mouse.move(where[0] - 1, where[1])
+        page.mouse.move(*where)
+        if page.locator(".controls p").first.inner_text().startswith(expected):
+            break
+        page.wait_for_timeout(100)
+    assert page.locator(".controls p").first.inner_text().startswith(expected)
     page.mouse.click(*where)
     page.wait_for_selector("dialog[open]")
     assert page.locator("#sample-title").inner_text() == "one: sample 1.0/1"
