@@ -75,7 +75,7 @@ def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
 
 
 @KINDS
-def test_the_trainer_gives_memory_back_before_an_engine_wakes(kind, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_trainer_sleeps_before_an_engine_wakes(kind, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     order: list[str] = []
 
     def note(owner: type, name: str) -> None:
@@ -88,12 +88,12 @@ def test_the_trainer_gives_memory_back_before_an_engine_wakes(kind, monkeypatch:
         monkeypatch.setattr(owner, name, noted)
 
     note(SimTrainer, "accumulate")
-    note(SimTrainer, "release")
+    note(SimTrainer, "sleep")
     note(SimEngine, "wake")
     simulate(partial(serial, groups_per_round=2, groups_per_step=2), TWO_ROUNDS, SMALL, shared=Shared(kind))
     after_training = " ".join(order).split("accumulate ")[1:]
     assert len(after_training) == 2
-    assert all(what.startswith("release wake wake") for what in after_training)
+    assert all(what.startswith("sleep wake wake") for what in after_training)
 
 
 @KINDS

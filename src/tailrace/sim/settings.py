@@ -66,6 +66,10 @@ class SimTrainerSettings(Settings):
     """Seconds of an optimizer step, without forward and backward."""
     publish_s: float = Field(default=0.0, ge=0)
     """Seconds in which the trainer writes new weights."""
+    swap_s: float = Field(default=0.0, ge=0)
+    """Seconds in which the trainer's state leaves its devices, or comes back (`[trainer.offload]`)."""
+    early_swap_s: float = Field(default=0.0, ge=0)
+    """The same for what training during the rollout needs: at most swap_s."""
     drift: float = Field(default=0.5, ge=0)
     """Standard deviation that the log importance weight of a token gains with each version: a model of the
     effective sample size."""
