@@ -254,9 +254,9 @@ def engine_memory(
     if settings.device == "cpu":
         phases = {"load": host | weights | loading, "generate": host | weights | computing}
         return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num, host)
-    context = {"CUDA": CUDA_BYTES}
-    on_device = largest_phase({"generate": context | weights | computing})
-    return ProcessMemory("engine", settings.device, on_device, host | loading, num, context)
+    asleep = {"CUDA": CUDA_BYTES}
+    on_device = largest_phase({"generate": asleep | weights | computing})
+    return ProcessMemory("engine", settings.device, on_device, host | loading, num, asleep)
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
@@ -265,7 +265,7 @@ def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
 
 
 def host_bytes(config: RunConfig, processes: Sequence[ProcessMemory]) -> int:
-    """The host memory of all processes at the same time. In a colocated run engines and trainer take turns."""
+    """The host memory of all processes at the same time. Colocated engines and trainer take turns."""
     turns = in_turn(processes).values() if config.placement.kind == "colocated" else [processes]
     return max(sum(each.num * each.host_bytes for each in present) for present in turns)
 

@@ -24,9 +24,10 @@ class Checkpoints:
     """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
     an interruption.
 
-    The run goes on while a checkpoint is written. The ledger is marked when it is complete, with the state of
-    the run at the moment at which the checkpoint began, when the trainer has its devices. So a run that is killed meanwhile resumes from the
-    checkpoint before. A checkpoint that cannot be written ends the run.
+    The trainer has its devices when a checkpoint begins. The run goes on while it is written. The ledger is
+    marked when it is complete, with the state of the run at the moment at which the checkpoint began. So a
+    run that is killed meanwhile resumes from the checkpoint before. A checkpoint that cannot be written ends
+    the run.
 
     Args:
         tasks: what waits for the trainer and marks the ledger runs in this task group.

@@ -148,8 +148,8 @@ class Placement:
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
-        """Yield how many replicas of the trainer, the first ones, may train on devices inside the block; None:
-        all of them. With `all_replicas` the block needs all, as an optimizer step does.
+        """Yield how many replicas of the trainer, the first ones, may train inside the block; None: all. With
+        `all_replicas` the block needs all, as an optimizer step does.
 
         Raises:
             ScheduleError: generation never stops, so that there are never devices to train on.

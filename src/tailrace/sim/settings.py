@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from tailrace.reward.base import TimeoutSettings
 from tailrace.settings import FolderOrName, RunPath, Settings
+from tailrace.trainer.base import OffloadSettings
 
 DEFAULT_SLOTS = 256
 DEFAULT_MEDIAN_TOKENS = 1230.0
@@ -263,12 +264,16 @@ class SimClusterSettings(Settings):
     """Whether the trainer computes the forward pass twice to save memory: 8 instead of 6 FLOPs a parameter
     and token."""
     trainer_bytes_per_parameter: float = Field(default=16.0, gt=0)
-    """Memory of weights, gradients and optimizer state. Default: mixed-precision Adam (Rajbhandari et al.,
-    ZeRO, 2020, section 3.1)."""
+    """Memory of weights, gradients and optimizer state, a quarter, a quarter and a half of it. Default:
+    mixed-precision Adam (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+    trainer_replicas: int | None = Field(default=None, ge=1)
+    """Replicas of the trainer; each has all of that memory. None: trainer.replicas, or 1 without a config."""
+    offload: OffloadSettings | None = None
+    """Where the trainer's state is while engines generate on its devices. None: [trainer.offload]."""
     transport: Literal["process_group", "filesystem"] = "process_group"
     """How weights reach engines on other devices."""
     filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
-    """Rate at which a shared file system is written and read. Default: assumed."""
+    """Rate at which a shared file system, or the disk of a node, is written and read. Default: assumed."""
 
 
 class SimHostSettings(Settings):

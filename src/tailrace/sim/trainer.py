@@ -23,16 +23,19 @@ class SimTrainer:
     Args:
         replicas: each has the same share of the speed.
         host: what slows it down while others work; None: it has devices of its own.
+        asleep: it begins asleep, because engines have its devices.
     """
 
-    def __init__(self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None) -> None:
+    def __init__(
+        self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None, *, asleep: bool = False
+    ) -> None:
         self._cost, self._replicas = cost, replicas
         self._host = host
         self._accumulated: list[Sample] = []
         self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
         self._busy_s = 0.0
         self._num_steps = 0
-        self._awake: Awake = "whole"
+        self._awake: Awake = "asleep" if asleep else "whole"
         self._one_after_another = asyncio.Lock()
 
     async def accumulate(

@@ -64,12 +64,13 @@ class Offloaded:
         sums = {each: each.grad for each in parameters if each.grad is not None}
 
         def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
             new, total = local(parameter.grad), local(sums[parameter])
             data = kept[total.untyped_storage()._cdata].view(total.dtype)
             data.as_strided(total.shape, total.stride()).add_(new.to("cpu"))
             parameter.grad = None
 
-        hooks = [each.register_post_accumulate_grad_hook(add) for each in sums]
+        hooks = [each.register_post_accumulate_grad_hook(add) for each in sums]  # type: ignore[no-untyped-call]
         try:
             for each in sums:
                 each.grad = None
@@ -103,6 +104,6 @@ def _pinned(data: Tensor) -> Tensor:
 def _in_file(data: Tensor) -> Tensor:
     """A copy in a file of $TMPDIR. Raises an OSError if the disk is full."""
     with tempfile.TemporaryFile() as file:
-        for part in data.split(COPIED_BYTES):  # torch shrinks no storage that numpy has seen
+        for part in torch.split(data, COPIED_BYTES):  # torch shrinks no storage that numpy has seen
             part.to("cpu", copy=True).numpy().tofile(file)
         return torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=len(data), dtype=data.dtype)
