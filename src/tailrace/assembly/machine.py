@@ -184,7 +184,7 @@ def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: fl
     if (needed := host_bytes(config, processes)) > share * machine.memory:
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         return _need("host memory", needed, machine.memory, largest)
-    for beside, is_fixed in _on_each_gpu(config, processes, machine) if machine.gpu_memory else ():
+    for beside, is_fixed in on_each_gpu(config, processes, machine) if machine.gpu_memory else ():
         limit = machine.gpu_memory * (1.0 if is_fixed else share)
         if (needed := sum(each.device_bytes for each in beside)) > limit:
             largest = max(beside, key=lambda each: each.device_bytes)
@@ -192,7 +192,7 @@ def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: fl
     return ""
 
 
-def _on_each_gpu(
+def on_each_gpu(
     config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine
 ) -> Iterator[tuple[list[ProcessMemory], bool]]:
     """The processes that hold the memory of one GPU at the same time, and whether a server takes its share of
