@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from worker_cases import until_gone
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.workers import ended_by_death
 from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings
@@ -121,6 +122,19 @@ def test_early_replicas_share_the_samples_of_a_unit_and_the_others_sleep(
             await trainer.wake()
             stats = await trainer.step()
             assert [str(id) for id in stats.samples][:2] == ["0.0/0", "1.0/0"]
+
+    execute(main())
+
+
+def test_a_trainer_without_room_for_its_state_names_the_setting(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with started(model_path, tmp_path, offload={"weights": "disk"}) as trainer:
+            (worker,) = trainer.workers
+            resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+            with pytest.raises(ConfigError, match=r"trainer\.offload = .*'weights': 'disk'.*set TMPDIR"):
+                await trainer.sleep()
 
     execute(main())
 

@@ -75,7 +75,7 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
         has = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device"
         problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
         raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
-    return Shared(placement.kind, lent, max_width, early)
+    return Shared(placement.kind, lent, early, max_width)
 
 
 def check_placement(config: RunConfig) -> None:

@@ -47,11 +47,12 @@ class Offloaded:
             storage.resize_(0)
 
     def come_back(self) -> None:
-        """Move all back to where they were."""
+        """Move all back to where they were. Raises a RuntimeError if there is no memory; the rest stays."""
         while self._away:
-            storage, kept = self._away.pop()
+            storage, kept = self._away[-1]
             storage.resize_(kept.numel())
             _data(storage).copy_(kept)
+            self._away.pop()
 
     @contextmanager
     def added_to(self, parameters: Iterable[Tensor]) -> Iterator[None]:

@@ -216,11 +216,11 @@ class TorchTrainer:
 
     def wake(self, *, early: bool = False) -> None:
         """Take the parts back. `early`: only those that `accumulate` needs (base.Trainer.wake)."""
-        self._asleep = False
         skipped = {"optimizer"} | ({"gradients"} if self._settings.offload.early_gradients else set())
         for name, part in self._parts.items():
             if not (early and name in skipped):
                 part.come_back()
+        self._asleep = False
 
     @contextmanager
     def present(self, *parts: str) -> Iterator[None]:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
 from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import CheckpointError, NotWoken, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
@@ -187,8 +187,18 @@ class TrainerWorker(Worker):
         self._sender.send(version, link)
 
     def sleep(self) -> None:
-        """Move state off the device, and give back memory that is not in use."""
-        self._trainer.sleep()
+        """Move state off the device, and give back memory that is not in use.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+        try:
+            self._trainer.sleep()
+        except (OSError, RuntimeError) as why:  # of a file, or of pinned memory
+            remedy = 'make room there, set TMPDIR, or write "device" for a part'
+            raise ConfigError(
+                "trainer.offload", self._job.trainer.offload.places(), str(why), remedy
+            ) from why
         give_memory_back()
 
     def wake(self, early: bool) -> None:
