@@ -256,7 +256,9 @@ def test_a_server_and_the_trainer_in_turn_are_summed_up_with_what_the_trainer_ke
     trainer = {"device": "cuda", "activation_checkpointing": True}
     server = changed(config, engine={"kind": "vllm"}, trainer=trainer, **turns)
     roomy, tight = (Machine(2, 24 * GIB, "", size * GIB) for size in (8, 5))
-    fitted(server, roomy)
+    table = fit(server, roomy, prompt_tokens=50, overlaps=False).table
+    assert "memory of a GPU, estimated: 7.8 GiB of 8.0 GiB" in table
+    assert table.count("  asleep") == 2
     with pytest.raises(ConfigError, match=r"5\.1 GiB of the memory of cuda.* 1 x engine: weights .* KV"):
         fitted(server, tight)
     half = changed(server, engine={"args": ["--gpu-memory-utilization", "0.5"]})

@@ -327,8 +327,13 @@ def _table(
         rows.append(row(f"{each.name}{number}", each.device, *cells, gib(each.device_bytes)))
         if each.in_host:
             rows.append(row("  its host memory", "cpu", "", "", "", gib(sum(each.in_host.values()))))
+        if config.placement.kind != "disaggregated" and each.asleep:
+            rows.append(row("  asleep", each.device, "", "", "", gib(sum(each.asleep.values()))))
     needed = host_bytes(config, processes)
     rows.append(f"host memory, estimated: {gib(needed)} of {gib(machine.memory)}")
+    beside = on_each_gpu(config, processes, machine) if machine.gpu_memory else ()
+    if gpus := [sum(each.device_bytes for each in present) for present, _ in beside]:
+        rows.append(f"memory of a GPU, estimated: {gib(max(gpus))} of {gib(machine.gpu_memory)}")
     for key, reason in reasons.items():
         value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value
