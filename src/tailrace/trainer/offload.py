@@ -90,7 +90,8 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
         own = local(tensor.detach())
         if not own.untyped_storage().resizable():  # it is that of a weight file
             tensor.data = own = own.clone()
-        found[own.data_ptr()] = own.untyped_storage()
+        storage = own.untyped_storage()
+        found[storage.data_ptr()] = storage
     return (storage for storage in found.values() if storage.nbytes())
 
 
