@@ -241,6 +241,17 @@ def test_what_a_gpu_has_room_for_follows_from_who_computes_on_it(
     assert tokens[0] == tokens[1]
 
 
+def test_on_a_cpu_the_disk_is_where_a_sleeping_trainer_makes_room(config: RunConfig) -> None:
+    """While engines generate, a run needs 11.6 GiB, and without the state of the trainer 9.6 GiB."""
+    engine = {"max_num_seqs": 512, "kv_cache_tokens": 131_072, "dtype": "float32"}
+    trainer = {"max_tokens_per_microbatch": 256, "async_checkpoints": False, "dtype": "float32"}
+    large = changed(config, engine=engine, sampling={"max_completion_tokens": 256})
+    in_turn = changed(large, placement={"kind": "colocated"}, trainer=trainer)
+    assert "weights, gradients and optimizer of [trainer.offload] = 'disk'" in refusal(in_turn, 10)
+    offload = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
+    fitted(changed(in_turn, trainer=trainer | {"offload": offload}), Machine(2, 10 * GIB))
+
+
 @pytest.fixture
 def servers_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (machine, memory):

@@ -15,7 +15,7 @@ from tailrace.data.base import MixtureSettings
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.memory import ProcessMemory, gib, in_turn
-from tailrace.trainer.base import LoraSettings, OffloadSettings
+from tailrace.trainer.base import LoraSettings, OffloadSettings, Place
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
@@ -270,8 +270,9 @@ def _remedies(config: RunConfig, prompt_tokens: int) -> dict[str, list[Any]]:
         "trainer.async_checkpoints": [False] if trainer.async_checkpoints else [],
         "trainer.lora": [] if trainer.lora else [LoraSettings()],
     }
-    if config.placement.kind != "disaggregated" and trainer.kept_asleep() and trainer.device != "cpu":
-        found["trainer.offload"] = [OffloadSettings()]
+    if config.placement.kind != "disaggregated" and trainer.kept_asleep():
+        place: Place = "disk" if trainer.device == "cpu" else "host"
+        found["trainer.offload"] = [OffloadSettings(weights=place, gradients=place, optimizer=place)]
     if isinstance(engine, NativeEngineSettings):
         found[_KV] = _powers(engine.kv_cache_tokens - 1, longest_sample(config, prompt_tokens))
         found["engine.max_num_seqs"] = _powers(engine.max_num_seqs - 1, 1)
@@ -284,7 +285,7 @@ def _words(key: str, value: Any) -> str:
     if isinstance(value, LoraSettings):
         return f"[{key}] rank = {value.rank}"
     if isinstance(value, OffloadSettings):
-        return f"weights, gradients and optimizer of [{key}] = 'host'"
+        return f"weights, gradients and optimizer of [{key}] = '{value.weights}'"
     return f"{key} = {str(value).lower()}"
 
 

@@ -228,9 +228,11 @@ class TorchTrainer:
         away = [name for name in parts if self._parts[name].is_away]
         for name in away:
             self._parts[name].come_back()
-        yield
-        for name in away:
-            self._parts[name].leave(self._tensors(name))
+        try:
+            yield
+        finally:
+            for name in away:
+                self._parts[name].leave(self._tensors(name))
 
     def _tensors(self, part: str) -> Iterator[Tensor]:
         """Those of policy and critic."""
