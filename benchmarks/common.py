@@ -11,6 +11,11 @@ from cyclopts import App
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICKSTART = EXAMPLES / "quickstart" / "quickstart.toml"
 
+QWEN3: dict[str, Any] = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072}
+QWEN3 |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+QWEN3 |= {"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+"""The shape of Qwen3-0.6B."""
+
 
 def run(main: Callable[..., Any]) -> None:
     """Run a script: each parameter of `main` is an option, and the script's docstring is the help."""
@@ -25,8 +30,8 @@ def write(path: Path | None, results: object) -> None:
         path.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def save_model(folder: Path, *, dtype: str = "float32", **shape: int) -> int:
-    """Save a Qwen3 with random weights, and a tokenizer of the words w0, w1, ...
+def save_model(folder: Path, *, kind: str = "qwen3", dtype: str = "float32", **shape: Any) -> int:
+    """Save a model with random weights, and a tokenizer of the words w0, w1, ...
 
     Returns:
         The number of parameters.
@@ -35,11 +40,11 @@ def save_model(folder: Path, *, dtype: str = "float32", **shape: int) -> int:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = Qwen3Config(tie_word_embeddings=True, **ends, **shape)
+    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **ends, **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{id}": id for id in range(config.vocab_size)}, unk_token="w0"))

@@ -1,11 +1,12 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
     python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools] [--kills N]
-                               [--repeats N] [--seed N] [--json F]
+                               [--colocated] [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
 in the end each runs to its last round, where `Run.finish` compares the ledger with the engines' own counts.
+--colocated: engines and trainer take turns, and the trainer's state goes to the disk and back in each round.
 
 --kill engines: live runs of april, pipelinerl and tailrace, on three native engines or two vLLM servers, lose
 one engine after another to SIGKILL at random moments, also one that is being restarted. Each run must end by
@@ -86,6 +87,8 @@ EXAMPLE = {"native": "quickstart/quickstart.toml", "vllm": "vllm.toml"}
 REPLICAS = {"native": 3, "vllm": 2}
 WITH_REQUESTS = {"record.sinks": json.dumps([f"{__file__}:requests_sink"])}
 """Writes every request down."""
+ASLEEP = {f"trainer.offload.{part}": "disk" for part in ("weights", "gradients", "optimizer")}
+"""The trainer gives all memory of its state back while engines generate on its devices."""
 ENDLESS = 100_000
 KEPT_CHECKPOINTS = 3
 LIFE_S, START_S = 2.5, 6.0
@@ -393,11 +396,11 @@ def found_in(victims: Sequence[Victim]) -> Counter[str]:
     return results
 
 
-def crash(kills: int, seed: int) -> dict[str, float]:
+def crash(kills: int, seed: int, options: Mapping[str, str]) -> dict[str, float]:
     """Kill and resume runs; what was found, summed over the runs."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        victims = [Victim(schedule, KILLED[schedule], Path(name), OPTIONS) for schedule in KILLED]
+        victims = [Victim(schedule, KILLED[schedule], Path(name), options) for schedule in KILLED]
         for number in range(kills):
             victim = victims[number % len(victims)]
             victim.live_and_die(chance)
@@ -463,10 +466,8 @@ async def laps(
                         store.commit(start.opening)
                         commit = stack.enter_context(commits_on_thread(store))
                         journal = Journal(commit, start, flush_s=config.ledger.flush_s)
-                    began_s, recorder = (
-                        time.process_time(),
-                        Recorder(StepMeter(summary, wall_clock=clock.wall_time)),
-                    )
+                    recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
+                    began_s = time.process_time()
                     books = {"starting_point": start, "journal": journal}
                     await execute(racer.schedule, parts, config.run, recorder, **books)
                     cpu_s = time.process_time() - began_s
@@ -498,6 +499,7 @@ def main(
     task: Literal["sums", "tools"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
+    colocated: bool = False,
     repeats: int = 7,
     seed: int = 0,
     json: Path | None = None,
@@ -508,7 +510,8 @@ def main(
     elif task == "tools":
         results = crash_tools(kills, seed)
     elif kills:
-        results |= crash(kills, seed)
+        asleep = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
+        results |= crash(kills, seed, OPTIONS | asleep)
     if kill == "all" and task == "sums" and repeats:
         results |= cost(repeats)
     for key, value in results.items():

@@ -54,13 +54,7 @@ def measure(model: Path, words: Sequence[str]) -> dict[str, Any]:
     """Train in a temporary folder. Returns the figures."""
     subprocess.run([sys.executable, EXAMPLES / "smollm2" / "make_sums.py"], check=True)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "tailrace.cli",
-            "train",
-            str(EXAMPLES / "smollm2" / "first_run.toml"),
-        ]
+        command = [sys.executable, "-m", "tailrace.cli", "train", str(EXAMPLES / "smollm2/first_run.toml")]
         command += ["--output-dir", f"{folder}/run", "--model.path", str(model.resolve()), *words]
         process, peak = subprocess.Popen(command), 0
         while process.poll() is None:

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from common import QUICKSTART, run, save_model, write
+from common import QUICKSTART, QWEN3, run, save_model, write
 from tailrace.api import train
 from tailrace.config import load_config
 from tailrace.errors import TailraceError
@@ -44,11 +44,7 @@ SCHEDULES = tomllib.loads(Path(__file__).with_name("race.toml").read_text())["sc
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'
 SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')
 """Gives its memory back when it sleeps."""
-REAL = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-REAL |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-REAL |= {"max_position_embeddings": 40_960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-"""Of Qwen3-0.6B."""
-SMALL = REAL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SMALL = QWEN3 | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096}
 """On a CPU."""
 PUBLICATION_S = 10.0
@@ -150,6 +146,9 @@ def checks(device: str = "cuda") -> list[Check]:
         Check("real shape, vLLM", reserved, served, 1, needs_vllm=True, has_real_shape=True),
         Check("decode kernels", plans, measure=decode_kernels),
         counted("KV budget", grown, measure=kv_budget),
+        counted(
+            "sleeping trainer", "state, or cached memory, that stays on the GPU", measure=sleeping_trainer
+        ),
         counted("float32 with grouped heads", math_attention, measure=float32_attention),
         Check("micro-batches", single, measure=full_micro_batches),
         Check("publication", compared, measure=publication),
@@ -205,10 +204,19 @@ def decode_kernels(folder: Path, device: str) -> str | None:
     return f"cuDNN computed attention: {', '.join(plans[:3])}" if plans else None
 
 
-def kv_budget(folder: Path, device: str) -> str | None:
-    """Sequences that outgrow a small cache."""
+def _peak_bytes(work: Callable[[], object]) -> int:
+    """What CUDA's allocator counts at most, above what it counts before."""
     import torch
 
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kv_budget(folder: Path, device: str) -> str | None:
+    """Sequences that outgrow a small cache."""
     from tailrace.assembly.memory import engine_memory
     from tailrace.engine.settings import NativeEngineSettings
     from tailrace.memory import ModelShape
@@ -217,11 +225,7 @@ def kv_budget(folder: Path, device: str) -> str | None:
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
     shape = ModelShape.read(folder)
     allowed = engine_memory(shape, settings, context=budget).device_bytes
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    _generate(folder, device, budget, 128, 1000)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = _peak_bytes(partial(_generate, folder, device, budget, 128, 1000))
     return f"the engine allocated {peak:,} bytes, counted were {allowed:,}" if peak > allowed else None
 
 
@@ -237,50 +241,48 @@ def float32_attention(folder: Path, device: str) -> str | None:
         for num in (heads, kv_heads, kv_heads)
     )
     boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out, _ = packed_causal_attention(
-        torch.nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries, sequence_lengths=[length]
-    )
-    out.sum().backward()  # type: ignore[no-untyped-call]
-    peak, square = torch.cuda.max_memory_allocated() - before, 4 * heads * length**2
+    options = {"cu_seq_lens_q": boundaries, "sequence_lengths": [length]}
+    attend = partial(packed_causal_attention, torch.nn.Identity(), q, k, v, None, **options)
+    peak, square = _peak_bytes(lambda: attend()[0].sum().backward()), 4 * heads * length**2
     return f"attention took {peak:,} bytes; [H, L, L] takes {square:,}" if peak >= square else None
+
+
+def _trainer(folder: Path, **settings: object) -> Any:
+    from tailrace.algo.base import AlgorithmSettings
+    from tailrace.trainer.base import TrainerSettings
+    from tailrace.trainer.trainer import TorchTrainer
+
+    given = TrainerSettings.model_validate({"dtype": "bfloat16", **settings})
+    return TorchTrainer(folder, given, AlgorithmSettings(), temperature=1.0, max_completion_tokens=1024)
+
+
+def _group(number: int, length: int) -> list[Any]:
+    """Eight samples with an advantage."""
+    from tailrace.trainer.batch import TrainingSample
+    from tailrace.types import SampleId
+
+    ids = [SampleId(number, 0, index) for index in range(8)]
+    return [TrainingSample(id, [5], [6] * length, [-5.0] * length, 1.0) for id in ids]
 
 
 def full_micro_batches(folder: Path, device: str) -> str | None:
     """Groups that come one by one, with a bit more than half a micro-batch each."""
-    from tailrace.algo.base import AlgorithmSettings
-    from tailrace.trainer.base import TrainerSettings
-    from tailrace.trainer.batch import TrainingSample
-    from tailrace.trainer.trainer import TorchTrainer
-    from tailrace.types import SampleId
-
     limit = 8192 if device == "cuda" else 600
-    chosen = {"max_tokens_per_microbatch": limit} | (
-        {} if device == "cuda" else {"min_tokens_per_microbatch": limit}
-    )
-    settings = TrainerSettings.model_validate({"device": device, "dtype": "bfloat16", **chosen})
+    least = {} if device == "cuda" else {"min_tokens_per_microbatch": limit}
+    trainer = _trainer(folder, device=device, max_tokens_per_microbatch=limit, **least)
     length = limit // 14  # eight samples are 0.57 of a micro-batch
-    trainer = TorchTrainer(
-        folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=length
-    )
     for group in range(14):
-        ids = [SampleId(group, 0, number) for number in range(8)]
-        trainer.accumulate([[TrainingSample(i, [5], [6] * length, [-5.0] * length, 1.0) for i in ids]])
+        trainer.accumulate([_group(group, length)])
     num, least = trainer.step().num_micro_batches, math.ceil(14 * 8 * length / limit)
     return f"{num} micro-batches, where {least} hold the tokens" if num > least + 1 else None
 
 
 def publication(folder: Path, device: str) -> str | None:
     """The second publication, which is compared with the first."""
-    from tailrace.algo.base import AlgorithmSettings
-    from tailrace.trainer.base import TrainerSettings
-    from tailrace.trainer.trainer import TorchTrainer
     from tailrace.weights.filesystem import FilesystemSender
     from tailrace.weights.tensors import Publisher
 
-    settings = TrainerSettings(device=device, dtype="bfloat16")
-    trainer = TorchTrainer(folder, settings, AlgorithmSettings(), temperature=1.0, max_completion_tokens=8)
+    trainer = _trainer(folder, device=device)
     sender = FilesystemSender.in_shared_memory()
     try:
         publisher = Publisher(sender, "bfloat16", trainer.weights())
@@ -290,6 +292,37 @@ def publication(folder: Path, device: str) -> str | None:
     finally:
         sender.close()
     return f"a publication took {seconds:.1f} s" if seconds > PUBLICATION_S else None
+
+
+def sleeping_trainer(folder: Path, device: str) -> str | None:
+    """A step, a sleep and a wake, twice. Prints the GiB that CUDA's allocator counts."""
+    import torch
+
+    from tailrace.memory import GIB, STATE_BYTES, ModelShape
+    from tailrace.workers.process import give_memory_back
+
+    def step() -> None:
+        trainer.accumulate([_group(0, 64)])
+        trainer.step()
+
+    trainer, allocated = _trainer(folder, device=device), torch.cuda.memory_allocated
+    state = sum(STATE_BYTES.values()) * ModelShape.read(folder).num_parameters
+    for _ in range(2):
+        found = {"before": allocated(), "peak": allocated() + _peak_bytes(step), "awake": allocated()}
+        trainer.sleep()
+        give_memory_back()
+        found |= {"asleep": allocated(), "reserved": torch.cuda.memory_reserved()}
+        trainer.wake(early=True)
+        found["early"] = allocated()
+        trainer.wake()
+        found["woken"] = allocated()
+        words = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.items())
+        print(f"         sleeping trainer, state {state / GIB:.2f} GiB: {words}")
+        gave_back = found["awake"] - found["asleep"]
+        is_cached = found["reserved"] > found["asleep"] + 0.1 * state
+        if gave_back < 0.99 * state or is_cached or abs(found["woken"] - found["awake"]) > 0.01 * state:
+            return f"its state has {state:,} bytes; {words}"
+    return None
 
 
 @dataclass(slots=True)
@@ -334,7 +367,7 @@ def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results
     results = Results()
     device = "cuda" if num_gpus else "cpu"
     with tempfile.TemporaryDirectory() as models:
-        model = make_model(Path(models), REAL if num_gpus else SMALL)
+        model = make_model(Path(models), QWEN3 if num_gpus else SMALL)
         for check in chosen:
             if why := check.skipped(num_gpus, vllm):
                 results.skipped[check.name] = why

@@ -7,8 +7,9 @@ Trains a model of the shape of SmolLM2-135M or Qwen3-0.6B with random weights on
 tokens, type and kind: two steps of one full micro-batch for each rank, a publication and a checkpoint, by the
 processes that a run starts. The first step has no optimizer state yet, so the second one is the larger.
 
-    estimate_bytes  of each process, as --dry-run adds it up
-    peak_bytes      its peak resident memory (VmHWM); Linux only
+    estimate_bytes, asleep_estimate_bytes  of each process, as --dry-run adds it up
+    peak_bytes, asleep_bytes               its resident memory (Linux only): the peak, and at the end, asleep,
+                                           with weights, gradients and optimizer state on the disk
 
 The kinds: "all" trains all weights, "checkpointing" with activation checkpointing, "lora" an adapter of rank
 16. --beside: the checkpoint is written beside the second step. The largest default case needs 7 GiB;
@@ -18,18 +19,17 @@ Qwen3's shape with two ranks, a checkpoint beside and 256 tokens 26 GiB.
 import itertools
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import torch
 from cyclopts import Parameter
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from common import run, write
+from common import QWEN3, run, save_model, write
 from tailrace import clock
 from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
-from tailrace.memory import ITEM_BYTES, gib
+from tailrace.memory import ITEM_BYTES, STATE_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.workers.process import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
@@ -41,23 +41,7 @@ Shape = Literal["smollm2", "qwen3"]
 KINDS = ("all", "checkpointing", "lora")
 SMOLLM2 = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
-QWEN3 = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-SHAPES: dict[str, PreTrainedConfig] = {
-    "smollm2": LlamaConfig(**SMOLLM2),
-    "qwen3": Qwen3Config(**QWEN3, max_position_embeddings=40_960),
-}
-
-
-def make_model(folder: Path, config: PreTrainedConfig, layers: int, vocabulary: int) -> None:
-    """Save a model with random weights, in bfloat16."""
-    torch.manual_seed(0)
-    config.tie_word_embeddings = True
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
-    config.num_hidden_layers = layers or config.num_hidden_layers
-    config.vocab_size = vocabulary or config.vocab_size
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+SHAPES: dict[str, dict[str, Any]] = {"smollm2": {"kind": "llama", **SMOLLM2}, "qwen3": QWEN3}
 
 
 def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, beside: bool) -> RunConfig:
@@ -69,6 +53,7 @@ def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, bes
         "max_tokens_per_microbatch": tokens,
         "min_tokens_per_microbatch": 1,
         "lora": {"rank": 16} if kind == "lora" else None,
+        "offload": dict.fromkeys(STATE_BYTES, "disk"),
     }
     return RunConfig.model_validate(
         {
@@ -97,8 +82,8 @@ def make_group(number: int, num_tokens: int) -> list[Sample]:
     return group.samples
 
 
-async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
-    """Train and return the peak resident memory of each process."""
+async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[tuple[int, int]]:
+    """Train and return the resident memory of each process: the peak, and asleep."""
     assert config.model
     assert config.sampling
     job = TrainerJob(
@@ -125,25 +110,25 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
             await trainer.step()
         await trainer.publish(1)
         await (written or await trainer.save(folder / "checkpoint"))
-        return [peak_bytes(each.process.pid) for each in workers]
+        await trainer.sleep()
+        return [tuple(map(partial(memory_of, each.process.pid), ("VmHWM", "VmRSS"))) for each in workers]
     finally:
         await trainer.close()
 
 
-def peak_bytes(pid: int) -> int:
-    """The peak resident memory of a process."""
+def memory_of(pid: int, kind: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 def measure(config: RunConfig, *, beside: bool) -> list[dict[str, int]]:
-    """Estimate and peak of each process of the trainer."""
+    """Estimates and measured memory of each process of the trainer."""
     processes = [each for each in run_memory(config, PROMPT_TOKENS) if "trainer" in each.name]
-    estimates = [each.host_bytes for each in processes for _ in range(each.num)]
+    estimates = [(each.host_bytes, sum(each.asleep.values())) for each in processes for _ in range(each.num)]
     with tempfile.TemporaryDirectory() as folder:
-        peaks = clock.run(train(config, Path(folder), beside=beside), virtual=False)
-    pairs = zip(estimates, peaks, strict=True)
-    return [{"estimate_bytes": estimate, "peak_bytes": peak} for estimate, peak in pairs]
+        found = clock.run(train(config, Path(folder), beside=beside), virtual=False)
+    names = ("estimate_bytes", "asleep_estimate_bytes", "peak_bytes", "asleep_bytes")
+    return [dict(zip(names, one + other, strict=True)) for one, other in zip(estimates, found, strict=True)]
 
 
 def main(
@@ -160,16 +145,17 @@ def main(
     cases = []
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
-        make_model(model, SHAPES[shape], layers, vocabulary)
+        given = {"num_hidden_layers": layers, "vocab_size": vocabulary}
+        save_model(
+            model, dtype="bfloat16", **SHAPES[shape] | {key: size for key, size in given.items() if size}
+        )
         for each in itertools.product(kind.split(","), dtype.split(","), map(int, tokens.split(","))):
             config = make_config(model, *each, ranks, beside)
             for rank, row in enumerate(measure(config, beside=beside)):
-                estimate, peak = row["estimate_bytes"], row["peak_bytes"]
                 case = dict(zip(("kind", "dtype", "tokens"), each, strict=True)) | {"rank": rank}
                 cases.append({**case, **row})
-                print(
-                    f"{case}: estimate {gib(estimate)}, peak {gib(peak)}, {peak / estimate:.2f}", flush=True
-                )
+                words = ", ".join(f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in row.items())
+                print(f"{case}: {words}, {row['peak_bytes'] / row['estimate_bytes']:.2f}", flush=True)
     write(json, cases)
 
 

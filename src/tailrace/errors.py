@@ -102,7 +102,7 @@ class WeightsRefused(TailraceError):
 
 
 class NotWoken(TailraceError):
-    """An engine could not take the memory of its device back. It sleeps on."""
+    """An engine or the trainer could not take the memory of its device back."""
 
 
 class ServerRefused(TailraceError):

@@ -5,8 +5,8 @@ An estimate is the sum of the parts that are held at the same time, in the phase
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from tailrace.model_folder import read_config, tensor_headers, weight_files
 
 GIB = 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
+"""Of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
 TRANSFORMERS_BYTES = 350 * 2**20
 """A process that has imported torch and transformers; measured."""
 _STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -92,6 +94,7 @@ class ProcessMemory:
         num: how many such processes there are.
         on_device: held at the same time on the device.
         in_host: held at the same time in host memory, by a process whose device is not the CPU.
+        asleep: held on the device while the process sleeps, because another one uses it.
     """
 
     name: str
@@ -99,6 +102,7 @@ class ProcessMemory:
     on_device: Mapping[str, int]
     in_host: Mapping[str, int]
     num: int = 1
+    asleep: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -109,6 +113,17 @@ class ProcessMemory:
     def host_bytes(self) -> int:
         """Of one process, in host memory."""
         return sum(self.in_host.values()) + (self.device_bytes if self.device == "cpu" else 0)
+
+
+def in_turn(processes: Sequence[ProcessMemory]) -> dict[str, list[ProcessMemory]]:
+    """What stands on one device that engines and trainer use in turn: while engines generate, beside what the
+    sleeping trainer keeps, and while the trainer trains, beside what sleeping engines keep. The dry run, the
+    planner and the simulator sum it up."""
+    sleeping = {"generating": "trainer", "training": "engine"}
+    return {
+        turn: [replace(p, on_device=p.asleep) if p.name.startswith(side) else p for p in processes]
+        for turn, side in sleeping.items()
+    }
 
 
 def largest_phase(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

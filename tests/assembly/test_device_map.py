@@ -81,10 +81,17 @@ def test_lists_that_do_not_fit_are_refused(settings: dict[str, object], message:
         device_map(placed(2, replicas=2, size=2, **settings))
 
 
+def test_the_first_half_of_the_replicas_trains_on_the_devices_that_are_lent() -> None:
+    lists = {"engines": [[0, 1], [2, 3]], "trainer": [[2], [3], [0], [1]]}
+    config = placed(2, replicas=4, size=2, kind="elastic", **lists)
+    assert device_sharing(config) == Shared("elastic", (False, True), early_replicas=2)
+
+
 @pytest.mark.parametrize(
     ("settings", "replicas", "num_engines", "message"),
     [
         ({}, 1, 2, r"trainer.replicas = 1: .* set it to 2"),
+        ({}, 3, 2, r"trainer.replicas = 3: .* set it to 4"),
         ({}, 2, 1, r"1 engine cannot give a half .* at least 2"),
         ({"engines": [[0], [1]], "trainer": [[2], [3]]}, 2, 2, r"none of the 2 engines has a device"),
         ({"engines": [[0], [1]], "trainer": [[0, 1], [2]]}, 2, 2, r"each of the 2 engines has a device"),

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tailrace.assembly import machine
-from tailrace.assembly.machine import Machine, fit
+from tailrace.assembly import machine, memory
+from tailrace.assembly.machine import Machine, fit, on_each_gpu
+from tailrace.assembly.memory import CUDA_BYTES, run_memory
+from tailrace.assembly.simulation import without_rates
 from tailrace.cli import main
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
-from tailrace.memory import GIB, ModelShape
+from tailrace.memory import GIB, STATE_BYTES, ModelShape
+from tailrace.plan.candidates import Candidate, Work
+from tailrace.sim.cluster import MODELS, LanguageModel, memory_shares
 
 SMALL = Machine(cores=2, memory=24 * GIB, bfloat16="avx512_bf16")
 SMOLLM2 = ModelShape(
@@ -235,6 +239,71 @@ def test_what_a_gpu_has_room_for_follows_from_who_computes_on_it(
     machine = Machine(2, 24 * GIB, "", 5 * GIB)
     tokens = [fitted(each, machine).trainer.max_tokens_per_microbatch for each in (given, same)]
     assert tokens[0] == tokens[1]
+
+
+def test_on_a_cpu_the_disk_is_where_a_sleeping_trainer_makes_room(config: RunConfig) -> None:
+    """While engines generate, a run needs 11.6 GiB, and without the state of the trainer 9.6 GiB."""
+    engine = {"max_num_seqs": 512, "kv_cache_tokens": 131_072, "dtype": "float32"}
+    trainer = {"max_tokens_per_microbatch": 256, "async_checkpoints": False, "dtype": "float32"}
+    large = changed(config, engine=engine, sampling={"max_completion_tokens": 256})
+    in_turn = changed(large, placement={"kind": "colocated"}, trainer=trainer)
+    assert "weights, gradients and optimizer of [trainer.offload] = 'disk'" in refusal(in_turn, 10)
+    offload = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
+    fitted(changed(in_turn, trainer=trainer | {"offload": offload}), Machine(2, 10 * GIB))
+
+
+@pytest.fixture
+def servers_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (machine, memory):
+        monkeypatch.setattr(module, "engines_on_gpu", lambda config: True)
+
+
+@pytest.mark.usefixtures("servers_on_gpus")
+def test_a_server_and_the_trainer_in_turn_are_summed_up_with_what_the_trainer_keeps(
+    config: RunConfig,
+) -> None:
+    """A server takes 90% of 5 GiB. The trainer keeps its context, and the moments if they are to stay."""
+    turns = {"placement": {"kind": "colocated", "devices": "gpus", "engines": [[0]], "trainer": [[0]]}}
+    trainer = {"device": "cuda", "activation_checkpointing": True}
+    server = changed(config, engine={"kind": "vllm"}, trainer=trainer, **turns)
+    roomy, tight = (Machine(2, 24 * GIB, "", size * GIB) for size in (8, 5))
+    table = fit(server, roomy, prompt_tokens=50, overlaps=False).table
+    assert "memory of a GPU, estimated: 7.8 GiB of 8.0 GiB" in table
+    assert table.count("  asleep") == 2
+    with pytest.raises(ConfigError, match=r"5\.1 GiB of the memory of cuda.* 1 x engine: weights .* KV"):
+        fitted(server, tight)
+    half = changed(server, engine={"args": ["--gpu-memory-utilization", "0.5"]})
+    fitted(half, tight)
+    kept = changed(half, trainer={"offload": {"weights": "device", "optimizer": "device"}})
+    remedy = r"weights, gradients and optimizer of \[trainer.offload\] = 'host'"
+    with pytest.raises(ConfigError, match=remedy):
+        fitted(kept, Machine(2, 24 * GIB, "", 4 * GIB))
+
+
+@pytest.mark.usefixtures("servers_on_gpus")
+@pytest.mark.parametrize("kept", ["none", "weights", "gradients", "optimizer"])
+def test_dry_run_planner_and_simulator_have_one_sum_for_a_device(config: RunConfig, kept: str) -> None:
+    """The dry run counts CUDA's context, too."""
+    placement = {"kind": "colocated", "devices": "gpus", "engines": [[0]], "trainer": [[0]]}
+    shared = changed(
+        config,
+        engine={"kind": "vllm", "args": ["--gpu-memory-utilization=0.5"]},
+        placement=placement,
+        trainer={"device": "cuda"} | ({} if kept == "none" else {"offload": {kept: "device"}}),
+        sim={"cluster": {"device": "H100", "devices": 1, "memory_share": 0.5}},
+    )
+    processes = list(run_memory(shared, 50))
+    turns = [present for present, _ in on_each_gpu(shared, processes, Machine(2, 1, "", int(80e9)))]
+    dry_run = sum(each.device_bytes for each in turns[0]) - CUDA_BYTES
+    shape = LanguageModel(**dict.fromkeys(LanguageModel.__slots__, 1) | {"num_parameters": 134_515_008})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, str(config.model.path), shape)  # type: ignore[union-attr]
+        cluster = without_rates(shared).cluster
+        assert cluster
+        candidate = Candidate(Work("serial", {}), "colocated", None, 1)
+        shares = [memory_shares(each)[1] for each in (cluster, candidate.on(cluster))]
+    assert shares == pytest.approx([dry_run / 80e9] * 2, rel=1e-9)
+    assert dry_run == 40e9 + (0 if kept == "none" else STATE_BYTES[kept] * 134_515_008)
 
 
 def test_each_rank_with_a_gpu_of_its_own_has_all_of_it(config: RunConfig) -> None:

@@ -33,6 +33,11 @@ ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
         ),
         ({"placement.kind": "elastic", "engine.replicas": "2"}, r"trainer.replicas = 1: .*set it to 2"),
         (
+            {"placement.kind": "colocated", "trainer.lora.rank": "4", "algorithm.kl_coef": "0.1"}
+            | {"trainer.offload.weights": "disk"},
+            r"trainer.offload.weights = 'disk': the reference is the trainer .*; set it to \"device\"",
+        ),
+        (
             {"engine.kind": "vllm", "engine.tensor_parallel_size": "3"},
             r"engine.tensor_parallel_size = 3: the 4 attention heads .* choose a divisor of 4",
         ),

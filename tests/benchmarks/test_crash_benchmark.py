@@ -8,6 +8,7 @@ import pytest
 
 import crash
 from crash import (
+    ASLEEP,
     CALLS,
     CALLS_VARIABLE,
     KILLED,
@@ -59,14 +60,24 @@ def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its
 
 PLACED = {"engine.replicas": "2", "trainer.replicas": "2", "placement.kind": "elastic"}
 PLACED |= {"placement.engines": "[[0], [1]]", "placement.trainer": "[[1], [0]]"}
+PLACED |= {"trainer.offload.early_gradients": "true"}
 
 
 def test_an_elastic_run_moves_requests_in_mid_round_and_regenerates_nothing(tmp_path: Path) -> None:
-    options = WITH_REQUESTS | PLACED | {"run.eval_every": "0", "run.checkpoint_every": "0"}
+    options = WITH_REQUESTS | PLACED | ASLEEP | {"run.eval_every": "0", "run.checkpoint_every": "0"}
     victim = Victim("rollpacker", {"groups_per_round": 24}, tmp_path, options)
     victim.live(rounds=3)  # a round may end before its device changes hands
     assert any(each.get("outcome") == "evicted" for each in victim.requests())
     assert regenerated_tokens(victim.requests()) == 0
+    assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
+
+
+def test_kills_of_a_run_whose_trainer_sleeps_on_the_disk_lose_nothing(tmp_path: Path) -> None:
+    """It is resumed, and its checkpoints are begun by a trainer that was woken."""
+    options = OPTIONS | WITH_REQUESTS | ASLEEP | {"placement.kind": "colocated"}
+    victim = Victim("april", KILLED["april"], tmp_path, options)
+    victim.live_and_die(random.Random(1))
+    victim.live_to_the_end()
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
 
 

@@ -324,7 +324,9 @@ def simulate(
     async def main() -> None:
         reference = algorithm.needs_reference
         replicas = 2 if shared.kind == "elastic" else 1
-        outcome.parts = simulated_parts(sim, settings.seed, reference=reference, replicas=replicas)
+        outcome.parts = simulated_parts(
+            sim, settings.seed, reference=reference, replicas=replicas, shared=shared
+        )
         outcome.parts = replace(parts() if parts else outcome.parts, shared=shared)
         starting_point, journal = StartingPoint(), None
         if book and folder:
@@ -377,13 +379,17 @@ async def rewind(parts: RunComponents, checkpoint: Path, version: int) -> None:
 
 
 def worlds(
-    sim: SimSettings, length_of: Callable[[Sample], int], count: int = 1, replicas: int = 1
+    sim: SimSettings,
+    length_of: Callable[[Sample], int],
+    count: int = 1,
+    replicas: int = 1,
+    shared: Shared = DISAGGREGATED,
 ) -> Callable[[], RunComponents]:
     """Parts whose responses have the lengths of a table."""
 
     def parts() -> RunComponents:
         engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
-        return replace(simulated_parts(sim, seed=0, replicas=replicas), engines=engines)
+        return replace(simulated_parts(sim, seed=0, replicas=replicas, shared=shared), engines=engines)
 
     return parts
 

@@ -67,6 +67,7 @@ def test_the_memory_of_a_candidate() -> None:
     separate = next(each for each in sims if each.rollout_devices == 1)
     measured = PROBLEM.measure(separate, sims[separate], 4)
     assert measured.figures["trainer_share"] == pytest.approx(16 * 1_720_574_976 / 80e9)
+    assert measured.figures["device_share"] == pytest.approx(0.9), "of the engine, which has its own"
     engines = sims[separate].engines
     assert measured.figures["kv_share"] == pytest.approx(
         4 * PROBLEM.load(16).mean_context / engines.kv_tokens

@@ -75,7 +75,7 @@ def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
 
 
 @KINDS
-def test_the_trainer_gives_memory_back_before_an_engine_wakes(kind, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_trainer_sleeps_before_an_engine_wakes(kind, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     order: list[str] = []
 
     def note(owner: type, name: str) -> None:
@@ -88,12 +88,12 @@ def test_the_trainer_gives_memory_back_before_an_engine_wakes(kind, monkeypatch:
         monkeypatch.setattr(owner, name, noted)
 
     note(SimTrainer, "accumulate")
-    note(SimTrainer, "release")
+    note(SimTrainer, "sleep")
     note(SimEngine, "wake")
     simulate(partial(serial, groups_per_round=2, groups_per_step=2), TWO_ROUNDS, SMALL, shared=Shared(kind))
     after_training = " ".join(order).split("accumulate ")[1:]
     assert len(after_training) == 2
-    assert all(what.startswith("release wake wake") for what in after_training)
+    assert all(what.startswith("sleep wake wake") for what in after_training)
 
 
 @KINDS
@@ -142,6 +142,35 @@ def test_elastic_is_tested_again_at_each_milestone_until_the_cache_fits(room: in
         TEN, ONE_EACH, sim, parts=worlds(sim, table, count=2, replicas=2), shared=Shared("elastic")
     )
     assert worked(outcome)[0][0] == first_s
+
+
+def test_a_trainer_that_sleeps_takes_its_time_before_and_after_each_rollout() -> None:
+    """As colocated above; the trainer's state comes back in 5 s, and leaves in 5 s before engines wake."""
+    settings = RunSettings(rounds=2, group_size=2)
+    swapped = change(HAND, trainer=change(HAND.trainer, swap_s=5.0))
+    schedule = partial(serial, groups_per_round=2, groups_per_step=2)
+    outcome = simulate(schedule, settings, swapped, shared=Shared("colocated"))
+    assert worked(outcome) == [(17, 61, 4), (86, 130, 4)]
+
+
+def test_training_during_the_rollout_waits_for_what_it_needs_and_the_step_for_the_rest() -> None:
+    """As elastic above. Replica 0 loads 3 of 5 s at 20 s. The rollout ends before 156 s, when it trains; the
+    rest of the state comes in 2 s after engine-0 sleeps."""
+    roomy = change(HAND, engines=change(HAND.engines, slots=10))
+    roomy = change(roomy, trainer=change(roomy.trainer, swap_s=5.0, early_swap_s=3.0))
+    table, shared = lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), Shared("elastic")
+    parts = worlds(roomy, table, count=2, replicas=2, shared=shared)
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, shared=shared)
+    assert worked(outcome)[:4] == [(25, 47, 1), (47, 89, 1), (89, 151, 1), (155, 196, 1)]
+
+
+def test_four_replicas_train_early_with_two() -> None:
+    """Half of the speed, as one of two has; then all."""
+    roomy = change(HAND, engines=change(HAND.engines, slots=10))
+    table = lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+    shared = Shared("elastic", early_replicas=2)
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=worlds(roomy, table, count=2, replicas=4), shared=shared)
+    assert worked(outcome) == [(22, 44, 1), (44, 86, 1), (86, 148, 1), (150, 191, 1), (191, 647, 6)]
 
 
 def test_serial_on_elastic_devices_is_serial_on_colocated_ones() -> None:

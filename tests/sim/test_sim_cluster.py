@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.sim.cluster import MODELS, LanguageModel, rates
+from tailrace.sim.cluster import MODELS, LanguageModel, memory_shares, rates
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,
@@ -20,6 +20,7 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
+from tailrace.trainer.base import OffloadSettings
 
 RUN = {"run": {"rounds": 1, "group_size": 4}, "schedule": {"name": "serial", "groups_per_round": 4}}
 PEAK = {f"{name}_efficiency": 1.0 for name in ("bandwidth", "decode", "prefill", "training", "link")} | {
@@ -89,9 +90,46 @@ def test_devices_in_turn_serve_both_sides_at_the_cost_of_a_switch() -> None:
     apart, in_turn = rates(on(rollout_devices=4)), rates(on())
     assert (apart.engines.count, in_turn.engines.count) == (4, 8)
     assert in_turn.trainer.tokens_per_s == pytest.approx(2 * apart.trainer.tokens_per_s)
-    assert in_turn.engines.sleep_s == pytest.approx(0.238, abs=5e-4)
-    assert in_turn.engines.wake_s == pytest.approx(0.238 + 0.034, abs=5e-4)
+    assert (in_turn.engines.sleep_s, apart.trainer.swap_s) == (0.0, 0.0)
+    assert in_turn.engines.wake_s == pytest.approx(0.034, abs=5e-4)
+    assert in_turn.trainer.swap_s == pytest.approx(0.238, abs=5e-4)
+    assert in_turn.trainer.early_swap_s == pytest.approx(0.238 / 2, abs=5e-4)
     assert in_turn.trainer.publish_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("offload", "quarters", "early"),
+    [
+        ({}, 4, 2),
+        ({"early_gradients": True}, 4, 1),
+        ({"optimizer": "device"}, 2, 2),
+        ({"weights": "device", "gradients": "device", "optimizer": "device"}, 0, 0),
+    ],
+)
+def test_only_the_parts_that_leave_the_device_take_time(
+    offload: dict[str, Any], quarters: int, early: int
+) -> None:
+    """The moments are half of the state."""
+    trainer = rates(on("H200", memory_share=0.5, offload=OffloadSettings(**offload))).trainer
+    quarter_s = 16 * 15_231_233_024 / 2 / 8 / 64e9 / 4
+    assert trainer.swap_s == pytest.approx(quarters * quarter_s)
+    assert trainer.early_swap_s == pytest.approx(early * quarter_s)
+
+
+def test_each_replica_of_the_trainer_has_the_whole_state() -> None:
+    one, two = (rates(on(trainer_replicas=num)).trainer for num in (1, 2))
+    assert two.swap_s == pytest.approx(2 * one.swap_s)
+
+
+def test_what_the_trainer_keeps_and_an_engine_takes_must_fit_one_device() -> None:
+    """A device of 40 GB has 15.2 GB of the state: 7.6 GB of moments, beside 36 GB of the engine."""
+    cluster = on("A100-40G", memory_share=0.9)
+    assert memory_shares(cluster.cluster)[1] == pytest.approx(0.9)
+    kept = on("A100-40G", memory_share=0.9, offload=OffloadSettings(optimizer="device"))
+    assert memory_shares(kept.cluster)[1] == pytest.approx((36e9 + 15_231_233_024 / 2) / 40e9)
+    held = "while generating, a device holds engine 33.5 GiB and trainer 7.1 GiB, and has 37.3 GiB; write"
+    with pytest.raises(ConfigError, match=held):
+        rates(kept)
 
 
 def test_a_value_of_the_config_wins_and_filling_twice_changes_nothing() -> None:

@@ -50,6 +50,7 @@ LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {
     (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
 }
 """Ranks and replicas, and their cases."""
+ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk") | {"early_gradients": True}
 CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
 """The checkpoint that so many ranks resume from."""
 
@@ -65,14 +66,20 @@ def make(models: Mapping[str, Path], case: str, place: Ranks | None = None, **la
     return make_torch_trainer(models["moe" if case == "experts" else "tied"], place=place, **settings)
 
 
-def run(trainer: TorchTrainer, replicas: list[int], folder: Path) -> Outcome:
+def run(trainer: TorchTrainer, replicas: list[int], folder: Path, *, sleeps: bool = False) -> Outcome:
     """Three steps, of what these replicas are given. A checkpoint of the first one is written beside the
-    others."""
+    others. `sleeps`: between any two calls."""
     stats, writer = [], None
     for step, shares in enumerate(CALLS):
         for replica in replicas:
             for call in shares[replica]:
+                if sleeps:
+                    trainer.sleep()
+                    trainer.wake(early=True)
                 trainer.accumulate([UNITS[index] for index in call])
+        if sleeps:
+            trainer.sleep()
+            trainer.wake()
         stats.append(trainer.step())
         if step == 0 and 0 in replicas:
             writer = ThreadPoolExecutor(1).submit(trainer.save(folder))
@@ -98,6 +105,9 @@ def work(number: int, ports: list[int], models: Mapping[str, Path], folder: Path
                 trainer = make(models, case, ranks, **layout)
                 own = [0, 1] if num_replicas == 1 else [replica]
                 outcomes[case] = run(trainer, own, folder / f"{num_ranks}x{num_replicas} {case}")
+            if (num_ranks, num_replicas) == (2, 1):
+                trainer = make(models, "token means", ranks, **layout, offload=ON_DISK)
+                outcomes["slept"] = run(trainer, [0, 1], folder / "2x1 slept", sleeps=True)
             if num_replicas == 1:
                 trainer = make(models, "critic", ranks, **layout)
                 with pytest.raises(CheckpointError, match="nowhere is not a folder"):
@@ -187,6 +197,15 @@ def test_many_processes_make_the_steps_of_one(
     tolerance = 3e-2 if case == "bfloat16" else 1e-5
     for outcomes in together[layout]:
         assert_equal(outcomes[case], alone[case], tolerance)
+
+
+def test_ranks_that_sleep_between_calls_train_the_same_bits(
+    together: dict[tuple[int, int], list[dict[str, Outcome]]],
+) -> None:
+    for outcomes in together[2, 1]:
+        slept, awake = outcomes["slept"], outcomes["token means"]
+        assert [stats.grad_norm for stats in slept.stats] == [stats.grad_norm for stats in awake.stats]
+        assert all(torch.equal(slept.weights[name], awake.weights[name]) for name in awake.weights)
 
 
 @pytest.mark.parametrize("case", ["token means", "experts"])

@@ -1,4 +1,5 @@
-"""An engine that sleeps gives its memory back to the machine, a trainer that of its activations."""
+"""What sleeps gives its memory back to the machine: an engine, a trainer, and both in turn. A trainer gives
+back that of its activations."""
 
 import asyncio
 import resource
@@ -124,6 +125,68 @@ def test_an_engine_without_the_memory_to_wake_says_so_and_sleeps_on(tmp_path: Pa
             assert sample.num_tokens == 24
         finally:
             await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_engine_and_trainer_in_turn_hold_the_memory_of_one_of_them(tmp_path: Path) -> None:
+    """The trainer gives back weights, gradients and two moments, the engine weights and KV cache."""
+    save_tiny_model(tmp_path, **SHAPE | {"num_hidden_layers": 3})
+    sampling, weights = SamplingSettings(max_completion_tokens=64), SharedMemorySettings()
+    offload = {"weights": "disk", "gradients": "disk", "optimizer": "disk"}
+    job = TrainerJob(
+        model=tmp_path,
+        trainer=TrainerSettings.model_validate({"offload": offload}),
+        algorithm=AlgorithmSettings(),
+        sampling=sampling,
+        weights=weights,
+        published_dtype="float32",
+    )
+    engine_job = EngineJob(model=tmp_path, engine=NativeEngineSettings(max_num_seqs=8), sampling=sampling)
+    state = weight_bytes(tmp_path)
+    kv = 8 * 64 * KV_BYTES * 3 // LAYERS
+
+    async def main() -> None:
+        logs = tmp_path / "logs"
+        engine = SupervisedEngine(
+            "engine", 8, lambda: start_engine("engine", engine_job, logs), TokenCounter()
+        )
+        worker = await LocalSpawner(logs).start("trainer", TrainerWorker, job)
+        trainer = RemoteTrainer([worker], job)
+        try:
+            await trainer.ready()
+            await trainer.sleep()
+            await engine.open()
+            pids = process_of(engine).pid, worker.process.pid
+
+            def resident() -> tuple[int, int]:
+                return resident_bytes(pids[0]), resident_bytes(pids[1])
+
+            for turn in range(2):
+                samples = fresh_samples(8)
+                await asyncio.gather(*(engine.generate(sample) for sample in samples))
+                for number, sample in enumerate(samples):
+                    sample.advantage = 1.0 - 2 * (number % 2)
+                generating = resident()
+                await engine.sleep()
+                await trainer.wake()
+                await trainer.accumulate([samples], version=turn)
+                await trainer.step()
+                training = resident()
+                published = await trainer.publish(turn + 1)
+                await trainer.sleep()
+                both_asleep = resident()
+                assert generating[0] - both_asleep[0] >= state + kv
+                assert training[1] - both_asleep[1] >= 4 * state
+                assert training[0] < generating[0] - state
+                assert training[1] - generating[1] >= 4 * state
+                await engine.load(published, kv="recompute")
+                await engine.wake()
+        finally:
+            with suppress(Evicted):
+                await engine.close()
+            await trainer.close()
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from worker_cases import until_gone
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.workers import ended_by_death
 from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import CheckpointError, ScheduleError, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import SharedMemorySettings
@@ -108,6 +109,36 @@ def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
     execute(main())
 
 
+def test_early_replicas_share_the_samples_of_a_unit_and_the_others_sleep(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with started(model_path, tmp_path, replicas=3) as trainer:
+            await trainer.sleep()
+            await trainer.wake(2)
+            await trainer.accumulate([unit(0, 6)], version=0, replicas=2)
+            with pytest.raises(ScheduleError, match="accumulate: the trainer is asleep"):
+                await trainer.accumulate([unit(1, 9), unit(2, 8), unit(3, 7)], version=0)
+            await trainer.wake()
+            stats = await trainer.step()
+            assert [str(id) for id in stats.samples][:2] == ["0.0/0", "1.0/0"]
+
+    execute(main())
+
+
+def test_a_trainer_without_room_for_its_state_names_the_setting(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with started(model_path, tmp_path, offload={"weights": "disk"}) as trainer:
+            (worker,) = trainer.workers
+            resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+            with pytest.raises(ConfigError, match=r"trainer\.offload = .*'weights': 'disk'.*set TMPDIR"):
+                await trainer.sleep()
+
+    execute(main())
+
+
 def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
     model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
@@ -115,14 +146,17 @@ def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
         with pytest.raises(WorkerDied, match=r"trainer-1-0 \(process \d+\) ended: exit code 1") as died:
             async with started(model_path, tmp_path, replicas=2) as trainer:
                 await trainer.accumulate([unit(0, 2), unit(1, 9), unit(2, 5)], version=0)
-                await trainer.accumulate([unit(3, 4)], version=0, replica=1)
-                await trainer.release()  # the gradients stay
+                await trainer.accumulate([unit(3, 4)], version=0, replicas=1)
+                await trainer.sleep()
+                with pytest.raises(ScheduleError, match="step: the trainer is asleep"):
+                    await trainer.step()
+                await trainer.wake()  # the gradients stay
                 stats = await trainer.step()
                 prompts = [id.prompt for id in stats.samples]
-                assert prompts == [1, 1, 0, 0, 2, 2, 3, 3], "the longest unit first, to the emptiest replica"
-                await trainer.accumulate([unit(4, 4)], version=0, replica=0)
+                assert prompts == [1, 1, 3, 3, 0, 0, 2, 2], "the longest unit first, to the emptiest replica"
                 bad = unit(5, 4, token=10**6)
-                await asyncio.gather(trainer.accumulate([bad], version=0, replica=1), trainer.step())
+                shared = trainer.accumulate([unit(4, 4), bad], version=0)
+                await asyncio.gather(shared, trainer.step())
         assert "IndexError" in str(died.value)
 
     execute(main())

@@ -232,9 +232,25 @@ def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Spl
 
 async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
     """Restore the trainer from `folder`, and load its weights into the engines as a version."""
-    await parts.trainer.restore(folder)
-    weights = await parts.trainer.publish(version)
-    await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
+    async with on_devices_of_trainer(parts):
+        await parts.trainer.restore(folder)
+        weights = await parts.trainer.publish(version)
+        await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
+
+
+@asynccontextmanager
+async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
+    """Before a run the engines have the devices that they share with the trainer. Inside the block it has
+    them."""
+    is_shared = parts.shared.kind != "disaggregated"
+    engines = parts.engines if is_shared else ()
+    await asyncio.gather(*(engine.sleep() for engine in engines))
+    if is_shared:
+        await parts.trainer.wake()
+    yield
+    if is_shared:
+        await parts.trainer.sleep()
+    await asyncio.gather(*(engine.wake() for engine in engines))
 
 
 def advantages_of(config: RunConfig) -> ComputeAdvantages:

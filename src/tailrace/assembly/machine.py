@@ -5,7 +5,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from tailrace.config import RunConfig
 from tailrace.data.base import MixtureSettings
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
-from tailrace.memory import ProcessMemory, gib
-from tailrace.trainer.base import LoraSettings
+from tailrace.memory import ProcessMemory, gib, in_turn
+from tailrace.trainer.base import LoraSettings, OffloadSettings, Place
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
@@ -184,36 +184,47 @@ def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: fl
     if (needed := host_bytes(config, processes)) > share * machine.memory:
         largest = max(processes, key=lambda each: each.num * each.host_bytes)
         return _need("host memory", needed, machine.memory, largest)
-    for beside in _on_each_gpu(config, processes) if machine.gpu_memory else ():
-        if (needed := sum(each.device_bytes for each in beside)) > share * machine.gpu_memory:
+    for beside, is_fixed in on_each_gpu(config, processes, machine) if machine.gpu_memory else ():
+        limit = machine.gpu_memory * (1.0 if is_fixed else share)
+        if (needed := sum(each.device_bytes for each in beside)) > limit:
             largest = max(beside, key=lambda each: each.device_bytes)
             return _need(f"the memory of {largest.device}", needed, machine.gpu_memory, largest)
     return ""
 
 
-def _on_each_gpu(config: RunConfig, processes: Sequence[ProcessMemory]) -> Iterator[list[ProcessMemory]]:
-    """The processes that hold the memory of one GPU at the same time; one that is there twice counts twice.
+def on_each_gpu(
+    config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[tuple[list[ProcessMemory], bool]]:
+    """The processes that hold the memory of one GPU at the same time, and whether a server takes its share of
+    it; one that is there twice counts twice.
 
-    A process with a list of GPUs computes on the first. Servers choose their devices. Engines and trainer
-    that share devices take turns.
+    A process with a list of GPUs computes on the first, a server on all. Servers without one choose their
+    devices. Engines and trainer that share devices take turns.
     """
+    in_turns = config.placement.kind != "disaggregated"
+    server = None if isinstance(config.engine, NativeEngineSettings) else config.engine
     placement, ranks = config.placement, config.trainer.ranks
     engines, trainer = (placement.engines, placement.trainer) if placement.devices == "gpus" else ((), ())
     numbers = {
-        "engine": [gpus[0] for gpus in engines],
+        "engine": [gpu for gpus in engines for gpu in (gpus if server else gpus[:1])],
         "trainer": [gpus[0] for gpus in trainer],
         "trainer rank": [gpus[rank * len(gpus) // ranks] for gpus in trainer for rank in range(1, ranks)],
     }
-    found: defaultdict[tuple[str, int], list[ProcessMemory]] = defaultdict(list)
+    found: defaultdict[int, list[ProcessMemory]] = defaultdict(list)
     for each in (each for each in processes if each.device != "cpu"):
-        if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
-            yield [each]
-            continue
-        takes_turns = "" if placement.kind == "disaggregated" else each.name.split()[0]
+        if each.name == "engine" and server:
+            if not in_turns:
+                yield [each], False
+                continue
+            room = int(server.memory_share * machine.gpu_memory) - each.on_device["weights"]
+            taken = {"KV cache": max(room, each.on_device["KV cache"])}
+            each = replace(each, on_device={**each.on_device, **taken})
         unlisted = [int(each.device.partition(":")[2] or 0)] * each.num
         for gpu in numbers.get(each.name) or unlisted:
-            found[takes_turns, gpu].append(each)
-    yield from found.values()
+            found[gpu].append(each)
+    for beside in found.values():
+        for turn, present in (in_turn(beside) if in_turns else {"": beside}).items():
+            yield present, turn == "generating" and server is not None
 
 
 def _need(where: str, needed: int, limit: int, largest: ProcessMemory) -> str:
@@ -259,6 +270,9 @@ def _remedies(config: RunConfig, prompt_tokens: int) -> dict[str, list[Any]]:
         "trainer.async_checkpoints": [False] if trainer.async_checkpoints else [],
         "trainer.lora": [] if trainer.lora else [LoraSettings()],
     }
+    if config.placement.kind != "disaggregated" and trainer.kept_asleep():
+        place: Place = "disk" if trainer.device == "cpu" else "host"
+        found["trainer.offload"] = [OffloadSettings(weights=place, gradients=place, optimizer=place)]
     if isinstance(engine, NativeEngineSettings):
         found[_KV] = _powers(engine.kv_cache_tokens - 1, longest_sample(config, prompt_tokens))
         found["engine.max_num_seqs"] = _powers(engine.max_num_seqs - 1, 1)
@@ -270,6 +284,8 @@ def _remedies(config: RunConfig, prompt_tokens: int) -> dict[str, list[Any]]:
 def _words(key: str, value: Any) -> str:
     if isinstance(value, LoraSettings):
         return f"[{key}] rank = {value.rank}"
+    if isinstance(value, OffloadSettings):
+        return f"weights, gradients and optimizer of [{key}] = '{value.weights}'"
     return f"{key} = {str(value).lower()}"
 
 
@@ -312,8 +328,13 @@ def _table(
         rows.append(row(f"{each.name}{number}", each.device, *cells, gib(each.device_bytes)))
         if each.in_host:
             rows.append(row("  its host memory", "cpu", "", "", "", gib(sum(each.in_host.values()))))
+        if config.placement.kind != "disaggregated" and each.asleep:
+            rows.append(row("  asleep", each.device, "", "", "", gib(sum(each.asleep.values()))))
     needed = host_bytes(config, processes)
     rows.append(f"host memory, estimated: {gib(needed)} of {gib(machine.memory)}")
+    beside = on_each_gpu(config, processes, machine) if machine.gpu_memory else ()
+    if gpus := [sum(each.device_bytes for each in present) for present, _ in beside]:
+        rows.append(f"memory of a GPU, estimated: {gib(max(gpus))} of {gib(machine.gpu_memory)}")
     for key, reason in reasons.items():
         value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value

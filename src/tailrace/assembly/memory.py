@@ -14,7 +14,15 @@ from tailrace.config import RunConfig
 from tailrace.data.base import sources_of
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.environments.settings import EpisodeSettings
-from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, largest_phase
+from tailrace.memory import (
+    ITEM_BYTES,
+    STATE_BYTES,
+    TRANSFORMERS_BYTES,
+    ModelShape,
+    ProcessMemory,
+    in_turn,
+    largest_phase,
+)
 from tailrace.model_folder import context_length
 from tailrace.reward.judge_memory import judge_memory
 from tailrace.reward.judge_settings import LocalJudgeSettings
@@ -37,9 +45,6 @@ FILE_BYTES = 2**28
 TRAINED_LOGIT_BYTES, SAMPLED_LOGIT_BYTES = 20, 16
 """Of one logit in float32: scaled, normalised, exponentiated and their gradients; scaled, normalised and the
 noise."""
-_LENT = ("KV cache", "computation", "activations", "logits", "gathered", "new gradient", "checkpoint")
-"""Parts that a process holds while it works. The weights of an engine are not among them: it gives them back,
-but takes them again before the trainer has published."""
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -105,8 +110,8 @@ def trainer_memory(
     whole, of_adapter = 4 * shape.num_parameters, 4 * trained if settings.lora else 0
     kept = {
         "weights": (whole + of_adapter) // ranks,
-        "gradient": 4 * trained // ranks,
-        "optimizer": 8 * trained // ranks,
+        "gradient": STATE_BYTES["gradients"] * trained // ranks,
+        "optimizer": STATE_BYTES["optimizer"] * trained // ranks,
         "critic": 4 * whole // ranks if has_critic else 0,
         "old policy": 4 * trained // ranks if algorithm.old_policy == "recomputed" else 0,
     }
@@ -128,16 +133,26 @@ def trainer_memory(
     }
     read = {"whole model": whole, "files": shape.stored_bytes} if is_first else {}
     load = {"load": {"process": TRANSFORMERS_BYTES, "weights": kept["weights"]} | read}
+    parts = {  # the copies of the old policy end with the publication
+        "weights": kept["weights"] + kept["critic"] // 4,
+        "gradients": kept["gradient"] + kept["critic"] // 4,
+        "optimizer": kept["optimizer"] + kept["critic"] // 2,
+    }
+    asleep = {part: parts[part] for part in settings.kept_asleep()}
+    if config.placement.kind != "disaggregated" and not on_cpu and not settings.cpu_offload:
+        pinned = [part for part, place in settings.offload.places().items() if place == "host"]
+        host["asleep"] = sum(parts[part] for part in pinned)
     name = "trainer" if is_first else "trainer rank"
     num = settings.replicas * (1 if is_first else ranks - 1)
     if on_cpu:
         phases = {"pass": computing} | written
         held = largest_phase({each: host | kept | phase for each, phase in phases.items()} | load)
-        return ProcessMemory(name, "cpu", held, {}, num)
+        return ProcessMemory(name, "cpu", held, {}, num, host | asleep)
     offloaded, resident = (kept, {}) if settings.cpu_offload else ({}, kept)
     in_host = largest_phase({each: host | offloaded | phase for each, phase in written.items()} | load)
     on_device = largest_phase({"pass": {"CUDA": CUDA_BYTES} | resident | computing})
-    return ProcessMemory(name, settings.device, on_device, in_host, num)
+    left = {"CUDA": CUDA_BYTES} | ({} if settings.cpu_offload else asleep)
+    return ProcessMemory(name, settings.device, on_device, in_host, num, left)
 
 
 def _published_bytes(config: RunConfig, shape: ModelShape, adapter: int) -> int:
@@ -227,8 +242,8 @@ def engine_memory(
         parts = {"weights": weights["weights"] // tensor_parallel, "KV cache": context * token}
         process = {"process": SERVER_BYTES * tensor_parallel}
         if has_cuda:
-            return ProcessMemory("engine", "cuda", parts, process, num)
-        return ProcessMemory("engine", "cpu", process | parts, {}, num)
+            return ProcessMemory("engine", "cuda", parts, process, num, {"CUDA": CUDA_BYTES})
+        return ProcessMemory("engine", "cpu", process | parts, {}, num, process)
     kv = token * min(settings.kv_cache_tokens, settings.max_num_seqs * context)
     # The keys and values of all layers, and once more while those of the layers are joined.
     position = 2 * token + size * (4 * shape.hidden_size + 3 * shape.mlp_size)
@@ -238,9 +253,10 @@ def engine_memory(
     computing = {"KV cache": kv, "computation": max(prefill, decode)}
     if settings.device == "cpu":
         phases = {"load": host | weights | loading, "generate": host | weights | computing}
-        return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num)
-    on_device = largest_phase({"generate": weights | computing})
-    return ProcessMemory("engine", settings.device, on_device, host | loading, num)
+        return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num, host)
+    asleep = {"CUDA": CUDA_BYTES}
+    on_device = largest_phase({"generate": asleep | weights | computing})
+    return ProcessMemory("engine", settings.device, on_device, host | loading, num, asleep)
 
 
 def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
@@ -249,15 +265,9 @@ def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
 
 
 def host_bytes(config: RunConfig, processes: Sequence[ProcessMemory]) -> int:
-    """The host memory of all processes at the same time. In a colocated run engines sleep while the trainer
-    computes, and have then given their memory back."""
-    total = sum(each.num * each.host_bytes for each in processes)
-    if config.placement.kind != "colocated":
-        return total
-    lent = {"engine": 0, "trainer": 0}
-    for each in (each for each in processes if each.device == "cpu" and each.name.split()[0] in lent):
-        lent[each.name.split()[0]] += each.num * sum(each.on_device.get(part, 0) for part in _LENT)
-    return total - min(lent.values())
+    """The host memory of all processes at the same time. Colocated engines and trainer take turns."""
+    turns = in_turn(processes).values() if config.placement.kind == "colocated" else [processes]
+    return max(sum(each.num * each.host_bytes for each in present) for present in turns)
 
 
 def host_limit() -> int:

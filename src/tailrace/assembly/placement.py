@@ -43,8 +43,8 @@ def device_map(config: RunConfig) -> DeviceMap:
 
 
 def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
-    """Whether engines and trainer have devices in common, which engines have those of replica 0, and how many
-    engines may be joined.
+    """Whether engines and trainer have devices in common, which engines have those of the replicas that train
+    early, and how many engines may be joined.
 
     Args:
         sim: [sim] with everything that it takes from the other sections, for simulated engines, which have no
@@ -60,20 +60,22 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
         num_engines, size = sim.engines.count or 1, sim.cluster.tensor_parallel if sim.cluster else size
     max_width = _max_width(placement.max_tensor_parallel_size, size, num_engines)
     if placement.kind == "elastic":
-        if replicas != 2:
-            problem = "the elastic placement trains with one half of the devices, and then with both"
-            raise ConfigError("trainer.replicas", replicas, problem, "set it to 2")
+        if replicas % 2:
+            problem = "the elastic placement trains with one half of the replicas, and then with both"
+            raise ConfigError("trainer.replicas", replicas, problem, f"set it to {replicas + 1}")
         if num_engines < 2:
             problem = f"{num_engines} engine cannot give a half of the devices to the trainer"
             raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
+    early = max(1, replicas // 2)
     if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
-        return Shared(placement.kind, max_width=max_width)
-    first = set(placement.trainer[0])
+        return Shared(placement.kind, max_width=max_width, early_replicas=early)
+    first = _numbers(placement.trainer[:early])
     lent = tuple(bool(first & set(each)) for each in placement.engines)
     if not any(lent) or all(lent):
-        problem = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device of replica 0"
-        raise ConfigError("placement.trainer", placement.trainer, problem, "give replica 0 those of one half")
-    return Shared(placement.kind, lent, max_width)
+        has = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device"
+        problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
+        raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
+    return Shared(placement.kind, lent, early, max_width)
 
 
 def check_placement(config: RunConfig) -> None:
@@ -100,6 +102,17 @@ def check_placement(config: RunConfig) -> None:
         raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
     device_map(config)
     device_sharing(config)
+    _check_reference(config)
+
+
+def _check_reference(config: RunConfig) -> None:
+    """With LoRA the reference is the trainer without its adapter."""
+    trainer = config.trainer
+    sleeps = config.placement.kind != "disaggregated" and "weights" not in trainer.kept_asleep()
+    if sleeps and trainer.lora and config.algorithm.needs_reference:
+        problem = "the reference is the trainer without its adapter, and computes while engines generate"
+        key, remedy = "trainer.offload.weights", 'set it to "device"'
+        raise ConfigError(key, trainer.offload.weights, problem, remedy)
 
 
 def _check_gpus_of_ranks(config: RunConfig) -> None:

@@ -34,7 +34,7 @@ from tailrace.sim.world import Lengths, SimPrompts, law_of
 
 OF_DEVICES = {
     "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
-    "trainer": ("tokens_per_s", "step_s"),
+    "trainer": ("tokens_per_s", "step_s", "swap_s", "early_swap_s"),
 }
 """Keys of [sim] that depend on the model and on the devices."""
 
@@ -140,7 +140,7 @@ def simulated_parts(
     anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
     return RunComponents(
         engines=engines,
-        trainer=SimTrainer(settings.trainer, replicas, host),
+        trainer=SimTrainer(settings.trainer, replicas, host, asleep=shared.kind != "disaggregated"),
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
         prompts=prompts,
         held_out=prompts,
@@ -229,8 +229,10 @@ def without_rates(config: RunConfig) -> SimSettings:
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
     slots = sim.engines.slots or config.engine.max_num_seqs
     synchronous = sim.rewards.synchronous or config.reward.synchronous
-    if cluster and cluster.model is None and config.model:
-        cluster = cluster.model_copy(update={"model": str(config.model.path)})
+    if cluster:
+        given = {"offload": config.trainer.offload, "trainer_replicas": config.trainer.replicas}
+        given |= {"model": str(config.model.path)} if config.model else {}
+        cluster = cluster.model_copy(update={k: v for k, v in given.items() if getattr(cluster, k) is None})
     changes = {
         "cluster": cluster,
         "rewards": sim.rewards.model_copy(update={"synchronous": synchronous}),

@@ -168,6 +168,9 @@ async def _started(
             reference = AdapterOff(remote_trainer)
         elif algorithm.needs_reference:
             reference = RemoteReference(await start(ReferenceWorker, "reference", reference_job))
+        if config.placement.kind != "disaggregated":
+            await remote_trainer.ready()
+            await remote_trainer.sleep()  # a server takes the memory that it finds free
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.recovery_timeout_s)
         async with ended_by_death(started, watched):

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind
+from tailrace.assembly.live import advantages_of, check_live, on_devices_of_trainer, open_parts, rewind
 from tailrace.assembly.schedule import (
     BoundSchedule,
     check_parameter_names,
@@ -147,7 +147,8 @@ class SharedWorkers:
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
             # For each set-up: what a trainer keeps beside the weights depends on its algorithm.
-            await (await self._parts.trainer.save(self._folder / "start"))
+            async with on_devices_of_trainer(self._parts):
+                await (await self._parts.trainer.save(self._folder / "start"))
         await rewind(self._parts, self._folder / "start", version=0)
         return self._parts
 

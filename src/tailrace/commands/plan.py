@@ -35,6 +35,7 @@ CELLS = {
     "length_bias": "{:+.1%}",
     "kv_share": "{:.0%}",
     "trainer_share": "{:.0%}",
+    "device_share": "{:.0%}",
 }
 """Figures of a candidate in the table, and their formats."""
 
@@ -166,7 +167,7 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule (devices)")
     table.title_justify = "left"
-    for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "steps"):
+    for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "full", "steps"):
         table.add_column(head, justify="right")
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
         cells = [form.format(each.figures[key]) for key, form in CELLS.items()]
@@ -174,6 +175,7 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     table.caption = (
         "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
         "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
+        "full: largest share of a device that is filled, by engine and trainer together where they share it; "
         "steps: optimizer steps over which it was measured"
     )
     return table

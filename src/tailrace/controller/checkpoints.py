@@ -15,6 +15,7 @@ from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
+from tailrace.rollout.placement import Placement
 from tailrace.rollout.router import Router
 from tailrace.types import Group
 
@@ -23,9 +24,10 @@ class Checkpoints:
     """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
     an interruption.
 
-    The run goes on while a checkpoint is written. The ledger is marked when it is complete, with the state of
-    the run at the moment at which the checkpoint began. So a run that is killed meanwhile resumes from the
-    checkpoint before. A checkpoint that cannot be written ends the run.
+    The trainer has its devices when a checkpoint begins. The run goes on while it is written. The ledger is
+    marked when it is complete, with the state of the run at the moment at which the checkpoint began. So a
+    run that is killed meanwhile resumes from the checkpoint before. A checkpoint that cannot be written ends
+    the run.
 
     Args:
         tasks: what waits for the trainer and marks the ledger runs in this task group.
@@ -41,13 +43,14 @@ class Checkpoints:
         journal: NullJournal,
         recorder: Recorder,
         tasks: asyncio.TaskGroup,
+        placement: Placement,
         *,
         folder: Path | None,
         start: StartingPoint,
     ) -> None:
         self._parts, self._settings, self._ledger = parts, settings, ledger
         self._journal, self._recorder, self._folder = journal, recorder, folder
-        self._tasks = tasks
+        self._tasks, self._placement = tasks, placement
         self._writing: asyncio.Task[None] | None = None
         """Completes the newest checkpoint."""
         self._life, base = start.life, start.base
@@ -126,7 +129,8 @@ class Checkpoints:
             anchors=dict(self._parts.anchors.longest_s),
             cut_steps=state.cut_steps,
         )
-        trainer_done = await self._parts.trainer.save(folder)
+        async with self._placement.training(all_replicas=True):
+            trainer_done = await self._parts.trainer.save(folder)
         self._saved_at, self._saved_name = (round, num_steps), name
 
         async def complete() -> None:

@@ -142,12 +142,6 @@ class Run:
         self.router = Router(parts.engines, recorder, parts.play, journal.written)
         self._generated_before = start.num_generated - self.router.num_generated
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
-        self.checkpoints = Checkpoints(
-            parts, settings, self._ledger, journal, recorder, tasks, folder=folder, start=start
-        )
-        self._evaluations = Evaluations(
-            parts, settings, self.router, self._ledger, recorder, self.checkpoints
-        )
         self.pool = Pool(
             tasks,
             self.router,
@@ -160,6 +154,14 @@ class Run:
             synchronous_rewards=parts.synchronous_rewards,
         )
         self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
+        self.checkpoints = Checkpoints(
+            *(parts, settings, self._ledger, journal, recorder, tasks, self._placement),
+            folder=folder,
+            start=start,
+        )
+        self._evaluations = Evaluations(
+            parts, settings, self.router, self._ledger, recorder, self.checkpoints
+        )
         self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
         self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
 
@@ -250,10 +252,10 @@ class Run:
         """Forward and backward pass now. Gradients are kept; the weights do not change."""
         units = self._checked(batch)
         while units:
-            async with self._placement.training() as replica:
+            async with self._placement.training() as replicas:
                 # One unit at a time, because the other replicas may join at any time.
-                share, units = (units, []) if replica is None else (units[:1], units[1:])
-                await self._accumulate(share, replica)
+                share, units = (units, []) if replicas is None else (units[:1], units[1:])
+                await self._accumulate(share, replicas)
 
     async def step(self) -> None:
         """One optimizer step on all gradients accumulated since the last step."""
@@ -381,9 +383,9 @@ class Run:
                 )
         return units
 
-    async def _accumulate(self, units: list[list[Sample]], replica: int | None) -> None:
+    async def _accumulate(self, units: list[list[Sample]], replicas: int | None) -> None:
         start_s, samples = clock.now(), list(chain.from_iterable(units))
-        await self._parts.trainer.accumulate(units, version=self.version, replica=replica)
+        await self._parts.trainer.accumulate(units, version=self.version, replicas=replicas)
         num_tokens = sum(sample.num_tokens for sample in samples)
         ids = tuple(sample.id for sample in samples)
         self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
@@ -399,10 +401,10 @@ class Run:
         if last and not isfinite(self._state.loss):
             self._refuse_to_go_on()
         await self.pool.settled()
-        await self._placement.generating()
         parked, longest = self.parked.groups, self.history.longest
         with self._interruption.protected():
             await self.checkpoints.save_if_due(self._state, parked, longest, last=last)
+        await self._placement.generating()
         await self._evaluations.run_if_due(self.round, last=last)
 
     async def _close_ledger(self) -> None:

@@ -151,7 +151,7 @@ class Candidate:
     def on(self, cluster: SimClusterSettings) -> SimClusterSettings:
         """The cluster with this division of its devices."""
         division = {"rollout_devices": self.rollout_devices, "tensor_parallel": self.tensor_parallel}
-        return cluster.model_copy(update=division)
+        return cluster.model_copy(update=division | {"trainer_replicas": self.replicas})
 
     def name(self, devices: int) -> str:
         return f"{self.work.name} ({self.division(devices)})"

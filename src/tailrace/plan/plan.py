@@ -31,7 +31,7 @@ from tailrace.record.figures import Row
 from tailrace.rollout.placement import Shared
 from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
-from tailrace.sim.cluster import rates, trainer_memory_share
+from tailrace.sim.cluster import memory_shares, rates
 from tailrace.sim.settings import SimEngineSettings, SimSettings
 
 WARM_UP = 0.25
@@ -58,7 +58,8 @@ class Measured:
         steps: optimizer steps of the run.
         figures: those of `measure`, and step_s: seconds of an optimizer step; kv_share: KV cache that the
             requests in flight fill, with responses of mean length; trainer_share: memory of the trainer's
-            devices that its state fills.
+            devices that its state fills; device_share: memory of a device that is filled at most, where
+            engine and trainer share one by what both hold.
     """
 
     candidate: Candidate
@@ -83,7 +84,8 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
     last_s, others_s = trainer.step_s / work.steps, trainer.step_s * (work.steps - 1) / work.steps
     publish_s, load_s = trainer.publish_s / work.steps, engines.load_s / work.steps
     reward_s = sim.rewards.median_s / work.steps if sim.rewards.code is None else 0.0
-    switch_s = (engines.sleep_s + engines.wake_s) / work.steps
+    again_s = trainer.early_swap_s if candidate.kind == "elastic" else 0.0  # while others generate
+    switch_s = (engines.sleep_s + engines.wake_s + 2 * trainer.swap_s - again_s) / work.steps
     match candidate.kind:
         case "colocated":
             step_s = generation_s + reward_s + pass_s + others_s + last_s + publish_s + switch_s
@@ -230,8 +232,8 @@ class Problem:
         figures |= {
             "step_s": self.groups_per_step * self.run.group_size / figures["samples_per_s"],
             "kv_share": self._kv_share(candidate, sim.engines),
-            "trainer_share": trainer_memory_share(sim.cluster),
         }
+        figures["trainer_share"], figures["device_share"] = memory_shares(sim.cluster)
         return Measured(candidate, self.floor(candidate, sim, steps), steps, figures)
 
     def _sim_of(self, candidate: Candidate) -> SimSettings:

@@ -5,8 +5,10 @@ the top of a round and after a publication.
 
     disaggregated   both have devices of their own
     colocated       all devices generate, then all train
-    elastic         all generate; in mid-round some engines give their devices to replica 0 of the trainer;
-                    after the rollout all train (RollPacker 4.4)
+    elastic         all generate; in mid-round half of the engines give their devices to as many replicas of
+                    the trainer; after the rollout all train (RollPacker 4.4)
+
+The trainer sleeps while engines generate on its devices, and wakes when they sleep.
 
 The tensor-parallel size of the engines can be chosen online by their preemptions (RollPacker 4.2). An engine
 preempts requests when its KV cache is full. A group of twice as many devices holds the weights once and has
@@ -14,8 +16,8 @@ more than twice the cache; its decode steps communicate more.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,8 +106,9 @@ class PlacementSettings(Settings):
 
     kind: Kind = "disaggregated"
     """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same
-    devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to
-    replica 0 of the trainer (RollPacker's stream trainer); it needs trainer.replicas = 2."""
+    devices, in turn, and what `[trainer.offload]` says leaves them meanwhile. "elastic": as colocated, but in
+    mid-round half of the engines give their devices to the first half of the trainer's replicas (RollPacker's
+    stream trainer); it needs an even trainer.replicas."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """What the numbers in `engines` and `trainer` are: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
@@ -125,8 +128,10 @@ class Shared:
 
     kind: Kind = "disaggregated"
     engines: tuple[bool, ...] = ()
-    """For each engine, whether replica 0 of the trainer trains on its devices. Empty: the half that comes
-    last."""
+    """For each engine, whether an early replica of the trainer trains on its devices. Empty: the half that
+    comes last."""
+    early_replicas: int = 1
+    """Of the elastic placement: replicas that train while the other devices generate, the first ones."""
     max_width: int = 1
     """Engines whose devices may be joined to one tensor-parallel group, at most."""
 
@@ -143,7 +148,7 @@ class Placement:
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
-        """Yield the replica that may train on devices inside the block; None: all of them. With
+        """Yield how many replicas of the trainer, the first ones, may train inside the block; None: all. With
         `all_replicas` the block needs all, as an optimizer step does.
 
         Raises:
@@ -160,8 +165,8 @@ class Placement:
 
 
 class Colocated(Placement):
-    """All devices generate until the rollout is over; then all train. Before engines wake, the trainer gives
-    memory back."""
+    """All devices generate until the rollout is over; then all train. Before engines wake, the trainer
+    sleeps."""
 
     kind: Kind = "colocated"
 
@@ -175,7 +180,7 @@ class Colocated(Placement):
         pool.on_launch = self._launched
 
     async def round_ended(self) -> None:
-        await self._trainer.release()  # engines may start with another size
+        await self._trainer.sleep()  # engines may start with another size
         await super().round_ended()
 
     @asynccontextmanager
@@ -200,27 +205,36 @@ class Colocated(Placement):
         while not self._pool.is_idle:
             self._check_end()
             await self._pool.changed.wait("the end of the rollout, to train on its devices")
-        await self._lend(self._engines)
-        return None
+        return await self._lend(self._engines)
 
     async def _wake(self) -> None:
         lent, self._lent = self._lent, []
-        await self._trainer.release()
-        try:
+        await self._trainer.sleep()
+        with self._explained("an engine", "trainer"):
             await asyncio.gather(*(engine.wake() for engine in lent))
-        except (NotWoken, ServerRefused) as why:
-            problem = f"an engine cannot take its memory back beside what the trainer keeps ({why})"
-            remedy = 'give the engines less memory, or devices of their own ("disaggregated")'
-            raise ConfigError("placement.kind", self.kind, problem, remedy) from why
 
     def _check_end(self) -> None:
         if self._pool.is_endless:
             raise ScheduleError(f"the schedule trains while it draws prompts without an end: {NEVER_STOPS}")
 
-    async def _lend(self, engines: Sequence[Engine]) -> None:
+    async def _lend(self, engines: Sequence[Engine], replicas: int | None = None) -> int | None:
+        """Let engines sleep, and so many replicas of the trainer wake on their devices; None: all."""
         lent = [engine for engine in engines if engine not in self._lent]
         self._lent += lent
         await asyncio.gather(*(engine.sleep() for engine in lent))
+        with self._explained("the trainer", "engine"):
+            await self._trainer.wake(replicas)
+        return replicas
+
+    @contextmanager
+    def _explained(self, who: str, other: str) -> Iterator[None]:
+        """Name the settings with which one side can wake."""
+        try:
+            yield
+        except (NotWoken, ServerRefused) as why:
+            problem = f"{who} cannot take its memory back beside what the {other} keeps ({why})"
+            remedy = 'give the engines less memory, change [trainer.offload], or write "disaggregated"'
+            raise ConfigError("placement.kind", self.kind, problem, remedy) from why
 
     def _launched(self) -> None:
         """A launch after the training of the same round needs engines, too."""
@@ -229,11 +243,12 @@ class Colocated(Placement):
 
 
 class Elastic(Colocated):
-    """As Colocated, but the engines that share devices with replica 0 may sleep before the rollout is over.
+    """As Colocated, but the engines that share devices with the early replicas may sleep before the rollout
+    is over.
 
     At most once a rollout, tested at each milestone: they sleep if the projected peak of the KV cache of all
-    unfinished requests fits on the others. Their requests go on there from their tokens. Replica 0 then
-    accumulates complete groups. When the rollout is over all replicas train.
+    unfinished requests fits on the others. Their requests go on there from their tokens. The early replicas
+    then accumulate complete groups. When the rollout is over all replicas train.
     """
 
     kind = "elastic"
@@ -245,9 +260,10 @@ class Elastic(Colocated):
         pool: Pool,
         tasks: asyncio.TaskGroup,
         shared: Sequence[bool],
+        early_replicas: int,
     ) -> None:
         super().__init__(planner, trainer, pool, tasks)
-        self._shared = shared
+        self._shared, self._early_replicas = shared, early_replicas
         self._tested = -1
 
     async def generating(self) -> None:
@@ -257,14 +273,13 @@ class Elastic(Colocated):
     async def _devices(self, all_replicas: bool) -> int | None:
         while not self._pool.is_idle:
             self._check_end()
-            if self._lent and not all_replicas:
-                return 0
             if not self._lent and self._is_milestone() and (engines := self._lendable()):
-                await self._lend(engines)
+                await self._lend(engines, self._early_replicas)
                 continue
+            if self._lent and not all_replicas:
+                return self._early_replicas
             await self._pool.changed.wait("devices to train on")
-        await self._lend(self._engines)
-        return None
+        return await self._lend(self._engines)
 
     def _is_milestone(self) -> bool:
         """Whether a milestone was reached that was not tested. After the last one there is no test."""
@@ -297,7 +312,7 @@ class Elastic(Colocated):
 
 
 def lendable(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
-    """Which engines of these widths give their devices, given which are shared with replica 0. None if a
+    """Which engines of these widths give their devices, given which are shared with early replicas. None if a
     tensor-parallel group has devices of both kinds."""
     lent = [False] * len(widths)
     for number, width in enumerate(widths):
@@ -322,4 +337,4 @@ def make_placement(
             return Colocated(planner, trainer, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            return Elastic(planner, trainer, pool, tasks, shared.engines or half)
+            return Elastic(planner, trainer, pool, tasks, shared.engines or half, shared.early_replicas)

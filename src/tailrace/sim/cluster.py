@@ -11,15 +11,16 @@ them is reached.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.errors import ConfigError
-from tailrace.memory import ModelShape, gib
+from tailrace.memory import STATE_BYTES, ModelShape, ProcessMemory, gib, in_turn
 from tailrace.model_folder import context_length, read_config
 from tailrace.settings import Settings
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimClusterSettings, SimSettings
+from tailrace.trainer.base import OffloadSettings, Place
 
 BYTES_PER_WEIGHT = 2
 """Engines hold weights and KV cache in bfloat16."""
@@ -209,14 +210,16 @@ def rates(settings: SimSettings) -> SimSettings:
     return filled
 
 
-def trainer_memory_share(cluster: SimClusterSettings) -> float:
-    """Return the share of its devices' memory that the trainer's state fills.
+def memory_shares(cluster: SimClusterSettings) -> tuple[float, float]:
+    """Return the share of its devices' memory that the trainer's state fills, and the largest share of a
+    device that is filled, by engines, trainer, or what both hold in turn.
 
     Raises:
         ConfigError: there is no such device or model.
     """
     setup = _Setup.of(cluster)
-    return setup.state_bytes / setup.training_memory
+    filled = max(sum(each.device_bytes for each in turn) for turn in setup.on_a_device().values())
+    return setup.state_bytes / setup.training_memory, filled / setup.device.memory_bytes
 
 
 def _filled(section: S, found: Mapping[str, Any]) -> S:
@@ -279,7 +282,35 @@ class _Setup:
 
     @property
     def state_bytes(self) -> float:
-        return self.cluster.trainer_bytes_per_parameter * self.model.num_parameters
+        num = self.model.num_parameters * (self.cluster.trainer_replicas or 1)
+        return self.cluster.trainer_bytes_per_parameter * num
+
+    @property
+    def offload(self) -> OffloadSettings:
+        return self.cluster.offload or OffloadSettings()
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where each part is while engines generate. The host's memory is that of a CPU."""
+        stays = self.cluster.device == "CPU"
+        found = self.offload.places()
+        return {part: "device" if place == "host" and stays else place for part, place in found.items()}
+
+    def state(self) -> dict[str, int]:
+        """The parts of the trainer's state on one of its devices."""
+        of_device, whole = self.state_bytes / self.training, sum(STATE_BYTES.values())
+        return {part: int(of_device * size / whole) for part, size in STATE_BYTES.items()}
+
+    def on_a_device(self) -> dict[str, list[ProcessMemory]]:
+        """The memory that is held on one device, in each turn. Left out are activations."""
+        name, state = self.cluster.device, self.state()
+        stays = {part: size for part, size in state.items() if self.places[part] == "device"}
+        taken = {"weights and KV cache": int(self.cluster.memory_share * self.device.memory_bytes)}
+        engine = ProcessMemory("engine", name, taken, {})
+        trainer = ProcessMemory("trainer", name, state, {}, asleep=stays)
+        if self.cluster.rollout_devices:
+            return {"generating": [engine], "training": [trainer]}
+        return in_turn([engine, trainer])
 
     @property
     def engine_memory(self) -> float:
@@ -319,18 +350,22 @@ class _Setup:
         }
 
     def _switch_s(self) -> dict[str, float]:
-        """Return the costs of new weights and of the change between generating and training.
-
-        In turn, the trainer's state waits in the host's memory while engines generate. The new weights reach
-        the engines when they wake.
-        """
-        cluster = self.cluster
-        if cluster.rollout_devices:
+        """Return the costs of new weights, and of engines that sleep and wake. In turn, the new weights reach
+        them when they wake."""
+        if self.cluster.rollout_devices:
             return {"load_s": self._send_s()}
-        host_link = self.device.host_bytes_per_s * cluster.link_efficiency
-        swap_s = self.state_bytes / cluster.devices / host_link
-        gather_s = self.model.weight_bytes / self.link(cluster.devices)
-        return {"load_s": gather_s, "sleep_s": swap_s, "wake_s": swap_s + gather_s}
+        gather_s = self.model.weight_bytes / self.link(self.cluster.devices)
+        return {"load_s": gather_s, "sleep_s": 0.0, "wake_s": gather_s}
+
+    def _swap_s(self, *parts: str) -> float:
+        """Return the time in which parts of the trainer's state leave all its devices, or come back."""
+        cluster, state, places = self.cluster, self.state(), self.places
+        rates = {
+            "device": inf,
+            "host": self.device.host_bytes_per_s * cluster.link_efficiency,
+            "disk": cluster.filesystem_bytes_per_s / min(self.training, cluster.devices_per_node),
+        }
+        return sum(state[part] / rates[places[part]] for part in parts)
 
     def _send_s(self) -> float:
         """Return the time in which the weights reach all engines, as a pipelined broadcast."""
@@ -345,12 +380,14 @@ class _Setup:
         flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
         optimizer_s = (
             OPTIMIZER_BYTES * model.num_parameters / (num * device.bytes_per_s * cluster.bandwidth_efficiency)
-        )
+        ) * (cluster.trainer_replicas or 1)
         gather_s = model.weight_bytes / self.link(num) if num > 1 else 0.0
         write_s = self._send_s() if cluster.transport == "filesystem" else 0.0
         # gradients in float32, weights in bfloat16
         exchange_s = 3 * model.weight_bytes / self.link(num) if num > 1 else 0.0
-        return {
+        early = ("weights",) if self.offload.early_gradients else ("weights", "gradients")
+        swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s(*early)}
+        return ({} if cluster.rollout_devices else swaps) | {
             "tokens_per_s": num * device.flops * cluster.training_efficiency / flops,
             "step_s": optimizer_s + exchange_s,
             "publish_s": gather_s + write_s if cluster.rollout_devices else 0.0,
@@ -388,6 +425,12 @@ class _Setup:
             room = f"{num} x {device} have {gib(self.training_memory)}"
             problem = f"the trainer holds {gib(self.state_bytes)}, but {room}"
             raise ConfigError(key, name, problem, "give the trainer more devices")
+        for turn, held in self.on_a_device().items():
+            if sum(each.device_bytes for each in held) > self.device.memory_bytes:
+                parts = " and ".join(f"{each.name} {gib(each.device_bytes)}" for each in held)
+                problem = f"while {turn}, a device holds {parts}, and has {gib(self.device.memory_bytes)}"
+                remedy = 'write "host" for more parts of [trainer.offload], or lower sim.cluster.memory_share'
+                raise ConfigError("sim.cluster.memory_share", self.cluster.memory_share, problem, remedy)
 
 
 def _check_lengths(settings: SimSettings, model: LanguageModel) -> None:

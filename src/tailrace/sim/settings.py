@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from tailrace.reward.base import TimeoutSettings
 from tailrace.settings import FolderOrName, RunPath, Settings
+from tailrace.trainer.base import OffloadSettings
 
 DEFAULT_SLOTS = 256
 DEFAULT_MEDIAN_TOKENS = 1230.0
@@ -66,6 +67,10 @@ class SimTrainerSettings(Settings):
     """Seconds of an optimizer step, without forward and backward."""
     publish_s: float = Field(default=0.0, ge=0)
     """Seconds in which the trainer writes new weights."""
+    swap_s: float = Field(default=0.0, ge=0)
+    """Seconds in which the trainer's state leaves its devices, or comes back (`[trainer.offload]`)."""
+    early_swap_s: float = Field(default=0.0, ge=0)
+    """The same for what training during the rollout needs: at most swap_s."""
     drift: float = Field(default=0.5, ge=0)
     """Standard deviation that the log importance weight of a token gains with each version: a model of the
     effective sample size."""
@@ -259,12 +264,16 @@ class SimClusterSettings(Settings):
     """Whether the trainer computes the forward pass twice to save memory: 8 instead of 6 FLOPs a parameter
     and token."""
     trainer_bytes_per_parameter: float = Field(default=16.0, gt=0)
-    """Memory of weights, gradients and optimizer state. Default: mixed-precision Adam (Rajbhandari et al.,
-    ZeRO, 2020, section 3.1)."""
+    """Memory of weights, gradients and optimizer state, a quarter, a quarter and a half of it. Default:
+    mixed-precision Adam (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+    trainer_replicas: int | None = Field(default=None, ge=1)
+    """Replicas of the trainer; each has all of that memory. None: trainer.replicas, or 1 without a config."""
+    offload: OffloadSettings | None = None
+    """Where the trainer's state is while engines generate on its devices. None: [trainer.offload]."""
     transport: Literal["process_group", "filesystem"] = "process_group"
     """How weights reach engines on other devices."""
     filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
-    """Rate at which a shared file system is written and read. Default: assumed."""
+    """Rate at which a shared file system, or the disk of a node, is written and read. Default: assumed."""
 
 
 class SimHostSettings(Settings):

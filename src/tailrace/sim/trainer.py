@@ -4,14 +4,16 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Literal
 
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimReferenceSettings, SimTrainerSettings
 from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
 from tailrace.weights.base import Weights
 
+Awake = Literal["asleep", "early", "whole"]
 STEPS_FILE = "steps.txt"
 
 
@@ -21,28 +23,33 @@ class SimTrainer:
     Args:
         replicas: each has the same share of the speed.
         host: what slows it down while others work; None: it has devices of its own.
+        asleep: it begins asleep, because engines have its devices.
     """
 
-    def __init__(self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None) -> None:
+    def __init__(
+        self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None, *, asleep: bool = False
+    ) -> None:
         self._cost, self._replicas = cost, replicas
         self._host = host
         self._accumulated: list[Sample] = []
         self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
         self._busy_s = 0.0
         self._num_steps = 0
+        self._awake: Awake = "asleep" if asleep else "whole"
         self._one_after_another = asyncio.Lock()
 
     async def accumulate(
-        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+        self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
         samples = [sample for unit in units for sample in unit]
-        replicas = self._replicas if replica is None else 1
-        rate = self._cost.tokens_per_s * replicas / self._replicas
+        self._check("accumulate", self._awake != "asleep")
+        rate = self._cost.tokens_per_s * (replicas or self._replicas) / self._replicas
         await self._work(self._cost.pass_s + _num_positions(samples) / rate)
         self._accumulated += samples
         self._log_weights += self._variances(samples, version)
 
     async def step(self) -> StepStats:
+        self._check("step", self._awake == "whole")
         await self._work(self._cost.step_s)
         samples, self._accumulated = self._accumulated, []
         log_weights, self._log_weights = self._log_weights, []
@@ -72,8 +79,25 @@ class SimTrainer:
             await asyncio.sleep(self._cost.publish_s)
         return Weights(version)
 
-    async def release(self) -> None:
-        pass  # memory is not simulated
+    async def sleep(self) -> None:
+        await self._switch("asleep")
+
+    async def wake(self, replicas: int | None = None) -> None:
+        if replicas is None or self._awake == "asleep":
+            await self._switch("whole" if replicas is None else "early")
+
+    async def _switch(self, awake: Awake) -> None:
+        """Move what differs between two states, over the links of all devices at once."""
+        cost = self._cost
+        seconds = {"asleep": 0.0, "early": cost.early_swap_s, "whole": cost.swap_s}
+        before, self._awake = self._awake, awake
+        if moved_s := abs(seconds[awake] - seconds[before]):
+            async with self._one_after_another:
+                await asyncio.sleep(moved_s)
+
+    def _check(self, verb: str, can: bool) -> None:
+        if not can:
+            raise ScheduleError(f"{verb}: the trainer is asleep, because engines generate on its devices")
 
     async def save(self, folder: Path) -> Awaitable[None]:
         folder.mkdir(parents=True, exist_ok=True)

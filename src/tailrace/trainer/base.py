@@ -36,6 +36,30 @@ class LoraSettings(Settings):
     `weights.transport = "filesystem"`."""
 
 
+Place = Literal["device", "host", "disk"]
+
+
+class OffloadSettings(Settings):
+    """Where the trainer's state is while engines generate on its devices (`placement.kind = "colocated"` or
+    "elastic"). "device": it stays. "host": in pinned memory of the host; on a CPU it is there, and stays.
+    "disk": in a file of $TMPDIR, which gives the memory of a CPU free, too."""
+
+    weights: Place = "host"
+    """The weights in float32, those of a critic, and the published ones of a recomputed old policy."""
+    gradients: Place = "host"
+    """The sum of gradients."""
+    optimizer: Place = "host"
+    """AdamW's moments. Training that goes on during the rollout (elastic) does not load them (RollPacker
+    5)."""
+    early_gradients: bool = False
+    """Training that goes on during the rollout (elastic) adds its gradients to the sum where that is, and
+    does not load it (RollPacker 5)."""
+
+    def places(self) -> dict[str, Place]:
+        """The place of each part."""
+        return {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+
+
 class TrainerSettings(Settings):
     """The trainer: optimizer, micro-batches, device."""
 
@@ -75,6 +99,7 @@ class TrainerSettings(Settings):
     """Compute the activations of each block again in the backward pass, in place of keeping them."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time."""
+    offload: OffloadSettings = OffloadSettings()
     async_checkpoints: bool = True
     """Train on while a checkpoint is written, from a copy of weights and optimizer states in host memory.
     false: the trainer waits, and needs no memory for the copy."""
@@ -85,6 +110,11 @@ class TrainerSettings(Settings):
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
     trained."""
+
+    def kept_asleep(self) -> list[str]:
+        """The parts of the state that stay in the memory of the device while the trainer sleeps."""
+        stay = ("device", "host") if self.device == "cpu" or self.cpu_offload else ("device",)
+        return [part for part, place in self.offload.places().items() if place in stay]
 
     def least_tokens(self) -> int:
         """`min_tokens_per_microbatch`, or its default."""
@@ -140,7 +170,7 @@ class Trainer(Protocol):
     """One logical trainer of one or several ranks. It executes calls in the order in which they are made."""
 
     async def accumulate(
-        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+        self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
         """Run forward and backward, and add the gradients to their sum. The weights do not change.
 
@@ -152,8 +182,8 @@ class Trainer(Protocol):
         Args:
             units: groups, or batches of shuffled samples.
             version: the published version; tokens of older versions count as carried over (APRIL).
-            replica: the replica that computes them all; None: they are divided among all replicas. The
-                gradients of all replicas are added at `step`. Replicas may have unequal shares or none.
+            replicas: the first so many replicas compute them; None: all. The gradients of all replicas are
+                added at `step`. Replicas may have unequal shares or none.
         """
 
     async def step(self) -> StepStats:
@@ -173,8 +203,17 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Weights:
         """Make the current weights available to the engines as `version`."""
 
-    async def release(self) -> None:
-        """Give memory that is not in use back to the devices, which engines share."""
+    async def sleep(self) -> None:
+        """Move the parts of `OffloadSettings` off the devices, which engines share, and give back memory that
+        is not in use. Until it wakes, `accumulate`, `step` and `ess` are a ScheduleError."""
+
+    async def wake(self, replicas: int | None = None) -> None:
+        """Take the parts back.
+
+        Args:
+            replicas: only so many, the first ones, and only to accumulate: the optimizer state, and with
+                `early_gradients` the gradients, stay where they are. None: all replicas, whole.
+        """
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """Begin a checkpoint: model (a Hugging Face folder), optimizer, step count, random state.

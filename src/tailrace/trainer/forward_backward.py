@@ -17,7 +17,7 @@ ones and the ratio is 1. After it, a copy of the published weights and one more 
 micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -116,6 +116,10 @@ class PublishedPolicy:
         """Copy the published weights, if there is no copy yet. Called before each optimizer step."""
         if not self._weights:
             self._weights = {name: local(p).clone() for name, p in self._policy.parameters().items()}
+
+    def copies(self) -> Iterable[Tensor]:
+        """The published weights that are not the current ones."""
+        return self._weights.values()
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor | None:

@@ -4,7 +4,7 @@ If the model is sharded, each rank has a shard of every parameter, gradient and 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -45,9 +45,18 @@ class Optimizer:
         warmup = self._settings.warmup_steps
         return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
 
+    @property
+    def parameters(self) -> Collection[Tensor]:
+        """Those that are trained."""
+        return self._parameters.values()
+
     def gradients(self) -> list[Tensor]:
         """The sum of gradients since the last step, by parameter."""
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def moments(self) -> list[Tensor]:
+        """What AdamW keeps of its steps so far."""
+        return [tensor for state in self._adamw.state.values() for tensor in state.values()]
 
     def add_replicas(self, ranks: Ranks) -> None:
         """Add up the gradients of all replicas."""

@@ -12,6 +12,7 @@ change the gradient, and replicas may have unequal shares or none. A critic is t
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tailrace.trainer.critic import Critic
 from tailrace.trainer.distributed import Ranks, gather
 from tailrace.trainer.forward_backward import ForwardBackward, PublishedPolicy, StepStatistics
 from tailrace.trainer.model import PolicyModel, as_in_files
+from tailrace.trainer.offload import Offloaded
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import take_full
 from tailrace.trainer.reference import TorchReference
@@ -62,6 +64,8 @@ class TorchTrainer:
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device, ranks)
+        self._parts = {part: Offloaded(place) for part, place in settings.offload.places().items()}
+        self._asleep = False
         self._waiting: list[TrainingSample] = []
         """Accumulated samples that are not computed yet."""
         self._weights_published = True
@@ -72,6 +76,7 @@ class TorchTrainer:
 
         Units wait until together they fill micro-batches (`take_full`), at most until the step.
         """
+        self._check_awake("accumulate", "weights")
         least = self._settings.least_tokens() * self._ranks.num_ranks
         for unit in units:
             self._statistics.add_unit(unit)
@@ -82,8 +87,9 @@ class TorchTrainer:
         """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
 
         Raises:
-            ScheduleError: nothing was accumulated since the last step.
+            ScheduleError: nothing was accumulated since the last step, or the trainer is asleep.
         """
+        self._check_awake("step", *self._parts)
         self._compute_waiting()
         started = time.perf_counter()
         statistics, self._statistics = self._statistics, StepStatistics(self._policy.device, self._ranks)
@@ -127,6 +133,7 @@ class TorchTrainer:
 
         Its time counts as compute of the step that it guards. Each replica answers for its own units.
         """
+        self._check_awake("ess", "weights")
         started = time.perf_counter()
         totals = torch.zeros(3, dtype=torch.float64, device=self._policy.device)
         samples = list(chain.from_iterable(units))
@@ -201,6 +208,52 @@ class TorchTrainer:
         for random in section("random.cuda.", state).values() if self._policy.device.type == "cuda" else ():
             torch.cuda.set_rng_state(random, self._policy.device)
 
+    def sleep(self) -> None:
+        """Move the parts of the state to their places (`OffloadSettings`). All values stay as they are."""
+        self._asleep = True
+        for name, part in self._parts.items():
+            part.leave(self._tensors(name))
+
+    def wake(self, *, early: bool = False) -> None:
+        """Take the parts back. `early`: only those that `accumulate` needs (base.Trainer.wake)."""
+        skipped = {"optimizer"} | ({"gradients"} if self._settings.offload.early_gradients else set())
+        for name, part in self._parts.items():
+            if not (early and name in skipped):
+                part.come_back()
+        self._asleep = False
+
+    @contextmanager
+    def present(self, *parts: str) -> Iterator[None]:
+        """Inside the block parts of the state are on the device, also while the trainer sleeps."""
+        away = [name for name in parts if self._parts[name].is_away]
+        for name in away:
+            self._parts[name].come_back()
+        try:
+            yield
+        finally:
+            for name in away:
+                self._parts[name].leave(self._tensors(name))
+
+    def _tensors(self, part: str) -> Iterator[Tensor]:
+        """Those of policy and critic."""
+        if part == "gradients":
+            yield from chain.from_iterable(each.gradients() for each in self._optimizers())
+        elif part == "optimizer":
+            yield from chain.from_iterable(each.moments() for each in self._optimizers())
+        else:
+            yield from self._policy.model.parameters()
+            yield from self._critic.parameters().values() if self._critic else ()
+            yield from self._published.copies() if self._published else ()
+
+    def _check_awake(self, verb: str, *parts: str) -> None:
+        away = [name for name in parts if self._parts[name].is_away]
+        if self._asleep or away:
+            missing = f"; away are: {', '.join(f'trainer.offload.{name}' for name in away)}" if away else ""
+            raise ScheduleError(
+                f"{verb}: the trainer is asleep, because engines generate on its devices (placement.kind)"
+                f"{missing}; wake it first"
+            )
+
     def _compute_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         self._compute(waiting)
@@ -209,8 +262,10 @@ class TorchTrainer:
         if not samples:
             return
         started = time.perf_counter()
-        for sums in self._forward_backward.run(samples, weights_published=self._weights_published):
-            self._statistics.add_micro_batch(sums)
+        trained = chain.from_iterable(each.parameters for each in self._optimizers())
+        with self._parts["gradients"].added_to(trained):
+            for sums in self._forward_backward.run(samples, weights_published=self._weights_published):
+                self._statistics.add_micro_batch(sums)
         self._policy.synchronize()
         self._statistics.compute_s += time.perf_counter() - started
 

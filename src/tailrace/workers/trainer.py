@@ -5,7 +5,6 @@ order. Rank 0 of replica 0 publishes the weights and sends them.
 """
 
 import asyncio
-import itertools
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
@@ -25,7 +25,7 @@ from typing_extensions import override
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
 from tailrace.engine.settings import SamplingSettings
-from tailrace.errors import CheckpointError, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
@@ -159,11 +159,13 @@ class TrainerWorker(Worker):
 
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """The log-probs of a sample: [num_tokens]."""
-        return self._trainer.logprobs(sample)
+        with self._trainer.present("weights"):
+            return self._trainer.logprobs(sample)
 
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
         """As `logprobs`, under the model that LoRA began with."""
-        return self._trainer.reference_logprobs(sample)
+        with self._trainer.present("weights"):
+            return self._trainer.reference_logprobs(sample)
 
     def publish(self, version: int) -> Weights:
         """Publish the current weights.
@@ -171,7 +173,8 @@ class TrainerWorker(Worker):
         Raises:
             TransferFailed: there is no room for them.
         """
-        return self._publish(self._trainer.publish(), version)
+        with self._trainer.present("weights"):
+            return self._publish(self._trainer.publish(), version)
 
     @beside
     def send(self, version: int, link: Link) -> None:
@@ -183,9 +186,31 @@ class TrainerWorker(Worker):
         assert self._sender is not None
         self._sender.send(version, link)
 
-    def release(self) -> None:
-        """Give memory that is not in use back to the device."""
+    def sleep(self) -> None:
+        """Move state off the device, and give back memory that is not in use.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
+        try:
+            self._trainer.sleep()
+        except (OSError, RuntimeError) as why:  # of a file, or of pinned memory
+            remedy = 'make room there, set TMPDIR, or write "device" for a part'
+            raise ConfigError(
+                "trainer.offload", self._job.trainer.offload.places(), str(why), remedy
+            ) from why
         give_memory_back()
+
+    def wake(self, early: bool) -> None:
+        """Take the state back, or only what is needed to accumulate.
+
+        Raises:
+            NotWoken: there is no memory.
+        """
+        try:
+            self._trainer.wake(early=early)
+        except RuntimeError as why:  # of torch's allocators
+            raise NotWoken(str(why)) from why
 
     def save(self, folder: str) -> None:
         """Begin a checkpoint. Training may go on when this returns.
@@ -193,12 +218,13 @@ class TrainerWorker(Worker):
         Raises:
             CheckpointError: it cannot be begun.
         """
-        write = self._trainer.save(Path(folder))
         self._written = Future()
-        if self._job.trainer.async_checkpoints:
-            threading.Thread(target=self._write, args=(write, self._written), daemon=True).start()
-        else:
-            self._write(write, self._written)
+        with self._trainer.present("weights", "optimizer"):
+            write = self._trainer.save(Path(folder))
+            if self._job.trainer.async_checkpoints:
+                threading.Thread(target=self._write, args=(write, self._written), daemon=True).start()
+            else:
+                self._write(write, self._written)
 
     @beside
     def written(self) -> None:
@@ -215,7 +241,8 @@ class TrainerWorker(Worker):
         Raises:
             CheckpointError: it cannot be read.
         """
-        self._trainer.restore(Path(folder))
+        with self._trainer.present("weights", "gradients", "optimizer"):
+            self._trainer.restore(Path(folder))
 
     def join(self, host: str, port: int) -> None:
         """Find the other processes at an address. It comes before the start."""
@@ -376,12 +403,12 @@ class RemoteTrainer:
         await asyncio.gather(*(each.ready() for each in self.workers))
 
     async def accumulate(
-        self, units: Sequence[Sequence[Sample]], *, version: int, replica: int | None = None
+        self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
-        """As Trainer.accumulate. Without a replica, each unit goes to the one with the fewest tokens since
-        the last step, the largest unit first. What one replica was given alone does not count: the others
-        were not there."""
-        shares = zip(self._replicas, self._divide(units, replica), strict=True)
+        """As Trainer.accumulate. Each unit goes to the replica with the fewest tokens since the last step,
+        the largest unit first. What some replicas were given alone does not count for the others, which were
+        not there; they share the samples of a unit."""
+        shares = zip(self._replicas, self._divide(units, replicas), strict=True)
         await asyncio.gather(
             *(
                 _begin(ranks, TrainerWorker.accumulate, _training_samples(share, version))
@@ -413,7 +440,7 @@ class RemoteTrainer:
         self._given = [0] * len(self._given)
         answers = await _begin(self.workers, TrainerWorker.step)
         firsts = answers[:: len(self._replicas[0])]
-        samples = tuple(itertools.chain.from_iterable(stats.samples for stats in firsts))
+        samples = tuple(chain.from_iterable(stats.samples for stats in firsts))
         return replace(firsts[0], samples=samples, compute_s=max(stats.compute_s for stats in answers))
 
     async def publish(self, version: int) -> Weights:
@@ -422,9 +449,14 @@ class RemoteTrainer:
         self._published = answers[0]
         return answers[0]
 
-    async def release(self) -> None:
-        """As Trainer.release."""
-        await _begin(self.workers, TrainerWorker.release)
+    async def sleep(self) -> None:
+        """As Trainer.sleep."""
+        await _begin(self.workers, TrainerWorker.sleep)
+
+    async def wake(self, replicas: int | None = None) -> None:
+        """As Trainer.wake."""
+        woken = chain.from_iterable(self._replicas[:replicas])
+        await _begin(list(woken), TrainerWorker.wake, replicas is not None)
 
     async def send(self, weights: Weights, link: Link) -> None:
         """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
@@ -462,14 +494,19 @@ class RemoteTrainer:
             if self._published is not None and self._job.weights.transport == "shared_memory":
                 shutil.rmtree(Path(self._published.location).parent, ignore_errors=True)
 
-    def _divide(self, units: Sequence[Sequence[Sample]], replica: int | None) -> list[list[Sequence[Sample]]]:
+    def _divide(
+        self, units: Sequence[Sequence[Sample]], replicas: int | None
+    ) -> list[list[Sequence[Sample]]]:
         """The units of each replica, in their order."""
+        given = self._given
+        if replicas is not None:
+            given = [0] * replicas
+            units = [[sample] for unit in units for sample in unit] if replicas > 1 else units
         sizes = [sum(each.num_sequence_tokens for each in unit) for unit in units]
         owners = [0] * len(units)
         for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
-            owners[index] = self._given.index(min(self._given)) if replica is None else replica
-            if replica is None:
-                self._given[owners[index]] += sizes[index]
+            owners[index] = given.index(min(given))
+            given[owners[index]] += sizes[index]
         return [
             [unit for unit, owner in zip(units, owners, strict=True) if owner == number]
             for number in range(len(self._given))
