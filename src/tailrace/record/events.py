@@ -102,6 +102,16 @@ class GroupReady(Moment, frozen=True):
     num_tokens: int
 
 
+class StagesFilled(Moment, frozen=True):
+    """How full the stages between the engines and the trainer were since the last optimizer step, by their
+    names: "generated", "scoring", "ready" (rollout/pool.py)."""
+
+    groups: dict[str, int]
+    """The most at a time."""
+    blocked_s: dict[str, float]
+    """Seconds for which a stage was full and took no group. Without those that never were."""
+
+
 class GroupEnded(Moment, frozen=True):
     """A group was trained, filtered or dropped."""
 
@@ -286,6 +296,7 @@ LoggedEvent: TypeAlias = (
     | Decoded
     | SampleScored
     | GroupReady
+    | StagesFilled
     | GroupEnded
     | TokensWasted
     | RowSkipped
