@@ -118,10 +118,25 @@ class SglangEngineSettings(ServerEngineSettings):
     """Selects this kind of engine."""
 
 
+class PipelineRlEngineSettings(ServerEngineSettings):
+    """Any engine with the three routes that PipelineRL needs (engine/pipelinerl.py)."""
+
+    kind: Literal["pipelinerl"] = "pipelinerl"
+    """Selects this kind of engine."""
+
+    @model_validator(mode="after")
+    def _check_that_it_is_joined(self) -> Self:
+        if not self.urls:
+            raise ValueError("the run starts no such engine; set urls to those that run already")
+        return self
+
+
+HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings
 EngineSettings = Annotated[
     Annotated[NativeEngineSettings, Tag("native")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
-    | Annotated[SglangEngineSettings, Tag("sglang")],
+    | Annotated[SglangEngineSettings, Tag("sglang")]
+    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")],
     default_tag("native"),
 ]
 

@@ -142,6 +142,14 @@ class EngineWorker(Worker):
             raise WeightsRefused(str(why)) from why
         self._report()
 
+    def connect(self, location: str, link: Link) -> None:
+        """Make the process group of a link (weights/process_group.py). It waits for the trainer.
+
+        Raises:
+            TransferFailed: the trainer did not come.
+        """
+        self._receiver.connect(location, link)
+
     def pause(self) -> None:
         """Generate nothing until `resume`; loads and aborts still happen. All tokens are reported before."""
         self._set_paused(True)
@@ -390,6 +398,9 @@ class ServedEngine(EngineClient):
 
     async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
         await self.worker.call(EngineWorker.load, weights, link, kv)
+
+    async def connect(self, location: str, link: Link) -> None:
+        await self.worker.call(EngineWorker.connect, location, link)
 
     async def sleep(self) -> None:
         await self.worker.call(EngineWorker.sleep)

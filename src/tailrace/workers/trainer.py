@@ -29,7 +29,15 @@ from tailrace.errors import CheckpointError, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightSender, WeightsSettings
+from tailrace.weights.base import (
+    DTYPE,
+    Address,
+    Link,
+    ProcessGroupSettings,
+    Weights,
+    WeightSender,
+    WeightsSettings,
+)
 from tailrace.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.workers.process import give_memory_back, return_freed_tensors
 
@@ -182,6 +190,12 @@ class TrainerWorker(Worker):
         """
         assert self._sender is not None
         self._sender.send(version, link)
+
+    @beside
+    def rendezvous(self, link: Link) -> Address:
+        """As WeightSender.rendezvous."""
+        assert self._sender is not None
+        return self._sender.rendezvous(link)
 
     def release(self) -> None:
         """Give memory that is not in use back to the device."""
@@ -434,6 +448,10 @@ class RemoteTrainer:
         """
         if weights.is_streamed:
             await self._first.call(TrainerWorker.send, weights.version, link)
+
+    async def rendezvous(self, link: Link) -> Address:
+        """Where the trainer and an engine meet over a link."""
+        return await self._first.call(TrainerWorker.rendezvous, link)
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """As Trainer.save, by replica 0."""
