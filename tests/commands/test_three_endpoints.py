@@ -95,5 +95,5 @@ def test_weights_by_files_are_refused_before_the_start(config_path: Path) -> Non
 
 
 def test_such_an_engine_is_joined_and_not_started(config_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set urls to those that run already"):
+    with pytest.raises(ConfigError, match=r"engine.urls = None: it is missing"):
         load_config(config_path, {"engine.kind": "pipelinerl"})

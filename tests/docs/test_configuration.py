@@ -39,7 +39,7 @@ def test_what_several_kinds_share_is_said_once() -> None:
     assert (
         sum(line.startswith("|`min_s`") for line in lines) == 1
     )  # [reward.code.timeout], [sim.rewards.code.timeout]
-    assert any(line.startswith("|`urls`|") and "|(vllm, sglang, pipelinerl) " in line for line in lines)
+    assert any(line.startswith("|`urls`|") and "|(vllm, sglang) " in line for line in lines)
 
 
 def test_each_section_has_a_heading_and_each_schedule_a_row() -> None:

@@ -193,9 +193,9 @@ def test_an_engine_that_generates_no_token_is_named(tmp_path: Path) -> None:
 
 
 def test_full_stages_are_named_with_their_groups() -> None:
-    stages = [StagesFilled(9.0, {"generated": 12, "scoring": 8, "ready": 3}, {"generated": 4.2})]
+    stages = [StagesFilled(9.0, {"generated": (12, 4.2), "scoring": (8, 0.0), "ready": (3, 0.0)})]
     said = "groups between engines and trainer in the last step, at most: "
-    said += "12 generated (full for 4.2 s), 8 scoring, 3 ready"
+    said += "12 generated (full for 4.2 s), 8 scoring (full for 0.0 s), 3 ready (full for 0.0 s)"
     assert OpenWork(said) in open_work(timeline_at(10.0, stages=stages))
 
 

@@ -58,11 +58,11 @@ def max_lags(outcome: Outcome) -> list[int]:
 
 
 def blocked_s(outcome: Outcome, stage: str) -> float:
-    return sum(event.blocked_s.get(stage, 0.0) for event in outcome.of(StagesFilled))
+    return sum(event.stages[stage][1] for event in outcome.of(StagesFilled))
 
 
 def most(outcome: Outcome, stage: str) -> int:
-    return max(event.groups[stage] for event in outcome.of(StagesFilled))
+    return max(event.stages[stage][0] for event in outcome.of(StagesFilled))
 
 
 def test_slow_rewards_neither_pile_samples_up_nor_make_tokens_older_step_after_step() -> None:

@@ -6,10 +6,11 @@
 
 The group is that of torch.distributed.init_process_group, with the trainer as rank 0
 (weights/process_group.py).
-An update is in flight: requests go on. A cancelled request is one whose stream is closed.
+Requests go on during an update, so there is nothing to resume, and such an engine does not sleep. A cancelled
+request is one whose stream is closed.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +57,6 @@ class PipelineRl(Dialect):
             "stream": True,
             "max_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
-            "top_p": self.sampling.top_p,
-            "top_k": self.sampling.top_k or -1,
             "seed": attempt.seed,
             "logprobs": True,
             "stop_token_ids": self.stop_token_ids,
@@ -73,8 +72,6 @@ class PipelineRl(Dialect):
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
         if error := event.get("error"):
             raise ServerRefused(CHAT, int(error.get("code") or 500), str(error.get("message")))
-        if not event["choices"]:
-            return Chunk()
         (choice,) = event["choices"]
         ids = list(choice.get("token_ids") or ())
         entries = (choice.get("logprobs") or {}).get("content") or ()
@@ -94,35 +91,25 @@ class PipelineRl(Dialect):
         self._clear_cache = kv == "recompute"
 
     @override
-    async def resume(self) -> None:
-        """The engine has not stopped."""
-
-    @override
     async def update(self, weights: Weights, link: Link) -> None:
         if link != self._link:
             address = await self.rendezvous(link)
-            group = {
-                "master_address": address.host,
-                "master_port": address.port,
-                "rank_offset": address.rank_offset,
-                "world_size": 1 + link.num_ranks,
-                "backend": address.backend,
-            }
+            group = {"master_address": address.host, "master_port": address.port, "backend": address.backend}
+            group |= {"rank_offset": address.rank_offset, "world_size": 1 + link.num_ranks}
             await call(self.client, "POST", CONNECT, body=group)
             self._link = link
-        infos: Sequence[object] = [
-            {"name": info.name, "shape": info.shape, "dtype": info.dtype} for info in weights.tensors
-        ]
+        infos = [info._asdict() for info in weights.tensors]
         body = {"version": weights.version, "parameters_info": infos, "clear_cache": self._clear_cache}
         await call(self.client, "POST", UPDATE, body=body)
 
     @override
-    async def sleep(self) -> None:
-        raise NotImplementedError  # `capabilities` say so
+    async def resume(self) -> None: ...
 
     @override
-    async def wake(self) -> None:
-        raise NotImplementedError
+    async def sleep(self) -> None: ...
+
+    @override
+    async def wake(self) -> None: ...
 
     @override
     async def health(self) -> None:

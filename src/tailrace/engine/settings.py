@@ -124,11 +124,8 @@ class PipelineRlEngineSettings(ServerEngineSettings):
     kind: Literal["pipelinerl"] = "pipelinerl"
     """Selects this kind of engine."""
 
-    @model_validator(mode="after")
-    def _check_that_it_is_joined(self) -> Self:
-        if not self.urls:
-            raise ValueError("the run starts no such engine; set urls to those that run already")
-        return self
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1)
+    """Addresses of running engines, one each: the run starts none of this kind."""
 
 
 HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings

@@ -217,11 +217,10 @@ def _rewards(timeline: Timeline) -> Iterator[OpenWork]:
 
 
 def _stages(timeline: Timeline) -> Iterator[OpenWork]:
-    """How full the stages were in the last optimizer step, and which of them blocked the one before it."""
+    """How full the stages were in the last optimizer step; a full one blocks the one before it."""
     for last in timeline.stages[-1:]:
-        full = {name: f" (full for {_seconds(full_s)})" for name, full_s in last.blocked_s.items()}
-        what = ", ".join(f"{num} {name}{full.get(name, '')}" for name, num in last.groups.items())
-        yield OpenWork(f"groups between engines and trainer in the last step, at most: {what}")
+        found = (f"{most} {name} (full for {_seconds(s)})" for name, (most, s) in last.stages.items())
+        yield OpenWork(f"groups between engines and trainer in the last step, at most: {', '.join(found)}")
 
 
 def _oldest(requests: Sequence[ServedRequest]) -> str:

@@ -106,10 +106,8 @@ class StagesFilled(Moment, frozen=True):
     """How full the stages between the engines and the trainer were since the last optimizer step, by their
     names: "generated", "scoring", "ready" (rollout/pool.py)."""
 
-    groups: dict[str, int]
-    """The most at a time."""
-    blocked_s: dict[str, float]
-    """Seconds for which a stage was full and took no group. Without those that never were."""
+    stages: dict[str, tuple[int, float]]
+    """The most groups at a time, and the seconds for which the stage was full and took no group."""
 
 
 class GroupEnded(Moment, frozen=True):

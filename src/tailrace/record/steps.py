@@ -152,8 +152,8 @@ class StepMeter:
             case events.ControllerLag():
                 self._controller_lags.append(event.lag_s)
             case events.StagesFilled():
-                self._stages = in_family("stage/groups/", event.groups.items())
-                self._stages |= in_family("stage/blocked_s/", event.blocked_s.items())
+                for name, (most, blocked_s) in event.stages.items():
+                    self._stages |= {f"stage/groups/{name}": most, f"stage/blocked_s/{name}": blocked_s}
             case _:
                 self._count(event)
 

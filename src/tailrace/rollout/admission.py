@@ -179,9 +179,8 @@ class Ring:
         """The most groups at a time, and the seconds for which the stage was full and took no group, both
         since the last report."""
         self._measure()
-        most, self._most = self._most, len(self)
-        blocked_s, self._blocked_s = self._blocked_s, 0.0
-        return most, blocked_s
+        report, self._most, self._blocked_s = (self._most, self._blocked_s), len(self), 0.0
+        return report
 
     def _measure(self) -> None:
         self._most = max(self._most, len(self))

@@ -344,10 +344,8 @@ class Pool:
 
     def report_stages(self) -> None:
         """Record how full the stages were since the last call."""
-        reports = {ring.name: ring.report() for ring in (self.generated, self.scoring, self.ready)}
-        most = {name: num for name, (num, _) in reports.items()}
-        blocked_s = {name: seconds for name, (_, seconds) in reports.items() if seconds}
-        self._recorder.emit(StagesFilled(now(), most, blocked_s))
+        stages = {ring.name: ring.report() for ring in (self.generated, self.scoring, self.ready)}
+        self._recorder.emit(StagesFilled(now(), stages))
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
         """Wait for n complete groups."""
@@ -467,14 +465,13 @@ class Pool:
                     self._samples.score(sample, self._tasks.create_task(self._score(sample)))
         if group.complete and group in self.scoring:
             self._complete(group)
-            self._score_next()
+            if len(self.generated):
+                self._score_next()
         elif group.serving_complete and not was_generated:
             self._end_race()
 
     def _score_next(self) -> None:
         """Hand generated groups to the scorers while these have room."""
-        if not len(self.generated):
-            return
         while len(self.generated) and not self.scoring.is_full:
             group = self.generated.groups[0]
             self.generated.leave(group)

@@ -12,12 +12,8 @@ group.
 The rings bound the lag, if rewards come in the order in which they are asked for. From the moment at which a
 group is drawn, at most 2 ring_groups + scoring_groups + n groups are trained before it: those that are
 generated already, and the n groups whose generation ends before its own. So its oldest token has a lag of at
-most
-
-    (2 ring_groups + scoring_groups + n) / groups_per_step + 2
-
-optimizer steps, where 2 are the step and the publication that are under way when it is drawn. n follows from
-the lengths: for equal ones it is the number of groups in flight.
+most (2 ring_groups + scoring_groups + n) / groups_per_step + 2 optimizer steps, where 2 are the step and the
+publication that are under way when it is drawn. For equal lengths n is the number of groups in flight.
 """
 
 from math import inf

@@ -205,9 +205,7 @@ class WeightSender(Protocol):
 
     def rendezvous(self, link: Link) -> Address:
         """Return where the two ends of a link meet. Any thread may call it."""
-        raise TransferFailed(
-            f'{link.engine} takes weights over a group: set weights.transport = "process_group"'
-        )
+        raise TransferFailed(f'{link.engine} takes weights only by weights.transport = "process_group"')
 
     def close(self) -> None:
         """Remove what only a living trainer may leave behind. Any thread may call it."""

@@ -135,11 +135,7 @@ class TransferGroup:
             self._broadcast(data.to(self._device))
 
     def receive(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Receive one message into the host's memory: [num_bytes], uint8. Raises as `send`.
-
-        Args:
-            dtype: of the message as it is sent.
-        """
+        """Receive a message of a type into the host's memory: [num_bytes], uint8. Raises as `send`."""
         with torch.cuda.stream(self._stream):
             data = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=self._device)
             self._broadcast(data)
@@ -232,8 +228,7 @@ class ProcessGroupSender(WeightSender):
     @override
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         infos = manifest(tensors)
-        divided = buckets(infos, self._address.bucket_bytes)
-        packed = [(bucket, pack(tensors, bucket)) for bucket in divided]
+        packed = [(each, pack(tensors, each)) for each in buckets(infos, self._address.bucket_bytes)]
         with self._lock:
             self._kept.pop(version, None)
             self._kept[version] = packed
@@ -279,11 +274,7 @@ class ProcessGroupReceiver:
         self._connections = _Connections(rank, device)
 
     def connect(self, location: str, link: Link) -> None:
-        """Make the group of a link. It waits for the trainer.
-
-        Raises:
-            TransferFailed: the trainer did not come within the time limit.
-        """
+        """Make the group of a link. Raises TransferFailed if the trainer does not come in time."""
         what = f"the process group at {location} was not made"
         with _failures(what), self._connections.group(Address.parse(location), link):
             pass

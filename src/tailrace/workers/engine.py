@@ -143,11 +143,7 @@ class EngineWorker(Worker):
         self._report()
 
     def connect(self, location: str, link: Link) -> None:
-        """Make the process group of a link (weights/process_group.py). It waits for the trainer.
-
-        Raises:
-            TransferFailed: the trainer did not come.
-        """
+        """As ProcessGroupReceiver.connect."""
         self._receiver.connect(location, link)
 
     def pause(self) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, ValidationError, model_validator
@@ -60,17 +60,6 @@ class OfferedGroup(BaseModel):
     world_size: Annotated[int, Field(ge=2)]
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
-
-    @model_validator(mode="after")
-    def _check_rank(self) -> Self:
-        if self.rank_offset >= self.world_size:
-            raise ValueError(f"rank_offset = {self.rank_offset} is not below world_size = {self.world_size}")
-        return self
-
-    def address(self) -> Address:
-        """As the engine takes it."""
-        own = self.backend, self.master_address, self.master_port
-        return Address(*own, bucket_bytes=0, timeout_s=self.timeout_s, rank_offset=self.rank_offset)
 
 
 class ParameterInfo(BaseModel):
@@ -266,7 +255,10 @@ class Control:
     async def init_process_group(self, group: OfferedGroup) -> Info:
         """Make the group over which `/request_weight_update` takes weights (PipelineRL 4). It waits for the
         trainer, which is rank 0."""
-        location = str(group.address())
+        if (rank := group.rank_offset) >= group.world_size:
+            raise WeightsRefused(f"rank_offset = {rank} is not below world_size = {group.world_size}")
+        place = group.backend, group.master_address, group.master_port
+        location = str(Address(*place, 0, group.timeout_s, rank))
         link = Link("served", next(self._groups), group.world_size - 1, standalone=True)
         async with self._lock:
             await self._engine.connect(location, link)
@@ -285,7 +277,7 @@ class Control:
         async with self._lock:
             self._require_update()
             try:
-                await self._load(update_info)
+                await self._load(update_info, self._kv)
             except (WeightsRefused, TransferFailed):
                 self._is_updating = False
                 raise
@@ -308,11 +300,7 @@ class Control:
             self._refuse_second_update()
             if "location" not in self._transfer | info:
                 raise WeightsRefused("there is no process group: POST /init_process_group first")
-            kept, self._kv = self._kv, "recompute" if update.clear_cache else "keep"
-            try:
-                await self._load(info)
-            finally:
-                self._kv = kept
+            await self._load(info, kv="recompute" if update.clear_cache else "keep")
             self.labels[-1] = str(update.version)
         return {"status": "ok"}
 
@@ -324,14 +312,14 @@ class Control:
         if not self._is_updating:
             raise WeightsRefused("no update was started: POST /start_weight_update comes first")
 
-    async def _load(self, info: Info) -> None:
+    async def _load(self, info: Info, kv: KV) -> None:
         if self.asleep:
             raise WeightsRefused("the server is asleep: POST /wake_up first")
         number = len(self.labels)
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
         self.labels.append(self.labels[-1])
         try:
-            await self._engine.load(weights, link, kv=self._kv)
+            await self._engine.load(weights, link, kv=kv)
         except BaseException:
             self.labels.pop()
             raise
