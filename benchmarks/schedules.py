@@ -78,10 +78,10 @@ def tailrace(in_flight: int, staleness: int) -> Schedule:
     return bound("tailrace", groups_per_step=GROUPS, groups_in_flight=in_flight, staleness=staleness)
 
 
-def pipelinerl(in_flight: int, engines: int = 4) -> Schedule:
-    """in_flight: groups."""
+def pipelinerl(in_flight: int, engines: int = 4, scoring: int = 2 * GROUPS) -> Schedule:
+    """in_flight, scoring: groups that are decoded, and scored, at a time."""
     requests = in_flight * GROUP_SIZE // engines
-    ring = {"ring_groups": 2 * GROUPS, "ring_full": "block"}
+    ring = {"ring_groups": 2 * GROUPS, "ring_full": "block", "scoring_groups": scoring}
     return bound("pipelinerl", groups_per_step=GROUPS, in_flight_per_engine=requests, **ring)
 
 
@@ -111,6 +111,10 @@ APRIL = ("april, 1.5x", "april, 2x")
 TAILRACE = ("tailrace, 1.5x, bound 2", "tailrace, 2x, bound 4")
 """With the same groups in flight as APRIL."""
 ON_POLICY = ("rollpacker, prompts 1.25", "tailrace_on_policy, race 2")
+SLOW_S = 10.0
+"""From such rewards on, more groups wait for them than the scorers of `pipelinerl` have by default."""
+SCORED, AS_MANY = "pipelinerl, 1.5x, 8x scored", "tailrace, 6.7x, bound 32"
+"""The two have as many groups alive with rewards of 30 s."""
 Fixed = tuple[Schedule, SimSettings, Kind]
 
 
@@ -163,6 +167,8 @@ def on_equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> N
         split = on_cluster(sigma, reward_s, number)
         apart = {name: RACERS[name] for name in (*TAILRACE, *ON_POLICY)}
         apart |= {f"pipelinerl, {share / GROUPS:g}x": pipelinerl(share, number) for share in (96, 128)}
+        if reward_s >= SLOW_S:
+            apart |= {SCORED: pipelinerl(96, number, 8 * GROUPS), AS_MANY: tailrace(430, 32)}
         devices = f"{number} + {CLUSTER.devices - number}"
         racers |= {f"{name}, {devices}": (each, split, "disaggregated") for name, each in apart.items()}
     found = table({name: each for name, each in racers.items() if only in name}, rounds)
@@ -174,6 +180,7 @@ def on_equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> N
         print(f"{ours} over {april}: {best(ours) / best(april):.2f}x")
     print(f"{ON_POLICY[0]} over tailrace_on_policy: {best(ON_POLICY[0]) / best('tailrace_on_policy'):.2f}x")
     print(f"pipelinerl over the best of tailrace: {best('pipelinerl') / max(map(best, TAILRACE)):.2f}x")
+    print(f"{SCORED} over {AS_MANY}: {best(SCORED) / best(AS_MANY):.2f}x")
 
 
 def between(chance: random.Random, low: float, high: float) -> float:

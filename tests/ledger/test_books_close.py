@@ -116,6 +116,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
                 "ring_groups": U + draw(st.integers(0, 4)),
             }
             parameters["ring_full"] = draw(st.sampled_from(["block", "drop_oldest"]))
+            parameters["scoring_groups"] = draw(st.sampled_from([None, 1, 2]))
             parameters |= {"kv": draw(KVS), "min_ess": draw(st.sampled_from([0.0, 0.9]))}
         case _:
             raise AssertionError(f"{name} is not drawn")

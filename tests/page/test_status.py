@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tailrace.page.status import OpenWork, Pace, RunStatus, advisories, open_work, state_of
-from tailrace.record.events import EngineStateChanged, OptimizerStep, Published, Waiting
+from tailrace.record.events import EngineStateChanged, OptimizerStep, Published, StagesFilled, Waiting
 from tailrace.record.timeline import Lanes, Pairs, RoundSpan, Scoring, ServedRequest, Timeline
 from tailrace.types import SampleId
 
@@ -190,6 +190,13 @@ def test_an_engine_that_generates_no_token_is_named(tmp_path: Path) -> None:
     assert late == [[], [], [], [], [f"engine-0 has generated no token for 34 s; {said}"]]
     timeline.pairs.requests = {}
     assert list(pace.pauses(timeline)) == []
+
+
+def test_full_stages_are_named_with_their_groups() -> None:
+    stages = [StagesFilled(9.0, {"generated": (12, 4.2), "scoring": (8, 0.0), "ready": (3, 0.0)})]
+    said = "groups between engines and trainer in the last step, at most: "
+    said += "12 generated (full for 4.2 s), 8 scoring (full for 0.0 s), 3 ready (full for 0.0 s)"
+    assert OpenWork(said) in open_work(timeline_at(10.0, stages=stages))
 
 
 def test_a_simulation_is_never_late() -> None:

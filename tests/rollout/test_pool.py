@@ -325,7 +325,7 @@ def test_a_dropping_ring_throws_the_oldest_out_and_counts_it() -> None:
             await run.train(batch)
 
     outcome = simulate(schedule, ONE_ROUND, EXACT)
-    assert outcome.totals.wasted_tokens == {"the pool overflow": 80}
+    assert outcome.totals.wasted_tokens == {"ready overflow": 80}
     assert outcome.totals.groups == {"trained": 3, "dropped": 4}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,18 +17,21 @@ from transport_cases import (
     HASTY,
     SETTINGS,
     answer,
+    broadcast_with_torch,
     digest,
     many_megabytes,
     process,
     receive_all,
     receive_one_part_and,
+    receive_with_torch,
     send_many_megabytes,
     some_tensors,
 )
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import Link, ProcessGroupSettings, Weights, new_link
-from tailrace.weights.process_group import Address, ProcessGroupSender
+from tailrace.weights.base import Address, Link, ProcessGroupSettings, Weights, new_link
+from tailrace.weights.process_group import ProcessGroupSender
+from tailrace.weights.tensors import manifest
 from tailrace.weights.transports import WeightReceiver
 
 
@@ -173,8 +177,8 @@ def test_links_have_numbers_of_their_own() -> None:
 
 
 def test_an_address_is_written_as_it_is_read() -> None:
-    text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5"
-    address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5)
+    text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5&rank_offset=3"
+    address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5, rank_offset=3)
     assert (Address.parse(text), str(address)) == (address, text)
     assert str(Address.parse("nccl://[fe80::1]:1/?bucket_bytes=1&timeout_s=1")).startswith(
         "nccl://[fe80::1]:1/"
@@ -279,3 +283,47 @@ def test_on_loopback_nothing_listens_to_other_machines(sender: ProcessGroupSende
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in links
         }
         assert listening == {"0100007F"}
+
+
+def test_a_standalone_link_is_a_group_of_torch_distributed_whose_engine_may_be_any(
+    sender: ProcessGroupSender,
+) -> None:
+    links = [new_link(f"engine-{number}", standalone=True) for number in range(2)]
+    addresses = [sender.rendezvous(link) for link in links]
+    assert addresses[0].port != addresses[1].port
+    assert sender.rendezvous(links[0]) == addresses[0], "it stays where it is"
+    for version in (1, 2):
+        tensors = some_tensors(version)
+        weights = sender.publish(tensors, version)
+        for link in links:
+            address = sender.rendezvous(link)
+            if version == 2:  # a new engine, a new group
+                link = new_link(link.engine, standalone=True)
+                address = sender.rendezvous(link)
+                assert address not in addresses
+            with process(receive_with_torch, address.port, weights.tensors) as (_, engine):
+                sender.send(version, link)
+                assert answer(engine) == digest(tensors)
+
+
+def test_a_trainer_of_torch_distributed_sends_to_the_ranks_of_an_engine_from_their_offset_on() -> None:
+    tensors = some_tensors(5)
+    with process(broadcast_with_torch, 4) as (_, trainer), ThreadPoolExecutor() as pool:
+        port = answer(trainer)
+        trainer.send(tensors)
+        address = Address("gloo", "127.0.0.1", port, bucket_bytes=0, timeout_s=20.0, rank_offset=2)
+        link, weights = Link("engine", 1, 3, standalone=True), Weights(1, str(address), manifest(tensors))
+        first = Weights(1, str(address._replace(rank_offset=1)), weights.tensors)
+        receivers = [WeightReceiver(1), WeightReceiver(1), WeightReceiver(2)]
+        arrived = pool.map(lambda each, of: each.receive(of, link), receivers, (first, weights, weights))
+        assert [digest(each) for each in arrived] == [digest(tensors)] * 3
+
+
+def test_a_trainer_that_never_comes_to_the_group_is_a_transfer_that_failed() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = Address("gloo", "127.0.0.1", silent.getsockname()[1], bucket_bytes=0, timeout_s=0.5)
+        with pytest.raises(
+            TransferFailed, match=r"the process group at gloo://127.0.0.1:\d+/.* was not made"
+        ):
+            WeightReceiver().connect(str(address), Link("engine", 1, 1, standalone=True))

@@ -4,16 +4,18 @@ import hashlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tailrace.weights.base import Link, ProcessGroupSettings, Weights
+from tailrace.weights.base import Link, ProcessGroupSettings, TensorInfo, Weights
 from tailrace.weights.process_group import ProcessGroupSender
 from tailrace.weights.transports import WeightReceiver
 
@@ -84,3 +86,25 @@ def send_many_megabytes(link: Link, connection: Connection) -> None:
     sender = ProcessGroupSender(BRISK)
     connection.send(sender.publish(many_megabytes(), 1))
     sender.send(1, link)
+
+
+def receive_with_torch(port: int, tensors: Sequence[TensorInfo], connection: Connection) -> None:
+    """An engine without this package: answer with the digest of what rank 0 broadcasts."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    received = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors}
+    for tensor in received.values():
+        dist.broadcast(tensor, 0)
+    connection.send(digest(received))
+
+
+def broadcast_with_torch(world_size: int, connection: Connection) -> None:
+    """A trainer without this package: answer with its port, take tensors, and broadcast each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    connection.send(port)
+    tensors = connection.recv()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=world_size)
+    for tensor in tensors.values():
+        dist.broadcast(tensor.contiguous(), 0)
+    connection.recv()  # until it is killed: peers may still read

@@ -51,7 +51,7 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
 """Sources: GRPO 2402.03300 4.1. Dr. GRPO 2503.20783 3.2. DAPO 2503.14476 3 and 4.1 (clip 0.28, an overlong
 penalty over the last 4,096 of 20,480 tokens). GSPO 2507.18071 5.1. CISPO 2506.13585 3.1, which prints no
 bound: weights up to 5, as TRL's documentation advises. RLOO 2402.14740. REINFORCE as PipelineRL 2, eq. 5
-with the mean of the group. PPO 1707.06347."""
+with the mean of the group and the ratio of each token. PPO 1707.06347."""
 
 
 class AlgorithmSettings(Settings):
@@ -99,8 +99,9 @@ class AlgorithmSettings(Settings):
     costs a copy of the weights and one more forward pass. Not with reinforce, which has no ratio."""
     correction: Correction = "none"
     """Importance weights w for tokens that another policy mu generated. w is pi_old / mu, or pi / mu under
-    reinforce. truncate: min(cap, w) for each token. mask: w, or 0 above the cap. sequence: min(cap, product
-    of a sample's w) for all of its tokens. (algo/losses.py)"""
+    reinforce. truncate: min(cap, w) for each token, which is an interpretation of PipelineRL eq. 5. mask: w,
+    or 0 above the cap. sequence: min(cap, product of a sample's w) for all of its tokens, which is that
+    equation as it is printed. (algo/losses.py)"""
     correction_cap: float = Field(default=5.0, gt=0)
     """Cap of the importance weights."""
     mask_carried: bool = False

@@ -201,9 +201,12 @@ def importance_weights(
 
         w = pi / mu for each token
         none      1
-        truncate  min(cap, w)                            PipelineRL 2 (later version), eq. 5; TIS
+        truncate  min(cap, w)                            an interpretation of PipelineRL eq. 5; TIS
         mask      w, or 0 where w > cap
-        sequence  min(cap, prod of the sample's w)       PipelineRL 2 (earlier version), eq. 5
+        sequence  min(cap, prod of the sample's w)       PipelineRL eq. 5 as both versions print it
+
+    The later version prints the ratio of the sequence inside its sum over tokens. `truncate` reads it as that
+    of each token.
 
     Args:
         logprobs: [C] under the policy pi that the loss assumes to have generated the tokens.

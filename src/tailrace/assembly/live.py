@@ -32,6 +32,7 @@ from tailrace.engine.dialect import find_interpreter
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import (
     NativeEngineSettings,
+    PipelineRlEngineSettings,
     SamplingSettings,
     SglangEngineSettings,
     VllmEngineSettings,
@@ -184,6 +185,11 @@ def _check_engine(config: RunConfig) -> None:
                 raise ConfigError("weights.transport", transport, problem, remedy)
             if not config.engine.urls:
                 find_interpreter(config.engine)
+        case PipelineRlEngineSettings():
+            check_files(config.model.path)
+            if (transport := config.weights.transport) != "process_group":
+                problem = "such an engine takes weights over a process group"
+                raise ConfigError("weights.transport", transport, problem, 'set it to "process_group"')
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

@@ -270,6 +270,7 @@ class Run:
         for group in dict.fromkeys(sample.group for sample in samples):
             self.history.observe(group)
         self.router.report_preemptions()
+        self.pool.report_stages()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
         if self._state.has_all_steps(self._settings.rounds):

@@ -83,8 +83,8 @@ class Dialect(Protocol):
     max_context: int | None
     """Tokens of a prompt and its completion together; None: the server does not say."""
     capabilities: Capabilities
-    alive_route: str
-    """A route that a well server answers at any time, also while it loads weights."""
+    alive_route: str | None
+    """A route that a well server answers at any time, also while it loads weights. None: `health` is one."""
     ends_requests: bool
     """An update needs a server without requests, or the server cannot say which weights generated a token.
     Requests in flight are ended and go on after the update from their tokens."""

@@ -21,7 +21,7 @@ from collections.abc import (
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from math import inf
 from typing import Any, Protocol
@@ -187,7 +187,8 @@ class Connection:
     async def health(self, *, deep: bool) -> None:
         """Raises EngineDied if the server is not well. `deep` asks what computes, too, which may be silent
         for long while it loads weights."""
-        check = self.dialect.health() if deep else call(self.client, "GET", self.dialect.alive_route)
+        route = None if deep else self.dialect.alive_route
+        check = call(self.client, "GET", route) if route else self.dialect.health()
         try:
             await asyncio.wait_for(check, self.timeout_s)
         except TimeoutError:
@@ -234,6 +235,7 @@ class HttpEngine(EngineLife):
         send: the trainer's half of a transfer.
         expected: the tensors of the model; anything else is refused before the server is touched.
         num_ranks: processes of the server that receive weights.
+        standalone: each link has an address of its own.
     """
 
     def __init__(
@@ -247,13 +249,15 @@ class HttpEngine(EngineLife):
         send: Send,
         expected: Sequence[TensorInfo],
         num_ranks: int = 1,
+        standalone: bool = False,
     ) -> None:
         self.name, self.counter = name, TokenCounter()
         self.capabilities = Capabilities()
         self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
-        self._send, self._expected, self._num_ranks = send, expected, num_ranks
-        self._link = new_link(name, num_ranks)
+        self._send, self._expected = send, expected
+        self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
+        self._link = self._new_link()
         self._version = 0
         """Of the weights that the server has, as far as it was told."""
         self._num_prefilled = 0
@@ -306,7 +310,7 @@ class HttpEngine(EngineLife):
                 with self._until_death(self._update(weights, kv)) as update, waiting(f"{self.name} to load"):
                     await asyncio.wait([update])
             except BaseException:  # the link may be in the middle of a transfer
-                self._link = new_link(self.name, self._num_ranks)
+                self._link = self._new_link()
                 raise
 
     @override

@@ -10,7 +10,7 @@ from math import inf
 
 from tailrace.engine.dialect import Attempt, Chunk
 from tailrace.engine.http import Connection, HttpEngine
-from tailrace.engine.settings import SamplingSettings, SglangEngineSettings, VllmEngineSettings
+from tailrace.engine.settings import HttpEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import DTYPE, Weights
@@ -39,7 +39,7 @@ class Expected:
         trainer_dtype: of the trainer's matrix products.
     """
 
-    settings: VllmEngineSettings | SglangEngineSettings
+    settings: HttpEngineSettings
     sampling: SamplingSettings
     vocabulary: int
     min_context: int

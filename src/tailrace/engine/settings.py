@@ -127,10 +127,22 @@ class SglangEngineSettings(ServerEngineSettings):
     """Selects this kind of engine."""
 
 
+class PipelineRlEngineSettings(ServerEngineSettings):
+    """Any engine with the three routes that PipelineRL needs (engine/pipelinerl.py)."""
+
+    kind: Literal["pipelinerl"] = "pipelinerl"
+    """Selects this kind of engine."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1)
+    """Addresses of running engines, one each: the run starts none of this kind."""
+
+
+HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings
 EngineSettings = Annotated[
     Annotated[NativeEngineSettings, Tag("native")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
-    | Annotated[SglangEngineSettings, Tag("sglang")],
+    | Annotated[SglangEngineSettings, Tag("sglang")]
+    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")],
     default_tag("native"),
 ]
 

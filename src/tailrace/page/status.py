@@ -144,7 +144,7 @@ def open_work(timeline: Timeline, pauses: Iterable[tuple[str, float, float]] = (
     pauses are those of `Pace.pauses`."""
     waits = [_wait(timeline, *wait) for wait in islice(timeline.waits.items(), MAX_WAITS)]
     requests = [*_engines_without_tokens(timeline, pauses)] or [*_requests(timeline)]
-    found = [*waits, *_nothing(timeline), *requests, *_rewards(timeline)]
+    found = [*waits, *_nothing(timeline), *requests, *_rewards(timeline), *_stages(timeline)]
     if not waits:
         return [each._replace(is_late=False) for each in found]
     return sorted(found, key=lambda each: not each.is_late)
@@ -214,6 +214,13 @@ def _rewards(timeline: Timeline) -> Iterator[OpenWork]:
         what += f"; the median is {_seconds(median(usual))}, the longest {_seconds(max(usual))}"
         is_late = len(usual) >= MIN_SAMPLES and for_s > max(LATE_S, TIMES_LONGEST * max(usual))
         yield OpenWork(what, is_late)
+
+
+def _stages(timeline: Timeline) -> Iterator[OpenWork]:
+    """How full the stages were in the last optimizer step; a full one blocks the one before it."""
+    for last in timeline.stages[-1:]:
+        found = (f"{most} {name} (full for {_seconds(s)})" for name, (most, s) in last.stages.items())
+        yield OpenWork(f"groups between engines and trainer in the last step, at most: {', '.join(found)}")
 
 
 def _oldest(requests: Sequence[ServedRequest]) -> str:

@@ -271,7 +271,7 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
     for width in WIDTHS[:3]:
         requests = ceil(width * U * K / num_engines)
         parameters = dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
-        blocking = parameters | dict(ring_full="block")
+        blocking = parameters | dict(ring_full="block", scoring_groups=ceil(2 * width * U))
         batch = partial(_batch_steps, U * K / requests / num_engines)
         label = f"{width:g} steps in flight"
         yield Work("pipelinerl", blocking, label, inf, waited_tokens=batch, stops=False)

@@ -102,6 +102,14 @@ class GroupReady(Moment, frozen=True):
     num_tokens: int
 
 
+class StagesFilled(Moment, frozen=True):
+    """How full the stages between the engines and the trainer were since the last optimizer step, by their
+    names: "generated", "scoring", "ready" (rollout/pool.py)."""
+
+    stages: dict[str, tuple[int, float]]
+    """The most groups at a time, and the seconds for which the stage was full and took no group."""
+
+
 class GroupEnded(Moment, frozen=True):
     """A group was trained, filtered or dropped."""
 
@@ -286,6 +294,7 @@ LoggedEvent: TypeAlias = (
     | Decoded
     | SampleScored
     | GroupReady
+    | StagesFilled
     | GroupEnded
     | TokensWasted
     | RowSkipped

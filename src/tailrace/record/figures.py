@@ -181,6 +181,10 @@ deferrals/mean | - | - | - | How often a group was parked or deferred, mean over
 deferrals/max | - | largest | ages.deferrals_max lap.deferrals_max | The most of a group.
 age/mean | rounds | - | - | Rounds since a group was drawn, mean over groups.
 age/max | rounds | largest | ages.rounds_max | The most of a group.
+stage/groups/ | groups | - | - | The most groups at a time, since the last step, in each stage between engines
+    and trainer: `generated` (they wait for the scorers), `scoring`, `ready` (for the trainer).
+stage/blocked_s/ | s | - | - | Time since the last step in which a full stage blocked the stage before it.
+    Groups that a full stage drops are in groups/dropped/, as `generated_overflow` and `ready_overflow`.
 time/step | s | - | - | Since the last step's end or the round's start: time/train + time/wait. Publishing and
     evaluation are not in it.
 time/wait | s | - | - | Part of time/step in which the trainer did not compute.

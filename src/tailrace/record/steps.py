@@ -124,6 +124,7 @@ class StepMeter:
         self._last_end_s = 0.0
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
+        self._stages: Row = {}
         self._counts: Counter[str] = Counter()
         self._open: _OpenRound | None = None
         self._bounds = BoundMeter()
@@ -150,6 +151,9 @@ class StepMeter:
                 self._guards.append(event.ess)
             case events.ControllerLag():
                 self._controller_lags.append(event.lag_s)
+            case events.StagesFilled():
+                for name, (most, blocked_s) in event.stages.items():
+                    self._stages |= {f"stage/groups/{name}": most, f"stage/blocked_s/{name}": blocked_s}
             case _:
                 self._count(event)
 
@@ -212,6 +216,7 @@ class StepMeter:
             **episode_figures(samples),
             **event.lags.figures(len(samples)),
             **_age_figures(samples, self._round),
+            **self._stages,
         }
         if stats.engine_mismatch_kl is not None:
             row["engine_mismatch_kl"] = stats.engine_mismatch_kl

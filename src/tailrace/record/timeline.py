@@ -149,6 +149,7 @@ _LISTS: Mapping[type, str] = {
     events.Evaluated: "evaluations",
     events.Waiting: "alarms",
     events.ControllerLag: "lags",
+    events.StagesFilled: "stages",
 }
 """The list of a `Timeline` that has what is of a type."""
 
@@ -173,6 +174,7 @@ class Timeline:
     evaluations: list[events.Evaluated] = field(default_factory=list)
     alarms: list[events.Waiting] = field(default_factory=list)
     lags: list[events.ControllerLag] = field(default_factory=list)
+    stages: list[events.StagesFilled] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)
     """What tasks of a live run waited for when it last wrote, and since when."""
     is_closed: bool = False

@@ -6,9 +6,8 @@ schedule sets another (`Pool.order`). So admissions differ only in how many requ
 A selection gets the ready groups in the order in which they completed, and how many are wanted at most. It
 returns the groups that go now; an empty list means: wait.
 
-The ready queue holds complete groups on their way to the trainer (PipelineRL 4: the ring buffer between two
-stages). Groups leave the queue only when all groups that a take wants are there, so cancelling a take loses
-no group.
+Rings bound the stages between the engines and the trainer (PipelineRL 4). Groups leave the last one, the
+ready queue, only when all groups that a take wants are there, so cancelling a take loses no group.
 """
 
 import itertools
@@ -18,8 +17,9 @@ from math import inf
 from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
+from typing_extensions import override
 
-from tailrace.clock import Signal
+from tailrace.clock import Signal, now
 from tailrace.errors import NeverComes
 from tailrace.settings import Settings
 from tailrace.types import Group, samples_of
@@ -132,30 +132,27 @@ def trained_tokens(group: Group) -> int:
 
 
 Full = Literal["block", "drop_oldest"]
-"""What happens when the queue is full. block: the producer checks `is_full` and waits. drop_oldest: the
-oldest group is dropped and counted."""
+"""What happens when a stage is full. block: the producer checks `is_full` and waits. drop_oldest: the oldest
+group is dropped and counted."""
 
 
-class ReadyQueue:
-    """Complete groups, in the order in which they completed. `drop` is called with a group that overflows
-    and the reason; `coming` returns how many groups may still arrive."""
+class Ring:
+    """The groups of one stage, in the order in which they came, at most `room` (PipelineRL 4: ring buffers).
+    `drop` is called with a group that overflows and the reason."""
 
-    def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
-        self.name = name
+    def __init__(self, name: str, *, drop: Callable[[Group, str], None]) -> None:
+        self.name, self._drop = name, drop
         self.room: float = inf
         self.full: Full = "block"
-        self.changed = Signal()
-        self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
-        self.by_version: dict[int | None, dict[Group, int]] = {}
-        """The groups by the oldest version that they had when they came, each with its number in the order of
-        completion. A sample that has left a group may bring it an older version later."""
-        self._groups: dict[Group, int | None] = {}  # each with its version in by_version
-        self._numbers = itertools.count()
-        self._drop = drop
-        self._coming = coming
+        self._groups: dict[Group, int | None] = {}  # each with its oldest version when it came
+        self._most, self._blocked_s = 0, 0.0
+        self._full_since_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._groups
 
     @property
     def groups(self) -> list[Group]:
@@ -166,17 +163,65 @@ class ReadyQueue:
         return self.full == "block" and len(self) >= self.room
 
     def put(self, group: Group) -> None:
-        self._groups[group] = version = group.oldest_version
-        self.by_version.setdefault(version, {})[group] = next(self._numbers)
+        self._groups[group] = group.oldest_version
         if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
-            self._forget(oldest)
+            self.leave(oldest)
             self._drop(oldest, f"{self.name} overflow")
+        self._measure()
+
+    def leave(self, group: Group) -> None:
+        """Take a group out, if it is here."""
+        self._groups.pop(group, None)
+        self._measure()
+
+    def report(self) -> tuple[int, float]:
+        """The most groups at a time, and the seconds for which the stage was full and took no group, both
+        since the last report."""
+        self._measure()
+        report, self._most, self._blocked_s = (self._most, self._blocked_s), len(self), 0.0
+        return report
+
+    def _measure(self) -> None:
+        self._most = max(self._most, len(self))
+        if self._full_since_s is not None:
+            self._blocked_s += now() - self._full_since_s
+        self._full_since_s = now() if self.is_full else None
+
+
+class ReadyQueue(Ring):
+    """The stage of complete groups, which the trainer takes from. `coming` returns how many groups may still
+    arrive."""
+
+    def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
+        super().__init__(name, drop=drop)
+        self.changed = Signal()
+        self.on_taken: Callable[[Iterable[Group]], None] = lambda groups: None
+        self.by_version: dict[int | None, dict[Group, int]] = {}
+        """The groups by the oldest version that they had when they came, each with its number in the order of
+        completion. A sample that has left a group may bring it an older version later."""
+        self._numbers = itertools.count()
+        self._coming = coming
+
+    @override
+    def put(self, group: Group) -> None:
+        self.by_version.setdefault(group.oldest_version, {})[group] = next(self._numbers)
+        super().put(group)
         self.changed.fire()
+
+    @override
+    def leave(self, group: Group) -> None:
+        alike = self.by_version[version := self._groups[group]]
+        del alike[group]
+        if not alike:
+            del self.by_version[version]
+        super().leave(group)
 
     def clear(self) -> list[Group]:
         """Remove and return all groups."""
-        groups, self._groups, self.by_version = self.groups, {}, {}
+        groups = self.groups
+        for group in groups:
+            self.leave(group)
         self.changed.fire()
         return groups
 
@@ -210,24 +255,17 @@ class ReadyQueue:
 
     async def _more(self, n: int) -> None:
         self._expect(n)
-        await self.changed.wait(f"{self.name}: {n} complete groups ({len(self)} there)")
+        await self.changed.wait(f"the pool: {n} complete groups ({len(self)} there)")
 
     def _expect(self, n: int) -> None:
         if len(self) + self._coming() < n:
             raise NeverComes(
-                f"{self.name}: {n} groups are wanted, {len(self)} are ready and {self._coming():.0f} in "
+                f"the pool: {n} groups are wanted, {len(self)} are ready and {self._coming():.0f} in "
                 "flight; launch as many groups as are taken"
             )
 
     def _remove(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self._forget(group)
+            self.leave(group)
         self.on_taken(groups)
         self.changed.fire()
-
-    def _forget(self, group: Group) -> None:
-        version = self._groups.pop(group)
-        alike = self.by_version[version]
-        del alike[group]
-        if not alike:
-            del self.by_version[version]

@@ -1,6 +1,9 @@
 """Pool: the groups between the prompts and the trainer.
 
-    waiting (in the queue) -> serving (on an engine) -> finished -> scoring -> complete -> ready
+    waiting (in the queue) -> serving (on an engine) -> generated -> scoring -> complete -> ready
+
+A group that is generated waits until the scorers have a place for it. Samples of a group that is not yet
+generated are scored as they finish while no group waits.
 
 All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks.
 It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples
@@ -23,9 +26,9 @@ from math import inf
 from tailrace.clock import Signal, now
 from tailrace.errors import AllFiltered, RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
-from tailrace.record.events import GroupReady, Recorder, SampleScored
+from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.reward.base import Rewards
-from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, earliest
+from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Ring, Select, earliest
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample
@@ -285,8 +288,12 @@ class Pool:
         """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
+        self.generated = Ring("generated", drop=self.drop)
+        """Groups whose responses are all here, and for which the scorers have no place yet."""
+        self.scoring = Ring("scoring", drop=self.drop)
+        """Groups whose responses are all here, and whose rewards are being computed."""
         self.ready = ReadyQueue(
-            "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
+            "ready", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
         self.ready.on_taken, router.on_changed = self._taken, self._pump
         self.changed = Signal()  # a request or a score has ended
@@ -322,15 +329,23 @@ class Pool:
         self._pump()
         self.on_launch()
 
-    def feed(self, source: Draw, *, room: float, full: Full) -> None:
+    def feed(self, source: Draw, *, room: float, full: Full, scoring: float = inf) -> None:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
 
         Args:
-            room: complete groups that may wait for the trainer.
+            room: generated groups that may wait for the scorers, and complete ones for the trainer.
             full: when so many wait, "block": nothing is drawn; "drop_oldest": the oldest one is dropped.
+            scoring: generated groups that are scored at a time.
         """
-        self.ready.room, self.ready.full, self._source = room, full, source
+        self.generated.room = self.ready.room = room
+        self.generated.full = self.ready.full = full
+        self.scoring.room, self._source = scoring, source
         self._pump()
+
+    def report_stages(self) -> None:
+        """Record how full the stages were since the last call."""
+        stages = {ring.name: ring.report() for ring in (self.generated, self.scoring, self.ready)}
+        self._recorder.emit(StagesFilled(now(), stages))
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
         """Wait for n complete groups."""
@@ -365,7 +380,7 @@ class Pool:
         """
         self._places = inf
         self._park([*self.ready.clear(), *self._in_flight])
-        self.ready.room = inf
+        self.generated.room = self.scoring.room = self.ready.room = inf
         await self.settled()
 
     async def settled(self) -> None:
@@ -379,6 +394,7 @@ class Pool:
 
     def drop(self, group: Group, reason: str, fate: Fate = "dropped") -> None:
         """Give up a group that is alive. Its tokens are waste."""
+        self._leave(group)
         self.ages.remove([group])
         for sample in list(group.samples):
             self._discard(sample, reason)
@@ -441,17 +457,41 @@ class Pool:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
-        for sample in group.kept:
-            if not sample.scored and sample not in self._samples and not self._shut:
-                self._samples.score(sample, self._tasks.create_task(self._score(sample)))
-        if group.complete:
+            if group not in self.scoring and group not in self.generated:
+                (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(group)
+        if group in self.scoring or not (group.serving_complete or len(self.generated)):
+            for sample in group.kept:
+                if not sample.scored and sample not in self._samples and not self._shut:
+                    self._samples.score(sample, self._tasks.create_task(self._score(sample)))
+        if group.complete and group in self.scoring:
             self._complete(group)
+            if len(self.generated):
+                self._score_next()
         elif group.serving_complete and not was_generated:
             self._end_race()
 
+    def _score_next(self) -> None:
+        """Hand generated groups to the scorers while these have room."""
+        while len(self.generated) and not self.scoring.is_full:
+            group = self.generated.groups[0]
+            self.generated.leave(group)
+            self.scoring.put(group)
+            self._look(group)
+        if not len(self.generated):  # finished samples of the others need not wait any more
+            for group in [each for each in self._in_flight if not each.serving_complete]:
+                self._look(group)
+        self._pump()
+
+    def _leave(self, group: Group) -> None:
+        """Take a group out of the stages before the last one."""
+        for stage in (self._in_flight, self._frontier):
+            stage.pop(group, None)
+        for ring in (self.generated, self.scoring):
+            ring.leave(group)
+
     def _complete(self, group: Group) -> None:
         """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
-        del self._in_flight[group]
+        self._leave(group)
         if not group.trainable:
             reasons = Counter(sample.failure or "" for sample in group.kept)
             self.drop(group, reasons.most_common(1)[0][0])
@@ -497,7 +537,9 @@ class Pool:
     def _next(self, slots: int) -> Sample | None:
         """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""
         while (sample := self._samples.first_waiting()) is None:
-            if self._source is None or self.ready.is_full or self.num_requests >= slots:
+            if self._source is None or self.num_requests >= slots:
+                return None
+            if self.generated.is_full or self.ready.is_full:
                 return None
             if not self._admits_another():
                 return None
@@ -548,8 +590,7 @@ class Pool:
         tasks = [self._samples.park(sample) for group in groups for sample in group.samples]
         self.ages.remove(groups)
         for group in groups:
-            self._in_flight.pop(group, None)
-            self._frontier.pop(group, None)
+            self._leave(group)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
         self._parking = asyncio.create_task(self._settle(groups, aborting))
         self.changed.fire()

@@ -5,8 +5,15 @@
     lines 9-11, 18  new weights between two decode steps             run.publish
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
-Complete groups wait for the trainer in a ring buffer. When it is full, it blocks the generation of new
-prompts or drops its oldest group (section 4, ring buffers).
+Every stage is bounded (section 4, ring buffers). Generated groups wait in a ring for the scorers, and
+complete ones in a ring for the trainer. A full ring blocks the generation of new prompts or drops its oldest
+group.
+
+The rings bound the lag, if rewards come in the order in which they are asked for. From the moment at which a
+group is drawn, at most 2 ring_groups + scoring_groups + n groups are trained before it: those that are
+generated already, and the n groups whose generation ends before its own. So its oldest token has a lag of at
+most (2 ring_groups + scoring_groups + n) / groups_per_step + 2 optimizer steps, where 2 are the step and the
+publication that are under way when it is drawn. For equal lengths n is the number of groups in flight.
 """
 
 from math import inf
@@ -23,6 +30,7 @@ async def pipelinerl(
     in_flight_per_engine: Count,
     ring_groups: Count,
     ring_full: Full = "drop_oldest",
+    scoring_groups: Count | None = None,
     kv: KV = "keep",
     min_ess: Share = 0.0,
 ) -> None:
@@ -31,8 +39,11 @@ async def pipelinerl(
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
         in_flight_per_engine: sequences in flight on each engine (H).
-        ring_groups: complete groups that may wait for the trainer, at least groups_per_step.
+        ring_groups: generated groups that may wait for the scorers, and as many complete ones for the
+            trainer; at least groups_per_step.
         ring_full: "drop_oldest" group, or "block": draw no new prompts.
+        scoring_groups: generated groups that the scorers have at a time. None: as ring_groups. At least what
+            they score in the time that a reward takes.
         kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
         min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with
             older tokens, until a batch of the current weights is complete; that batch is always trained.
@@ -47,7 +58,7 @@ async def pipelinerl(
     )
     run.promise(staleness=inf)
     run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
-    run.pool.feed(run.prompts, room=ring_groups, full=ring_full)
+    run.pool.feed(run.prompts, room=ring_groups, full=ring_full, scoring=scoring_groups or ring_groups)
     async for _ in run.rounds():
         groups = await run.pool.take(groups_per_step)
         if min_ess and await run.ess(groups) < min_ess:

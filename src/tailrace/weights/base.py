@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field, Tag
 
-from tailrace.errors import WeightsRefused
+from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.memory import ITEM_BYTES
 from tailrace.model_folder import read_config, tensor_shapes
 from tailrace.settings import RunPath, Settings, default_tag
@@ -123,6 +124,38 @@ class Weights:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
+class Address(NamedTuple):
+    """The location of a streamed publication (process_group.py)."""
+
+    backend: str
+    host: str
+    port: int
+    bucket_bytes: int
+    """0: of a standalone link."""
+    timeout_s: float
+    rank_offset: int = 1
+    """Rank of the engine's first process."""
+
+    @property
+    def is_standalone(self) -> bool:
+        return self.bucket_bytes == 0
+
+    @classmethod
+    def parse(cls, location: str) -> "Address":
+        """Read a location. Raises a ValueError if it is none."""
+        parts = urlsplit(location)
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if parts.scheme not in ("gloo", "nccl") or parts.hostname is None or parts.port is None:
+            raise ValueError(f"{location!r} is not the address of a process group")
+        sizes = int(query.get("bucket_bytes", 0)), float(query.get("timeout_s", 0))
+        return cls(parts.scheme, parts.hostname, parts.port, *sizes, int(query.get("rank_offset", 1)))
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        sizes = f"bucket_bytes={self.bucket_bytes}&timeout_s={self.timeout_s:g}"
+        return f"{self.backend}://{host}:{self.port}/?{sizes}&rank_offset={self.rank_offset}"
+
+
 class Link(NamedTuple):
     """The connection between the trainer and one engine, which persists between transfers."""
 
@@ -132,14 +165,16 @@ class Link(NamedTuple):
     """Another number is another connection: after a failed transfer, or for another life of the engine."""
     num_ranks: int = 1
     """Processes of the engine that receive all tensors: tensor_parallel_size of an inference server."""
+    standalone: bool = False
+    """It has an address of its own (process_group.py)."""
 
 
 _link_numbers = itertools.count(1)
 
 
-def new_link(engine: str, num_ranks: int = 1) -> Link:
+def new_link(engine: str, num_ranks: int = 1, *, standalone: bool = False) -> Link:
     """Return a link that no transfer has used."""
-    return Link(engine, next(_link_numbers), num_ranks)
+    return Link(engine, next(_link_numbers), num_ranks, standalone)
 
 
 Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
@@ -167,6 +202,10 @@ class WeightSender(Protocol):
         Raises:
             TransferFailed: the engine did not take it, or the version is no longer kept.
         """
+
+    def rendezvous(self, link: Link) -> Address:
+        """Return where the two ends of a link meet. Any thread may call it."""
+        raise TransferFailed(f'{link.engine} takes weights only by weights.transport = "process_group"')
 
     def close(self) -> None:
         """Remove what only a living trainer may leave behind. Any thread may call it."""

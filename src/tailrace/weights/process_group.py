@@ -2,7 +2,7 @@
 
 The location of a publication is the address of the trainer:
 
-    BACKEND://HOST:PORT/?bucket_bytes=N&timeout_s=S
+    BACKEND://HOST:PORT/?bucket_bytes=N&timeout_s=S&rank_offset=1
 
 HOST:PORT is a TCPStore in the trainer's process. A link (base.Link) is a group of 1 + num_ranks processes
 that rendezvous under the prefix "ENGINE/NUMBER/" of that store and stay connected between transfers. A
@@ -17,6 +17,10 @@ A bucket is the bytes of its tensors one after another, in the order of the mani
 and in native byte order, without padding and without a header. A tensor joins the bucket before it unless
 the bucket would then be larger than `bucket_bytes`; so a larger tensor is a bucket of its own. Sender and
 receiver compute the same buckets from the manifest.
+
+A standalone link has a store, and so an address, of its own, with `bucket_bytes=0`. Its group is the one that
+`torch.distributed.init_process_group` makes at tcp://HOST:PORT, and a transfer is one broadcast from rank 0
+for each tensor, in its own shape and type. So its other end need not be of this package.
 """
 
 import os
@@ -26,8 +30,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +39,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from typing_extensions import override
 
 from tailrace.errors import ConfigError, TransferFailed
-from tailrace.weights.base import KEPT_VERSIONS, Link, ProcessGroupSettings, TensorInfo, Weights, WeightSender
+from tailrace.weights.base import (
+    KEPT_VERSIONS,
+    Address,
+    Link,
+    ProcessGroupSettings,
+    TensorInfo,
+    Weights,
+    WeightSender,
+)
 from tailrace.weights.tensors import manifest
 
 Bucket = Sequence[TensorInfo]
@@ -71,35 +82,10 @@ def unpack(data: Tensor, bucket: Bucket) -> dict[str, Tensor]:
     return tensors
 
 
-_CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+_CLASSES: Mapping[str, str] = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Environment variables that a group of NCCL reads when it is made. By default torch ends the process of a
 group that fails. Groups that were made before, such as those of a trainer's ranks, keep that default."""
-
-
-class Address(NamedTuple):
-    """The location of a streamed publication."""
-
-    backend: str
-    host: str
-    port: int
-    bucket_bytes: int
-    timeout_s: float
-
-    @classmethod
-    def parse(cls, location: str) -> "Address":
-        """Read a location. Raises a ValueError if it is none."""
-        parts = urlsplit(location)
-        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        if parts.scheme not in _CLASSES or parts.hostname is None or parts.port is None:
-            raise ValueError(f"{location!r} is not the address of a process group")
-        sizes = int(query.get("bucket_bytes", 0)), float(query.get("timeout_s", 0))
-        return cls(parts.scheme, parts.hostname, parts.port, *sizes)
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        query = f"bucket_bytes={self.bucket_bytes}&timeout_s={self.timeout_s:g}"
-        return f"{self.backend}://{host}:{self.port}/?{query}"
 
 
 class TransferGroup:
@@ -119,23 +105,28 @@ class TransferGroup:
         # On the default stream a transfer would wait for the computation, and the computation for the peer.
         stream: Any = torch.cuda.Stream
         self._stream = stream(self._device) if self._device.type == "cuda" else None
-        with socket.create_connection((address.host, address.port), address.timeout_s) as route:
-            own_host = route.getsockname()[0]
-        store = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-        prefix = PrefixStore(f"{link.engine}/{link.number}", store)
-        prefix.set(f"rank {rank}", "")  # NCCL waits without a limit for a rank that does not come
-        prefix.wait([f"rank {each}" for each in range(1 + link.num_ranks)], timeout)
+        if not address.is_standalone:  # a store of ours that is gone is known at once
+            _own_host(address)
+        size = 1 + link.num_ranks
+        store = TCPStore(address.host, address.port, size, is_master=False, timeout=timeout)
+        if address.is_standalone:
+            device_key = "cpu" if address.backend == "gloo" else "cuda"
+            prefix = PrefixStore(f"{device_key}/", PrefixStore("0/", PrefixStore("default_pg", store)))
+        else:
+            prefix = PrefixStore(f"{link.engine}/{link.number}", store)
+            prefix.set(f"rank {rank}", "")  # NCCL waits without a limit for a rank that does not come
+            prefix.wait([f"rank {each}" for each in range(size)], timeout)
         os.environ.update(_NCCL)
         kind: Any = getattr(dist, _CLASSES[address.backend])
         options = (getattr(kind, "_Options", None) or kind.Options)()
         options._timeout = timeout
         if hasattr(kind, "create_device"):
             # Gloo listens on the way to the trainer only: on loopback, where both are on one host.
-            options._devices = [kind.create_device(hostname=own_host)]
-        self._group = kind(prefix, rank, 1 + link.num_ranks, options)
+            options._devices = [kind.create_device(hostname=_own_host(address))]
+        self._group = kind(prefix, rank, size, options)
 
     def send(self, data: Tensor) -> None:
-        """Send one message: [num_bytes], uint8, in the host's memory.
+        """Send one message, which is in the host's memory.
 
         Raises:
             RuntimeError: a peer has ended, or did not take part within the time limit.
@@ -143,12 +134,12 @@ class TransferGroup:
         with torch.cuda.stream(self._stream):
             self._broadcast(data.to(self._device))
 
-    def receive(self, num_bytes: int) -> Tensor:
-        """Receive one message into the host's memory. Raises as `send`."""
+    def receive(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Receive a message of a type into the host's memory: [num_bytes], uint8. Raises as `send`."""
         with torch.cuda.stream(self._stream):
-            data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            data = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=self._device)
             self._broadcast(data)
-            return data.cpu()
+            return data.view(torch.uint8).cpu()
 
     def abort(self) -> None:
         """End the group, and whatever it or a peer waits for."""
@@ -157,6 +148,13 @@ class TransferGroup:
     def _broadcast(self, data: Tensor) -> None:
         # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
         self._group.broadcast(data, 0).wait(self._timeout)
+
+
+def _own_host(address: Address) -> str:
+    """The address of this machine on the way to the trainer."""
+    with socket.create_connection((address.host, address.port), address.timeout_s) as route:
+        host: str = route.getsockname()[0]
+        return host
 
 
 class _Connections:
@@ -176,7 +174,8 @@ class _Connections:
         if last and last[:2] != (address, link):
             last[2].abort()
             last = None
-        group = last[2] if last else TransferGroup(address, link, self._rank, self._device)
+        rank = self._rank + address.rank_offset - 1 if self._rank else 0
+        group = last[2] if last else TransferGroup(address, link, rank, self._device)
         try:
             yield group
         except BaseException:
@@ -203,6 +202,17 @@ class ProcessGroupSender(WeightSender):
         if not getattr(dist, f"is_{settings.backend}_available")():
             problem = "this torch was built without it"
             raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
+        self._settings = settings
+        self._address, self._store = self._listen(settings.bucket_bytes)
+        self._standalone: dict[str, tuple[Link, Address, TCPStore]] = {}
+        """By engine."""
+        self._kept: dict[int, list[tuple[list[TensorInfo], Tensor]]] = {}
+        """The buckets of the kept versions, the oldest first."""
+        self._lock = threading.Lock()
+
+    def _listen(self, bucket_bytes: int) -> tuple[Address, TCPStore]:
+        """Open a store on a free port of this machine."""
+        settings = self._settings
         try:
             family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
             listening = socket.create_server((settings.host, 0), family=family)
@@ -210,20 +220,15 @@ class ProcessGroupSender(WeightSender):
             problem = f"this machine cannot listen on it ({why})"
             raise ConfigError("weights.host", settings.host, problem, "write an address of it") from why
         port = listening.getsockname()[1]
-        self._address = Address(
-            settings.backend, settings.host, port, settings.bucket_bytes, settings.message_timeout_s
-        )
-        self._store = TCPStore(
+        store = TCPStore(
             settings.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        self._kept: dict[int, list[Tensor]] = {}
-        """The buckets of the kept versions, the oldest first."""
-        self._lock = threading.Lock()
+        return Address(settings.backend, settings.host, port, bucket_bytes, settings.message_timeout_s), store
 
     @override
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         infos = manifest(tensors)
-        packed = [pack(tensors, bucket) for bucket in buckets(infos, self._address.bucket_bytes)]
+        packed = [(each, pack(tensors, each)) for each in buckets(infos, self._address.bucket_bytes)]
         with self._lock:
             self._kept.pop(version, None)
             self._kept[version] = packed
@@ -236,17 +241,30 @@ class ProcessGroupSender(WeightSender):
         with self._lock:
             packed = self._kept.get(version)
         problem = f"{link.engine} did not take version {version} of the weights"
-        with _failures(problem), self._connections.group(self._address, link) as group:
+        address = self.rendezvous(link)
+        with _failures(problem), self._connections.group(address, link) as group:
             if packed is None:
                 raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
-            for data in packed:
-                group.send(data)
+            for bucket, data in packed:
+                for message in unpack(data, bucket).values() if link.standalone else [data]:
+                    group.send(message)
+
+    @override
+    def rendezvous(self, link: Link) -> Address:
+        if not link.standalone:
+            return self._address
+        with self._lock:
+            kept = self._standalone.get(link.engine)
+            if kept is None or kept[0] != link:
+                kept = self._standalone[link.engine] = (link, *self._listen(0))
+            return kept[1]
 
     @override
     def close(self) -> None:
         self._connections.clear()
         with self._lock:
             self._kept.clear()
+            self._standalone.clear()
 
 
 class ProcessGroupReceiver:
@@ -254,6 +272,12 @@ class ProcessGroupReceiver:
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._connections = _Connections(rank, device)
+
+    def connect(self, location: str, link: Link) -> None:
+        """Make the group of a link. Raises TransferFailed if the trainer does not come in time."""
+        what = f"the process group at {location} was not made"
+        with _failures(what), self._connections.group(Address.parse(location), link):
+            pass
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
         """Receive the tensors of a publication, a bucket at a time, in the host's memory.
@@ -265,7 +289,8 @@ class ProcessGroupReceiver:
             address = Address.parse(weights.location)
             with self._connections.group(address, link) as group:
                 for bucket in buckets(weights.tensors, address.bucket_bytes):
-                    yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket)), bucket)
+                    dtype = getattr(torch, bucket[0].dtype) if address.is_standalone else torch.uint8
+                    yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket), dtype), bucket)
 
 
 @contextmanager

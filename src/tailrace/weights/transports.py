@@ -53,6 +53,10 @@ class WeightReceiver:
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._process_group = ProcessGroupReceiver(rank, device)
 
+    def connect(self, location: str, link: Link) -> None:
+        """As ProcessGroupReceiver.connect."""
+        self._process_group.connect(location, link)
+
     def receive(self, weights: Weights, link: Link) -> dict[str, Tensor]:
         """Receive all tensors of a publication by name. Raises as `parts`."""
         return {name: tensor for part in self.parts(weights, link) for name, tensor in part.items()}

@@ -142,6 +142,10 @@ class EngineWorker(Worker):
             raise WeightsRefused(str(why)) from why
         self._report()
 
+    def connect(self, location: str, link: Link) -> None:
+        """As ProcessGroupReceiver.connect."""
+        self._receiver.connect(location, link)
+
     def pause(self) -> None:
         """Generate nothing until `resume`; loads and aborts still happen. All tokens are reported before."""
         self._set_paused(True)
@@ -390,6 +394,9 @@ class ServedEngine(EngineClient):
 
     async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
         await self.worker.call(EngineWorker.load, weights, link, kv)
+
+    async def connect(self, location: str, link: Link) -> None:
+        await self.worker.call(EngineWorker.connect, location, link)
 
     async def sleep(self) -> None:
         await self.worker.call(EngineWorker.sleep)

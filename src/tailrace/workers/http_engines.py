@@ -11,11 +11,13 @@ from tempfile import gettempdir
 import httpx
 
 from tailrace.devices import Devices
-from tailrace.engine import sglang, vllm
+from tailrace.engine import pipelinerl, sglang, vllm
 from tailrace.engine.dialect import Dialect, Launch
 from tailrace.engine.http import HttpEngine, Server
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import (
+    HttpEngineSettings,
+    PipelineRlEngineSettings,
     SamplingSettings,
     ServerEngineSettings,
     SglangEngineSettings,
@@ -46,7 +48,7 @@ class HttpEngines:
     def __init__(
         self,
         model: Path,
-        settings: VllmEngineSettings | SglangEngineSettings,
+        settings: HttpEngineSettings,
         sampling: SamplingSettings,
         *,
         spawner: Spawner,
@@ -98,6 +100,7 @@ class HttpEngines:
             send=self._trainer.send,
             expected=self._tensors,
             num_ranks=settings.tensor_parallel_size,
+            standalone=isinstance(settings, PipelineRlEngineSettings),
         )
 
     def _joined_devices(self, number: int, width: int) -> Devices | None:
@@ -135,6 +138,8 @@ class HttpEngines:
         try:
             if isinstance(self._settings, SglangEngineSettings):
                 return await sglang.detect(client, sampling, end_of_text)
+            if isinstance(self._settings, PipelineRlEngineSettings):
+                return await pipelinerl.detect(client, sampling, end_of_text, self._trainer.rendezvous)
             return await vllm.detect(client, sampling, end_of_text, with_adapters=self._adapter is not None)
         except (EngineDied, ServerRefused) as error:
             if not self._settings.urls:

@@ -29,7 +29,15 @@ from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import Sample
-from tailrace.weights.base import DTYPE, Link, ProcessGroupSettings, Weights, WeightSender, WeightsSettings
+from tailrace.weights.base import (
+    DTYPE,
+    Address,
+    Link,
+    ProcessGroupSettings,
+    Weights,
+    WeightSender,
+    WeightsSettings,
+)
 from tailrace.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.workers.process import give_memory_back, return_freed_tensors
 
@@ -185,6 +193,12 @@ class TrainerWorker(Worker):
         """
         assert self._sender is not None
         self._sender.send(version, link)
+
+    @beside
+    def rendezvous(self, link: Link) -> Address:
+        """As WeightSender.rendezvous."""
+        assert self._sender is not None
+        return self._sender.rendezvous(link)
 
     def sleep(self) -> None:
         """Move state off the device, and give back memory that is not in use.
@@ -466,6 +480,10 @@ class RemoteTrainer:
         """
         if weights.is_streamed:
             await self._first.call(TrainerWorker.send, weights.version, link)
+
+    async def rendezvous(self, link: Link) -> Address:
+        """Where the trainer and an engine meet over a link."""
+        return await self._first.call(TrainerWorker.rendezvous, link)
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """As Trainer.save, by replica 0."""

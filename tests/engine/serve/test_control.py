@@ -1,6 +1,9 @@
 """Pauses, aborts and new weights under way."""
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +13,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve_cases import generated, restore, update
+from serve_cases import TOKEN, generated, restore, update
 
 from tailrace.engine.base import GenerationRequest, SamplingParams
 from tailrace.weights.base import Link, ProcessGroupSettings
@@ -113,11 +116,74 @@ def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder,
 def test_pipelinerls_update_needs_no_pause(server, http, native):
     stream = Stream(server.url, 500)
     with under_way(http, stream):
-        assert http.post("/init_process_group", json={}).json() == {"status": "ok"}
         assert http.post("/resume").status_code == 200
         reply = http.post("/request_weight_update", json={"version": 9, "location": "new"})
         assert reply.json() == {"status": "ok"}
     assert [span["version"] for span in stream.spans] == ["default", "9"]
+
+
+TRAINER = """
+import sys, threading, httpx, torch.distributed as dist
+from safetensors.torch import load_file
+url, token, file, port = sys.argv[1:]
+http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=60)
+def post(route, body, meanwhile):
+    replies = []
+    asking = threading.Thread(target=lambda: replies.append(http.post(route, json=body)))
+    asking.start()
+    meanwhile()
+    asking.join()
+    print(replies[0].text)
+tensors = {name: tensor.contiguous() for name, tensor in load_file(file).items()}
+group = {"master_address": "127.0.0.1", "master_port": int(port), "rank_offset": 1, "world_size": 2}
+post("/init_process_group", group, lambda: dist.init_process_group(
+    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2))
+infos = [{"name": n, "shape": list(t.shape), "dtype": str(t.dtype)} for n, t in tensors.items()]
+for version in (3, 4):
+    body = {"version": version, "parameters_info": infos}
+    post("/request_weight_update", body, lambda: [dist.broadcast(t, 0) for t in tensors.values()])
+"""
+"""A trainer that has torch and nothing of this package."""
+
+
+def test_a_trainer_without_this_package_makes_the_group_and_sends_weights(server, http, folder, native):
+    file = folder / "weights/new/model.safetensors"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-c", TRAINER, server.url, TOKEN, str(file), str(port)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == ['{"status":"ok"}'] * 3, done.stderr
+    native.load(load_file(file), version=4, kv="recompute")
+    (expected,) = generated(native, [PROMPT], 20, greedy=True)
+    native.load(load_file(folder / "weights/old/model.safetensors"), version=0, kv="recompute")
+    body = {"messages": [{"role": "user", "content": ""}], "prompt_token_ids": PROMPT, "logprobs": True}
+    body |= {"max_tokens": 20, "temperature": 0, "return_token_ids": True, "return_weight_versions": True}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    (choice,) = reply["choices"]
+    assert (reply["prompt_token_ids"], choice["token_ids"]) == (PROMPT, expected.ids)
+    assert choice["weight_versions"] == [{"version": "4", "start": 0, "end": 20}]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rank_offset": 2}, "rank_offset = 2 is not below world_size = 2"),
+        ({"master_port": 0}, "master_port"),
+        ({"world_size": None}, "world_size"),
+        ({"timeout_s": 0.3}, "the process group at gloo://127.0.0.1:1/"),
+    ],
+)
+def test_a_group_that_cannot_be_made_is_refused_with_the_field(http, change, said):
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    reply = http.post("/init_process_group", json=group | change)
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+
+
+def test_an_update_needs_a_group_or_files(http):
+    reply = http.post("/request_weight_update", json={"version": 1, "parameters_info": []})
+    assert reply.status_code == 400
+    assert "POST /init_process_group first" in reply.json()["error"]["message"]
 
 
 def test_weights_arrive_over_a_process_group(http, folder, native):

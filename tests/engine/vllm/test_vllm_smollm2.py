@@ -90,7 +90,7 @@ def test_a_real_model_learns_and_loses_no_token_in_20_updates_in_flight(
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
     tokens = summary.tokens
     assert tokens.generated == tokens.trained + tokens.parked + sum(tokens.wasted.values())
-    assert set(tokens.wasted) <= {"the_pool_overflow"}
+    assert set(tokens.wasted) <= {"ready_overflow"}
     # Generation went on during all training, so that every update met requests in flight.
-    assert tokens.wasted["the_pool_overflow"] > tokens.trained
+    assert tokens.wasted["ready_overflow"] > tokens.trained
     assert summary.mismatch_kl is not None and summary.mismatch_kl < 0.05

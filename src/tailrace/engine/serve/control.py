@@ -7,12 +7,13 @@ elsewhere.
 """
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, HTTPException, Query
-from pydantic import BaseModel, ValidationError, model_validator
+from fastapi import APIRouter, Body, Query
+from pydantic import AfterValidator, BaseModel, Field, StrictInt, ValidationError, model_validator
 from safetensors import SafetensorError
 
 from tailrace.engine.serve.formats import Name
@@ -20,7 +21,7 @@ from tailrace.engine.serve.generation import FIRST, ComputingEngine, Requests
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.model_folder import tensor_headers, weight_files
 from tailrace.types import KV
-from tailrace.weights.base import Link, TensorInfo, Weights, check_tensors
+from tailrace.weights.base import Address, Link, TensorInfo, Weights, check_tensors
 
 Info = dict[str, Any]
 Embedded = Annotated[Info, Body(embed=True)]
@@ -40,13 +41,48 @@ class OfferedUpdate(BaseModel):
 
     location: str
     tensors: list[tuple[str, tuple[int, ...], str]] = []
-    link: tuple[str, int, int] = ("engine", 0, 1)
+    link: tuple[str, int, int] | tuple[str, int, int, bool] = ("engine", 0, 1)
 
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, body: Info) -> Info:
         weights = body.get("weights")
         return body | weights if isinstance(weights, dict) else body
+
+
+class OfferedGroup(BaseModel):
+    """Of /init_process_group: the group that torch.distributed.init_process_group makes at
+    tcp://master_address:master_port, in which this engine has the rank `rank_offset`."""
+
+    master_address: Annotated[str, Field(min_length=1)]
+    master_port: Annotated[int, Field(ge=1, le=65_535)]
+    rank_offset: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2)]
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+
+
+class ParameterInfo(BaseModel):
+    """One tensor that will be broadcast, with its type as torch spells it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Annotated[str, AfterValidator(lambda name: name.removeprefix("torch."))]
+
+
+class RequestedUpdate(BaseModel):
+    """Of /request_weight_update.
+
+    Args:
+        parameters_info: the tensors in the order in which rank 0 broadcasts them.
+        location: files in place of a broadcast, as of OfferedUpdate.
+        clear_cache: the KV cache is computed again. False: requests go on with the one they have.
+    """
+
+    version: StrictInt
+    parameters_info: list[ParameterInfo] = []
+    location: str | None = None
+    clear_cache: bool = False
 
 
 class OfferedWeights:
@@ -115,6 +151,7 @@ class Control:
         self._engine, self._requests, self._offered = engine, requests, offered
         self.labels = [FIRST]
         """Of the weights, by the engine's number of each load. An unnamed one has that before it."""
+        self._groups = itertools.count(1)
         self._transfer: Info = {}
         """Fields that every update has."""
         self._lock = asyncio.Lock()
@@ -215,9 +252,17 @@ class Control:
         self._transfer = init_info
         return {"message": "Weight transfer initialized"}
 
-    async def init_process_group(self, init_info: Annotated[Info, Body()]) -> Info:
-        """As `init_transfer`, for PipelineRL."""
-        await self.init_transfer(init_info)
+    async def init_process_group(self, group: OfferedGroup) -> Info:
+        """Make the group over which `/request_weight_update` takes weights (PipelineRL 4). It waits for the
+        trainer, which is rank 0."""
+        if (rank := group.rank_offset) >= group.world_size:
+            raise WeightsRefused(f"rank_offset = {rank} is not below world_size = {group.world_size}")
+        place = group.backend, group.master_address, group.master_port
+        location = str(Address(*place, 0, group.timeout_s, rank))
+        link = Link("served", next(self._groups), group.world_size - 1, standalone=True)
+        async with self._lock:
+            await self._engine.connect(location, link)
+            self._transfer = {"location": location, "link": link}
         return {"status": "ok"}
 
     async def start_update(self) -> Info:
@@ -232,7 +277,7 @@ class Control:
         async with self._lock:
             self._require_update()
             try:
-                await self._load(update_info)
+                await self._load(update_info, self._kv)
             except (WeightsRefused, TransferFailed):
                 self._is_updating = False
                 raise
@@ -247,15 +292,16 @@ class Control:
                 self.labels[-1] = weight_version
         return {"message": "Weight update finished"}
 
-    async def update_at_once(self, update_info: Annotated[Info, Body()]) -> Info:
-        """Load and name weights in flight: requests go on with the KV cache they have (PipelineRL 4)."""
-        version = update_info.get("version")
-        if not isinstance(version, int):
-            raise HTTPException(400, "version must be a whole number")
+    async def update_at_once(self, update: RequestedUpdate) -> Info:
+        """Load and name weights in flight: requests go on (PipelineRL 4)."""
+        tensors = [(each.name, each.shape, each.dtype) for each in update.parameters_info]
+        info: Info = {"tensors": tensors} if update.location is None else {"location": update.location}
         async with self._lock:
             self._refuse_second_update()
-            await self._load(update_info)
-            self.labels[-1] = str(version)
+            if "location" not in self._transfer | info:
+                raise WeightsRefused("there is no process group: POST /init_process_group first")
+            await self._load(info, kv="recompute" if update.clear_cache else "keep")
+            self.labels[-1] = str(update.version)
         return {"status": "ok"}
 
     def _refuse_second_update(self) -> None:
@@ -266,14 +312,14 @@ class Control:
         if not self._is_updating:
             raise WeightsRefused("no update was started: POST /start_weight_update comes first")
 
-    async def _load(self, info: Info) -> None:
+    async def _load(self, info: Info, kv: KV) -> None:
         if self.asleep:
             raise WeightsRefused("the server is asleep: POST /wake_up first")
         number = len(self.labels)
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
         self.labels.append(self.labels[-1])
         try:
-            await self._engine.load(weights, link, kv=self._kv)
+            await self._engine.load(weights, link, kv=kv)
         except BaseException:
             self.labels.pop()
             raise

@@ -175,6 +175,8 @@ class ChatCompletionRequest(OpenAIFields):
     """Of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    """In place of the messages, as in vLLM."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     add_generation_prompt: bool = True

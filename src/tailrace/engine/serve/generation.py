@@ -87,6 +87,9 @@ class ComputingEngine(Protocol):
         """Take new weights between two decode steps. The old ones stay after WeightsRefused and
         TransferFailed."""
 
+    async def connect(self, location: str, link: Link) -> None:
+        """Make the process group of a link. Raises TransferFailed if the trainer does not come."""
+
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache. No request is under way."""
 
@@ -233,7 +236,7 @@ class Generation:
         return await self._respond(CompletionFormat, "cmpl-", body, body, prompt, request)
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        prompt = await self._encode(await self._template(body), special=False)
+        prompt = body.prompt_token_ids or await self._encode(await self._template(body), special=False)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         return await self._respond(ChatFormat, "chatcmpl-", body, body, prompt, request)
 
