@@ -164,7 +164,7 @@ class SimLengthSettings(Settings):
 
 
 class SimCodeSettings(Settings):
-    """Programs with test cases. The times of the responses to a prompt are alike."""
+    """Programs with test cases. The times of a test case are alike in all responses to its prompt."""
 
     cases: int = Field(default=10, ge=1)
     """Test cases of a prompt."""
@@ -172,8 +172,10 @@ class SimCodeSettings(Settings):
     """Median over prompts of the seconds of a test case."""
     sigma: float = Field(default=1.0, ge=0)
     """Standard deviation of the logarithm of these seconds over prompts."""
+    case_sigma: float = Field(default=0.0, ge=0)
+    """The same over the test cases of one prompt."""
     own_sigma: float = Field(default=0.1, ge=0)
-    """The same over the test cases and responses of one prompt."""
+    """The same over the responses to one prompt, for each test case."""
     endless: float = Field(default=0.05, ge=0, le=1)
     """Share of the responses that never end in one of their test cases. They are incorrect."""
     timeout: TimeoutSettings = TimeoutSettings()
