@@ -6,42 +6,65 @@ import pytest
 
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
-from tailrace.record.events import EngineStateChanged, Preempted, RoundStarted
+from tailrace.record.events import (
+    EngineStateChanged,
+    Preempted,
+    RequestEnded,
+    RequestStarted,
+    RoundEnded,
+    RoundStarted,
+)
 from tailrace.rollout.placement import Shared, TensorParallelRule, lendable
 from tailrace.rollout.progress import KnownLengths, peak_kv
 from tailrace.schedules.serial import serial
+from tailrace.schedules.tailbatch import tailbatch
 from tailrace.types import Sample
 
 
-def widths(*rounds: tuple[str, int], largest: int = 8) -> list[int]:
-    rule = TensorParallelRule(largest)
-    return [rule.round_ended(count, is_race=kind == "short") for kind, count in rounds]
+def widths(*rounds: tuple[str, int], largest: int = 8, start: int = 1) -> list[tuple[int, int]]:
+    """The widths of short and long rounds after each round."""
+    rule, found = TensorParallelRule(largest, start), []
+    for kind, count in rounds:
+        rule.round_ended(count, is_race=kind == "short")
+        found.append((rule.width(is_race=True), rule.width(is_race=False)))
+    return found
+
+
+def long(*counts: int, largest: int = 8, start: int = 1) -> list[int]:
+    rounds = (("long", count) for count in counts)
+    return [width for _, width in widths(*rounds, largest=largest, start=start)]
 
 
 def test_preemptions_that_rise_by_more_than_a_twentieth_double_the_size() -> None:
-    assert widths(("long", 100), ("long", 105), ("long", 111), ("long", 200)) == [1, 1, 2, 4]
+    assert long(100, 105, 111, 200) == [1, 1, 2, 4]
 
 
 def test_a_rise_from_zero_is_a_rise_and_the_first_round_is_none() -> None:
-    assert widths(("long", 50), ("long", 0), ("long", 1)) == [1, 1, 2]
+    assert long(50, 0, 1) == [1, 1, 2]
 
 
-def test_short_rounds_are_compared_with_short_rounds() -> None:
+def test_short_rounds_are_compared_with_short_rounds_and_have_a_size_of_their_own() -> None:
     """179 preemptions of a short round after 100 of a long one are no rise."""
-    assert widths(("short", 179), ("long", 100), ("short", 179), ("long", 100)) == [1, 1, 1, 1]
+    rounds = (("short", 179), ("long", 100), ("short", 200), ("long", 100), ("short", 300))
+    assert widths(*rounds) == [(1, 1), (1, 1), (2, 1), (2, 1), (4, 1)]
 
 
-def test_a_rise_in_a_short_round_doubles_the_size_after_the_next_long_round() -> None:
-    assert widths(("short", 10), ("short", 20), ("short", 20), ("long", 5), ("short", 20)) == [1, 1, 1, 2, 2]
+def test_the_size_of_a_kind_changes_after_each_of_its_rounds() -> None:
+    rounds = (("short", 10), ("short", 20), ("short", 20), ("long", 5), ("long", 0), ("long", 5))
+    assert widths(*rounds) == [(1, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 2)]
 
 
 def test_four_rounds_without_preemption_halve_the_size_down_to_one() -> None:
-    rising = [("long", 1), ("long", 2), ("long", 4)]
-    assert widths(*rising, *[("long", 0)] * 9) == [1, 2, 4, *[4] * 3, 2, 2, 2, 2, 1, 1]
+    assert long(1, 2, 4, *[0] * 9) == [1, 2, 4, *[4] * 3, 2, 2, 2, 2, 1, 1]
+
+
+def test_both_kinds_begin_with_the_start_value_and_may_fall_below_it() -> None:
+    rounds = [("short", 3), ("long", 0)] * 4
+    assert widths(*rounds, start=2)[-2:] == [(2, 2), (2, 1)]
 
 
 def test_the_size_is_at_most_the_largest() -> None:
-    assert widths(*[("long", 2**number) for number in range(4)], largest=2) == [1, 2, 2, 2]
+    assert long(1, 2, 4, 8, largest=2) == [1, 2, 2, 2]
 
 
 SIM = change(
@@ -72,15 +95,67 @@ def test_engines_that_preempt_more_are_joined() -> None:
         shared=Shared(max_width=4),
     )
     assert [event.time_s for event in outcome.of(RoundStarted)][:2] == [0, 15]
+    assert {event.engine for event in outcome.of(RequestStarted)} == {f"engine-{n}" for n in range(4)}
+    assert "evicted" not in {event.outcome for event in outcome.of(RequestEnded)}
     states = [(event.engine, event.state) for event in outcome.of(EngineStateChanged)]
     assert states[:4] == [(f"engine-{number}", "asleep") for number in range(4)]
     assert sorted(states[4:]) == [("engine-0", "open"), ("engine-2", "open")]
     assert [engine.width for engine in outcome.parts.engines] == [2, 0, 2, 0]
     starts = [event.time_s for event in outcome.of(RoundStarted)]
-    assert starts[3] - starts[2] == 20 * ((0.5 + 0.5 * 4) / 2 + 0.25)
+    joined_s = 20 * ((0.5 + 0.5 * 4) / 2 + 0.25)
+    assert [starts[3] - starts[2], outcome.ended_s - starts[3]] == [100 + joined_s, joined_s]
     assert sum(usage.num_preempted for usage in outcome.usages) == 4
     counted = [(event.engine, event.num_requests) for event in outcome.of(Preempted)]
     assert counted == [(f"engine-{number}", 1) for number in range(4)]
+
+
+def test_the_start_value_depends_on_the_requests_that_the_first_round_needs() -> None:
+    asked: list[float] = []
+
+    def start_width(num_requests: float) -> int:
+        asked.append(num_requests)
+        return 2
+
+    outcome = simulate(
+        partial(tailbatch, groups_per_round=4),
+        RunSettings(rounds=1, group_size=1),
+        SIM,
+        parts=worlds(SIM, lambda sample: 10, count=4),
+        shared=Shared(max_width=4, start_width=start_width),
+    )
+    assert asked == [4]
+    assert [engine.width for engine in outcome.parts.engines] == [2, 0, 2, 0]
+    assert {event.engine for event in outcome.of(RequestStarted)} == {"engine-0", "engine-2"}
+
+
+@pytest.mark.parametrize("kind", ["disaggregated", "colocated", "elastic"])
+def test_short_and_long_rounds_switch_between_their_sizes(kind) -> None:  # type: ignore[no-untyped-def]
+    """Four prompts of two samples win in a short round, of five with three each, on 4 engines. Prompts of
+    even number have 10 tokens, the others 14. Later short rounds have longer responses and preempt more."""
+
+    def length_of(sample: Sample) -> int:
+        return 10 + 2 * (sample.id.prompt // 5) + 8 * (sample.id.prompt % 5 == 4)
+
+    outcome = simulate(
+        partial(tailbatch, groups_per_round=4),
+        RunSettings(rounds=6, group_size=2),
+        SIM,
+        parts=worlds(SIM, length_of, count=4, replicas=2 if kind == "elastic" else 1),
+        shared=Shared(kind, max_width=2),
+    )
+    widths, width, is_race = [], 1, []
+    for event in outcome.events:
+        if isinstance(event, EngineStateChanged) and "devices of 2" in event.why:
+            width = 2
+        if isinstance(event, EngineStateChanged) and "devices of 1" in event.why:
+            width = 1
+        if isinstance(event, RoundEnded):
+            widths.append(width)
+            is_race.append(event.round % 5 != 4)
+    assert len(set(widths)) == 2
+    short = {width for width, race in zip(widths, is_race, strict=True) if race}
+    assert widths[4] == 1 and short == {1, 2}, widths
+    assert outcome.run.overtime
 
 
 def test_the_largest_cache_is_when_a_request_ends() -> None:

@@ -51,6 +51,9 @@ class SimEngineSettings(Settings):
     weights by tensor parallelism gain as many for each engine that joins."""
     communication_s: float = Field(default=0.5e-3, ge=0)
     """Seconds that each doubling of the tensor-parallel size adds to a decode step."""
+    reduce_s: float = Field(default=0.0, ge=0)
+    """Seconds that a running request adds to a decode step for all-reduces over very many devices. Of it w
+    joined engines add 1 - 1/w."""
     regroup_s: float = Field(default=10.0, ge=0)
     """Seconds in which engines are restarted with another tensor-parallel size."""
 
