@@ -1,22 +1,53 @@
-"""`tailrace fit`: a live run's own costs as the [sim] section of a config."""
+"""`tailrace fit`: a live run's own costs as the [sim] section of a config, or the profile of its engines."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import tomli_w
 from rich.table import Column, Table
 
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import check_live, open_parts, usable_prompts
+from tailrace.assembly.placement import tensor_parallel_size, tensor_parallel_sizes
+from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.tables import open_console, print_table, writing
+from tailrace.config import RunConfig, with_model_folder
+from tailrace.engine.http import HEALTH_EVERY_S
+from tailrace.engine.settings import NativeEngineSettings
+from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
+from tailrace.rollout.profile import ProfileRow, measure
 
 
-def fit_run(run: Path, /, *, output: Path | None = None) -> None:
-    """Fit a run, and print what was found.
+def fit_run(
+    run: Path,
+    /,
+    *,
+    output: Path | None = None,
+    profile: Path | None = None,
+    batches: tuple[int, ...] = (1, 8, 64, 256),
+    lengths: tuple[int, ...] = (),
+    overrides: Mapping[str, str],
+) -> None:
+    """Fit a run, and print what was found; or with --profile measure the engines of its config.
 
     Args:
-        run: its output directory.
+        run: its output directory; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
+        profile: a file for the offline profile of the engines, which `placement.profile` names.
+        batches: of the profile, requests that begin together, in ascending order.
+        lengths: of the profile, tokens that each request generates. Default: a quarter, a half and all of
+            sampling.max_completion_tokens.
     """
+    if profile:
+        return _measure(run, profile, batches, lengths, overrides)
+    if overrides:
+        problem = "the settings of a run that was made cannot be changed"
+        raise ConfigError(*next(iter(overrides.items())), problem, "remove it, or add --profile")
     fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
@@ -30,6 +61,40 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     with writing("--output", output):
         output.write_text(text)
     console.print(f"[sim] is in {output}")
+
+
+def _measure(
+    run: Path, file: Path, batches: Sequence[int], lengths: Sequence[int], overrides: Mapping[str, str]
+) -> None:
+    """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
+    config = with_model_folder(evaluated_config(run, None, overrides))
+    config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
+    assert config.sampling
+    limit = config.sampling.max_completion_tokens
+    lengths = sorted(lengths or {max(1, limit // 4), max(1, limit // 2), limit})
+    if not 1 <= lengths[0] <= lengths[-1] <= limit:
+        problem = f"sampling.max_completion_tokens is {limit}"
+        raise ConfigError("--lengths", lengths, problem, f"choose from 1 to {limit}")
+    if not batches or min(batches) < 1:
+        raise ConfigError("--batches", batches, "a batch has at least one request", "raise it")
+    with writing("--profile", file), TemporaryDirectory() as scratch:
+        rows = clock.run(_measured(config, Path(scratch), sorted(batches), lengths), virtual=False)
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+
+
+async def _measured(
+    config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
+) -> list[ProfileRow]:
+    smallest, rows, console = tensor_parallel_size(config), list[ProfileRow](), open_console()
+    sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)
+    async with open_parts(config, scratch) as parts:
+        prompts = usable_prompts(parts.prompts, batches[-1])
+        settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
+        async for row in measure(parts.engines, smallest, sizes, batches, lengths, prompts, settle_s):
+            rows.append(row)
+            of = f"size {row.tensor_parallel_size}, batch {row.batch}, {row.length} tokens"
+            console.print(f"{of}: {row.step_s:.4g} s a step, {row.preemptions} preemptions")
+    return rows
 
 
 def fitted_run(path: Path) -> Fit:

@@ -16,7 +16,7 @@ from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
 from tailrace.errors import ConfigError
 from tailrace.rollout.placement import regroup
-from tailrace.types import Group, Sample, SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 KEY = "placement.profile"
 
@@ -111,7 +111,8 @@ async def measure(
     sizes: Sequence[int],
     batches: Sequence[int],
     lengths: Sequence[int],
-    prompts: Prompts,
+    prompts: Prompts | Sequence[Prompt],
+    settle_s: float = 0.0,
 ) -> AsyncIterator[ProfileRow]:
     """Measure the first engine at each size, and yield the rows. A batch with as many preemptions as requests
     is the largest of its length: larger ones would follow one another.
@@ -120,24 +121,28 @@ async def measure(
         smallest: tensor-parallel size of one engine alone.
         batches: in ascending order.
         prompts: one for each request of a batch, in their order.
+        settle_s: after which an idle engine has reported its preemptions.
     """
     for size in sizes:
         await regroup(engines, size // smallest)
         for length in lengths:
             for batch in batches:
-                row = await _measured(engines[0], size, batch, length, prompts)
+                row = await _measured(engines[0], size, length, [prompts[n] for n in range(batch)], settle_s)
                 yield row
                 if row.preemptions >= batch:
                     break
 
 
-async def _measured(engine: Engine, size: int, batch: int, length: int, prompts: Prompts) -> ProfileRow:
-    groups = [Group(prompts[number], 1, []) for number in range(batch)]
-    samples = [Sample(SampleId(number, 0, 0), group) for number, group in enumerate(groups)]
+async def _measured(
+    engine: Engine, size: int, length: int, prompts: Sequence[Prompt], settle_s: float
+) -> ProfileRow:
+    samples = [Sample(SampleId(n, 0, 0), Group(prompt, 1, [])) for n, prompt in enumerate(prompts)]
     num_before, start_s = engine.usage().num_preempted, now()
     await asyncio.gather(*(_generate(engine, sample, length) for sample in samples))
     seconds = now() - start_s
-    return ProfileRow(size, batch, length, seconds / length, engine.usage().num_preempted - num_before)
+    await asyncio.sleep(settle_s)
+    preempted = engine.usage().num_preempted - num_before
+    return ProfileRow(size, len(prompts), length, seconds / length, preempted)
 
 
 async def _generate(engine: Engine, sample: Sample, length: int) -> None:
