@@ -18,7 +18,7 @@ def test_the_engine_of_a_config_is_measured_and_the_file_is_a_profile(
     words = ["fit", str(QUICKSTART), "--profile", str(file), "--batches", "1", "--batches", "4"]
     assert main([*words, "--lengths", "6", "--lengths", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "size 1, batch 4, 6 tokens: " in printed and "0 preemptions" in printed
+    assert "ProfileRow(tensor_parallel_size=1, batch=4, length=6, step_s=" in printed
     profile = EngineProfile.read(file)
     profile.check([1])
     assert 0 < profile.rollout_s(1, 1, 1) < 60
@@ -27,8 +27,8 @@ def test_the_engine_of_a_config_is_measured_and_the_file_is_a_profile(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--lengths", "100000"], "--lengths = [100000]: sampling.max_completion_tokens is"),
-        (["--batches", "0"], "--batches = (0,): a batch has at least one request"),
+        (["--lengths", "100000"], "--lengths = (100000,): each is from 1 to"),
+        (["--batches", "0"], "--batches = (0,): each is from 1 to"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

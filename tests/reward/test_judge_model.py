@@ -129,7 +129,7 @@ def test_the_cache_of_a_written_answer_takes_memory_from_the_resident_layers(
         ({"pattern": "(.)"}, "pattern reads an answer, and none is written; set answer_tokens"),
         ({"answer_tokens": 3, "pattern": "."}, "it has 0 groups"),
         ({"answer_tokens": 3, "scale": (1, 1)}, "the scale .* has no width"),
-        ({"answer_tokens": 8, "max_tokens": 8}, "an answer of 8 tokens leaves no room in max_tokens = 8"),
+        ({"answer_tokens": 8, "max_tokens": 8}, "answer_tokens leave no room in max_tokens = 8; raise it"),
     ],
 )
 def test_a_written_answer_that_can_never_be_read_is_refused(changes: dict[str, object], problem: str) -> None:

@@ -1,11 +1,14 @@
 """The choice of the tensor-parallel size, by hand and in virtual time."""
 
+import asyncio
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from helpers.virtual import EXACT, change, simulate, worlds
-from tailrace.controller.base import RunSettings
+from tailrace.assembly.simulation import simulated_parts
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import (
     EngineStateChanged,
     Preempted,
@@ -18,53 +21,34 @@ from tailrace.rollout.placement import Shared, TensorParallelRule, lendable
 from tailrace.rollout.progress import KnownLengths, peak_kv
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import tailbatch
+from tailrace.sim.engine import SimEngine
 from tailrace.types import Sample
 
 
-def widths(*rounds: tuple[str, int], largest: int = 8, start: int = 1) -> list[tuple[int, int]]:
-    """The widths of short and long rounds after each round."""
-    rule, found = TensorParallelRule(largest, start), []
-    for kind, count in rounds:
-        rule.round_ended(count, is_race=kind == "short")
-        found.append((rule.width(is_race=True), rule.width(is_race=False)))
-    return found
-
-
-def long(*counts: int, largest: int = 8, start: int = 1) -> list[int]:
-    rounds = (("long", count) for count in counts)
-    return [width for _, width in widths(*rounds, largest=largest, start=start)]
+def widths(*counts: int, largest: int = 8, start: int = 1) -> list[int]:
+    """The width after each round."""
+    rule = TensorParallelRule(largest, start)
+    return [rule.round_ended(count) for count in counts]
 
 
 def test_preemptions_that_rise_by_more_than_a_twentieth_double_the_size() -> None:
-    assert long(100, 105, 111, 200) == [1, 1, 2, 4]
+    assert widths(100, 105, 111, 200) == [1, 1, 2, 4]
 
 
 def test_a_rise_from_zero_is_a_rise_and_the_first_round_is_none() -> None:
-    assert long(50, 0, 1) == [1, 1, 2]
-
-
-def test_short_rounds_are_compared_with_short_rounds_and_have_a_size_of_their_own() -> None:
-    """179 preemptions of a short round after 100 of a long one are no rise."""
-    rounds = (("short", 179), ("long", 100), ("short", 200), ("long", 100), ("short", 300))
-    assert widths(*rounds) == [(1, 1), (1, 1), (2, 1), (2, 1), (4, 1)]
-
-
-def test_the_size_of_a_kind_changes_after_each_of_its_rounds() -> None:
-    rounds = (("short", 10), ("short", 20), ("short", 20), ("long", 5), ("long", 0), ("long", 5))
-    assert widths(*rounds) == [(1, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 2)]
+    assert widths(50, 0, 1) == [1, 1, 2]
 
 
 def test_four_rounds_without_preemption_halve_the_size_down_to_one() -> None:
-    assert long(1, 2, 4, *[0] * 9) == [1, 2, 4, *[4] * 3, 2, 2, 2, 2, 1, 1]
+    assert widths(1, 2, 4, *[0] * 9) == [1, 2, 4, *[4] * 3, 2, 2, 2, 2, 1, 1]
 
 
-def test_both_kinds_begin_with_the_start_value_and_may_fall_below_it() -> None:
-    rounds = [("short", 3), ("long", 0)] * 4
-    assert widths(*rounds, start=2)[-2:] == [(2, 2), (2, 1)]
+def test_the_size_may_fall_below_the_start_value() -> None:
+    assert widths(*[0] * 4, start=2) == [2, 2, 2, 1]
 
 
 def test_the_size_is_at_most_the_largest() -> None:
-    assert long(1, 2, 4, 8, largest=2) == [1, 2, 2, 2]
+    assert widths(1, 2, 4, 8, largest=2) == [1, 2, 2, 2]
 
 
 SIM = change(
@@ -126,6 +110,34 @@ def test_the_start_value_depends_on_the_requests_that_the_first_round_needs() ->
     assert asked == [4]
     assert [engine.width for engine in outcome.parts.engines] == [2, 0, 2, 0]
     assert {event.engine for event in outcome.of(RequestStarted)} == {"engine-0", "engine-2"}
+
+
+class Starting(SimEngine):
+    """An engine that opens some time after it was regrouped, the later the larger its number."""
+
+    async def regroup(self, width: int) -> None:
+        await super().regroup(width)
+        if width:
+            self.die()
+            asyncio.get_running_loop().call_later(10.0 * (1 + int(self.name[-1])), self.revive)
+
+
+def test_requests_wait_until_all_engines_have_their_size() -> None:
+    """Engines 0 and 2 open 10 s and 30 s after 100 s of regrouping."""
+
+    def parts() -> RunComponents:
+        engines = [Starting(f"engine-{n}", SIM.engines, lambda _: 10, 100) for n in range(4)]
+        return replace(simulated_parts(SIM, 0), engines=engines)
+
+    outcome = simulate(
+        partial(serial, groups_per_round=8, groups_per_step=8),
+        RunSettings(rounds=1, group_size=1),
+        SIM,
+        parts=parts,
+        shared=Shared(max_width=2, start_width=lambda num_requests: 2),
+    )
+    started = [(event.time_s, event.engine) for event in outcome.of(RequestStarted)]
+    assert sorted(started) == [(130.0, "engine-0")] * 4 + [(130.0, "engine-2")] * 4
 
 
 @pytest.mark.parametrize("kind", ["disaggregated", "colocated", "elastic"])

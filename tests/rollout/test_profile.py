@@ -1,5 +1,6 @@
 """The offline profile: its file, the size that it chooses, and its measurement on simulated engines."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -70,3 +71,22 @@ def test_a_batch_is_measured_at_each_size_until_it_is_preempted_as_often_as_it_h
     ]  # fmt: skip
     assert [rows[0].step_s, rows[3].step_s, rows[4].step_s] == pytest.approx([1.0, 1.5, 3.0])
     assert [row.preemptions for row in rows[:2]] == [0, 2] and rows[4].preemptions == 0
+
+
+class Restarting(SimEngine):
+    """An engine that opens only some time after it was regrouped, as a server does."""
+
+    async def regroup(self, width: int) -> None:
+        await super().regroup(width)
+        self.die()
+        asyncio.get_running_loop().call_later(30.0, self.revive)
+
+
+def test_the_start_of_an_engine_counts_in_no_row() -> None:
+    cost = SimEngineSettings(base_s=1.0, slope_s=0.0, communication_s=0.0, prefill_tokens_per_s=1e30)
+
+    async def main() -> list[float]:
+        engines = [Restarting(f"engine-{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(2)]
+        return [row.step_s async for row in measure(engines, 1, [2], [1], [10], SimPrompts(1))]
+
+    assert clock.run(main(), virtual=True) == pytest.approx([0.5])

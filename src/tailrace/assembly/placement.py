@@ -52,7 +52,7 @@ def device_map(config: RunConfig) -> DeviceMap:
 
 def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
     """Whether engines and trainer have devices in common, which engines have those of replica 0, and how many
-    engines may be joined, and are in the first rounds.
+    engines may be joined.
 
     Args:
         sim: [sim] with everything that it takes from the other sections, for simulated engines, which have no
@@ -60,8 +60,7 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
 
     Raises:
         ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot
-            be joined to groups of the largest tensor-parallel size, or of that of the first rounds; the
-            offline profile lacks a size.
+            be joined as asked; the offline profile lacks a size.
     """
     placement, replicas = config.placement, config.trainer.replicas
     num_engines, size = config.engine.num_engines, tensor_parallel_size(config)
@@ -197,41 +196,32 @@ def _start_width(
     placement: PlacementSettings, sizes: Sequence[int], num_engines: int, sim: SimSettings | None
 ) -> Callable[[float], int]:
     """Return the engines that are joined in the first rounds, as a function of the requests of a round."""
-    start, smallest = placement.start_tensor_parallel_size or sizes[0], sizes[0]
+    start, num_devices = placement.start_tensor_parallel_size or sizes[0], num_engines * sizes[0]
     if start not in sizes:
-        key, problem = "placement.start_tensor_parallel_size", "the planner never chooses this size"
-        raise ConfigError(key, start, problem, f"choose from {', '.join(map(str, sizes))}")
+        problem, remedy = "the planner never chooses it", f"choose from {', '.join(map(str, sizes))}"
+        raise ConfigError("placement.start_tensor_parallel_size", start, problem, remedy)
     profile = EngineProfile.read(placement.profile) if placement.profile else None
     if profile is None and sim and len(sizes) > 1:
         profile = EngineProfile(computed_profile(sim, sizes), "computed")
     if profile is None or placement.start_tensor_parallel_size:
-        return lambda num_requests: start // smallest
+        return lambda num_requests: start // sizes[0]
     profile.check(sizes)
-    num_devices = num_engines * smallest
-    return lambda num_requests: profile.fastest(sizes, num_requests, num_devices) // smallest
+    return lambda num_requests: profile.fastest(sizes, num_requests, num_devices) // sizes[0]
 
 
 def computed_profile(sim: SimSettings, sizes: Sequence[int]) -> list[ProfileRow]:
-    """Return the offline profile of simulated engines, at equally frequent lengths of [sim.lengths].
-
-    Args:
-        sim: with the rates of engines of the first size.
-    """
-    cost, lengths, law = sim.engines, sim.lengths, law_of(sim.lengths)
-    longest, width = lengths.max_tokens or DEFAULT_MAX_TOKENS, sizes[-1] // sizes[0]
-    slots = width * (cost.slots or DEFAULT_SLOTS)
+    """Return the profile of simulated engines, at equally frequent lengths of [sim.lengths]. The rates
+    are those of the first size."""
+    cost, law, width = sim.engines, law_of(sim.lengths), sizes[-1] // sizes[0]
     quantiles = [NormalDist().inv_cdf((number + 0.5) / NUM_LENGTHS) for number in range(NUM_LENGTHS)]
-    measured = sorted({max(1, min(longest, int(law(quantile)))) for quantile in quantiles})
-    batches = [4**power for power in range(slots.bit_length()) if 4**power < slots]
+    longest, most = sim.lengths.max_tokens or DEFAULT_MAX_TOKENS, width * (cost.slots or DEFAULT_SLOTS)
+    lengths = sorted({max(1, min(longest, int(law(quantile)))) for quantile in quantiles})
+    batches = sorted({*(4**power for power in range(8) if 4**power < most), most})
 
     async def run() -> list[ProfileRow]:
-        engines = [
-            SimEngine(f"engine-{number}", cost, lambda sample: int(sample.turn_limit))
-            for number in range(width)
-        ]
-        prompts = SimPrompts(lengths.prompt_tokens)
-        rows = measure(engines, sizes[0], sizes, [*batches, slots], measured, prompts)
-        return [row async for row in rows]
+        engines = [SimEngine(f"{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(width)]
+        prompts = SimPrompts(sim.lengths.prompt_tokens)
+        return [row async for row in measure(engines, sizes[0], sizes, batches, lengths, prompts)]
 
     return clock.run(run(), virtual=True)
 

@@ -39,9 +39,8 @@ def fit_run(
         run: its output directory; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
         profile: a file for the offline profile of the engines, which `placement.profile` names.
-        batches: of the profile, requests that begin together, in ascending order.
-        lengths: of the profile, tokens that each request generates. Default: a quarter, a half and all of
-            sampling.max_completion_tokens.
+        batches: of the profile, requests that begin together.
+        lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
     """
     if profile:
         return _measure(run, profile, batches, lengths, overrides)
@@ -69,31 +68,29 @@ def _measure(
     """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
     config = with_model_folder(evaluated_config(run, None, overrides))
     config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
-    assert config.sampling
-    limit = config.sampling.max_completion_tokens
-    lengths = sorted(lengths or {max(1, limit // 4), max(1, limit // 2), limit})
-    if not 1 <= lengths[0] <= lengths[-1] <= limit:
-        problem = f"sampling.max_completion_tokens is {limit}"
-        raise ConfigError("--lengths", lengths, problem, f"choose from 1 to {limit}")
-    if not batches or min(batches) < 1:
-        raise ConfigError("--batches", batches, "a batch has at least one request", "raise it")
+    limit = config.sampling.max_completion_tokens if config.sampling else 0
+    lengths = lengths or (limit,)
+    for key, given, most in (("--batches", batches, 2**20), ("--lengths", lengths, limit)):
+        if not all(1 <= each <= most for each in given):
+            remedy = f"lengths end at sampling.max_completion_tokens = {limit}"
+            raise ConfigError(key, given, f"each is from 1 to {most}", remedy)
     with writing("--profile", file), TemporaryDirectory() as scratch:
-        rows = clock.run(_measured(config, Path(scratch), sorted(batches), lengths), virtual=False)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        measured = _measured(config, Path(scratch), sorted(batches), sorted(lengths))
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(clock.run(measured, virtual=False))))
 
 
 async def _measured(
     config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
 ) -> list[ProfileRow]:
-    smallest, rows, console = tensor_parallel_size(config), list[ProfileRow](), open_console()
+    smallest, console = tensor_parallel_size(config), open_console()
     sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)
+    settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
     async with open_parts(config, scratch) as parts:
         prompts = usable_prompts(parts.prompts, batches[-1])
-        settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
+        rows = []
         async for row in measure(parts.engines, smallest, sizes, batches, lengths, prompts, settle_s):
             rows.append(row)
-            of = f"size {row.tensor_parallel_size}, batch {row.batch}, {row.length} tokens"
-            console.print(f"{of}: {row.step_s:.4g} s a step, {row.preemptions} preemptions")
+            console.print(str(row))
     return rows
 
 

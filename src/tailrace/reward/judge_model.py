@@ -17,25 +17,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from tailrace.devices import attention_kernels
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
-from tailrace.model_folder import (
-    context_length,
-    end_of_text_ids,
-    read_config,
-    tensor_headers,
-    weight_files,
-)
+from tailrace.model_folder import context_length, end_of_text_ids, read_config, tensor_headers, weight_files
 from tailrace.reward.judge_memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
 from tailrace.reward.judge_settings import LocalJudgeSettings
 
@@ -209,10 +198,7 @@ class ModelJudge:
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
-        ends = sorted(end_of_text_ids(settings.path))
-        self._generation = GenerationConfig(
-            max_new_tokens=settings.answer_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=0
-        )
+        self._ends = sorted(end_of_text_ids(settings.path)) or None
         is_asked = not is_reward_model(read_config(settings.path)) and not settings.answer_tokens
         self._labels = self._label_ids() if is_asked else None
 
@@ -292,12 +278,9 @@ class ModelJudge:
 
     @torch.no_grad()
     def _compute(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        longest = max(map(len, texts))
-        self._layers.keep(self._budget.resident_layers(len(texts) * longest))
         # Padding comes last, and no token sees what comes after it.
-        ids = torch.zeros(len(texts), longest, dtype=torch.long)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = torch.tensor(text)
+        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+        self._layers.keep(self._budget.resident_layers(ids.numel()))
         with attention_kernels():
             hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
@@ -309,19 +292,21 @@ class ModelJudge:
     @torch.no_grad()
     def _write(self, texts: Sequence[Sequence[int]]) -> list[str]:
         """Decode with a KV cache. Each step is a forward pass over all layers, which are copied again."""
-        num_written, longest = self._settings.answer_tokens or 0, max(map(len, texts))
-        self._layers.keep(self._budget.resident_layers(len(texts) * (longest + num_written)))
         # Padding comes first, so that all texts go on at the same place.
-        ids = torch.zeros(len(texts), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, seen, text in zip(ids, mask, texts, strict=True):
-            row[longest - len(text) :], seen[longest - len(text) :] = torch.tensor(text), 1
-        device = self._settings.device
+        rows, num_written = [torch.tensor(text) for text in texts], self._settings.answer_tokens or 0
+        ids = pad_sequence(rows, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        self._layers.keep(self._budget.resident_layers(ids.numel() + len(texts) * num_written))
         with attention_kernels():
             written = self._model.generate(
-                ids.to(device), attention_mask=mask.to(device), generation_config=self._generation
+                ids.to(self._settings.device),
+                attention_mask=mask.to(self._settings.device),
+                max_new_tokens=num_written,
+                do_sample=False,
+                eos_token_id=self._ends,
+                pad_token_id=0,
             )
-        return list(self._tokenizer.batch_decode(written[:, longest:], skip_special_tokens=True))
+        return list(self._tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True))
 
     def _encode(self, messages: JudgeMessages) -> list[int]:
         tokenizer = self._tokenizer

@@ -136,15 +136,13 @@ class LocalJudgeSettings(AnswerSettings):
     def _check_answer(self) -> "LocalJudgeSettings":
         fields = type(self).model_fields  # a resolved config gives all of them
         given = {name for name, field in fields.items() if getattr(self, name) != field.get_default()}
-        if self.answer_tokens is None:
-            for name in sorted(given & AnswerSettings.__annotations__.keys()):
-                raise ValueError(f"{name} reads an answer, and none is written; set answer_tokens")
-            return self
-        if "labels" in given:
+        unread = sorted(given & AnswerSettings.__annotations__.keys())
+        if self.answer_tokens is None and unread:
+            raise ValueError(f"{unread[0]} reads an answer, and none is written; set answer_tokens")
+        if {"labels", "answer_tokens"} <= given:
             raise ValueError("labels and answer_tokens are both set; keep one of them")
-        if self.answer_tokens >= self.max_tokens:
-            problem = f"an answer of {self.answer_tokens} tokens leaves no room in max_tokens"
-            raise ValueError(f"{problem} = {self.max_tokens}; raise it, or lower answer_tokens")
+        if (self.answer_tokens or 0) >= self.max_tokens:
+            raise ValueError(f"answer_tokens leave no room in max_tokens = {self.max_tokens}; raise it")
         return self
 
 

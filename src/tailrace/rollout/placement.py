@@ -16,7 +16,7 @@ communicate more.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,73 +33,61 @@ RISE = 1.05
 """A round with more preemptions than so many times those of the last round of its kind doubles the size."""
 CALM_ROUNDS = 4
 """So many rounds in succession without a preemption halve the size."""
-
-
-@dataclass(slots=True)
-class _KindState:
-    """What the rule knows of one kind of rounds."""
-
-    width: int
-    last: int | None = None
-    """Preemptions of the last round."""
-    calm: int = 0
-    """Rounds in succession without a preemption."""
+OPEN_TIMEOUT_S = 600.0
+"""For which a rollout waits for all engines that were restarted with another size."""
 
 
 class TensorParallelRule:
-    """The paper's rule, for each of two kinds of rounds: races (short rounds of tail batching), and rounds
-    without a race (long rounds). Each kind has a size of its own, which changes after each of its rounds. A
-    rise from zero counts as a rise. Sizes are widths: multiples of the smallest.
-    """
+    """The paper's rule, for one kind of rounds. A rise from zero counts as a rise."""
 
     def __init__(self, largest: int, start: int = 1) -> None:
-        self._largest = largest
-        self._kinds = {is_race: _KindState(start) for is_race in (True, False)}
+        self.width = start
+        """Of the next round, as a multiple of the smallest tensor-parallel size."""
+        self._largest, self._calm = largest, 0
+        self._last: int | None = None
 
-    def width(self, *, is_race: bool) -> int:
-        """The width of the next round of a kind."""
-        return self._kinds[is_race].width
-
-    def round_ended(self, num_preempted: int, *, is_race: bool) -> None:
-        """Count a round."""
-        kind = self._kinds[is_race]
-        last, kind.last = kind.last, num_preempted
-        kind.calm = 0 if num_preempted else kind.calm + 1
+    def round_ended(self, num_preempted: int) -> int:
+        """Count a round; return the width of the next one."""
+        last, self._last = self._last, num_preempted
+        self._calm = 0 if num_preempted else self._calm + 1
         if last is not None and num_preempted > RISE * last:
-            kind.width = min(2 * kind.width, self._largest)
-        elif kind.calm >= CALM_ROUNDS:
-            kind.width, kind.calm = max(kind.width // 2, 1), 0
+            self.width = min(2 * self.width, self._largest)
+        elif self._calm >= CALM_ROUNDS:
+            self.width, self._calm = max(self.width // 2, 1), 0
+        return self.width
 
 
-async def regroup(engines: Sequence[Engine], width: int) -> None:
-    """Join engines to groups of `width`, and restart those whose group changes."""
+async def regroup(engines: Sequence[Engine], width: int) -> bool:
+    """Join engines to groups of `width`. Return whether some were restarted."""
     wanted = [0 if number % width else width for number in range(len(engines))]
     changed = [pair for pair in zip(engines, wanted, strict=True) if pair[0].width != pair[1]]
     # All give their devices up before one takes those of another.
     await asyncio.gather(*(engine.regroup(0) for engine, _ in changed))
     await asyncio.gather(*(engine.regroup(width) for engine, width in changed if width))
+    return bool(changed)
 
 
 class ParallelismPlanner:
-    """Applies the rule to the engines. With a largest width of 1 the size is fixed."""
+    """Applies the rule to the engines. Races (short rounds of tail batching) have a size of their own. With a
+    largest width of 1 the size is fixed."""
 
     def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, shared: "Shared") -> None:
         self.engines, self._progress, self._shared = engines, progress, shared
-        self._rule: TensorParallelRule | None = None
+        self._rules: dict[bool, TensorParallelRule] = {}
         self._before = self._num_preempted()
 
     def round_ended(self) -> None:
         """Count the preemptions of the round."""
         before, self._before = self._before, self._num_preempted()
-        if self._rule:
-            self._rule.round_ended(self._before - before, is_race=self._progress.is_race)
+        if rule := self._rules.get(self._progress.is_race):
+            rule.round_ended(self._before - before)
 
-    async def choose(self) -> None:
-        """Give the engines the size for the present rollout."""
-        if self._rule is None:
-            start = self._shared.start_width(self._progress.num_needed)
-            self._rule = TensorParallelRule(self._shared.max_width, start)
-        await regroup(self.engines, self._rule.width(is_race=self._progress.is_race))
+    async def choose(self) -> bool:
+        """Give the engines the size for the present rollout. Return whether it is another one."""
+        if not self._rules:
+            start, largest = self._shared.start_width(self._progress.num_needed), self._shared.max_width
+            self._rules = {is_race: TensorParallelRule(largest, start) for is_race in (True, False)}
+        return await regroup(self.engines, self._rules[self._progress.is_race].width)
 
     def _num_preempted(self) -> int:
         return sum(engine.usage().num_preempted for engine in self.engines)
@@ -189,7 +177,11 @@ class Placement:
         that is a ScheduleError."""
 
     async def _plan(self) -> None:
-        await self._planner.choose()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_TIMEOUT_S if await self._planner.choose() else 0.0):
+                # The first engine that opens would get all requests.
+                while self._pool.num_engines < sum(engine.width > 0 for engine in self._planner.engines):
+                    await self._pool.engines_changed.wait("engines to open with another size")
         self._pool.release()
 
 

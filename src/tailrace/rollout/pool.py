@@ -289,6 +289,7 @@ class Pool:
             "the pool", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
         self.ready.on_taken, router.on_changed = self._taken, self._pump
+        self.engines_changed = router.changed
         self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
         self.on_rollout: Callable[[], None] = lambda: None

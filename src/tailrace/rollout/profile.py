@@ -5,11 +5,13 @@ each tensor-parallel size, batch and length. It gives the size of the first roun
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tailrace.clock import now
 from tailrace.data.base import Prompts
@@ -22,14 +24,11 @@ KEY = "placement.profile"
 
 
 class ProfileRow(msgspec.Struct, frozen=True):
-    """What one engine took for a batch.
+    """What one engine of a tensor-parallel size took for `batch` requests that began together.
 
     Args:
-        tensor_parallel_size: devices of the engine.
-        batch: requests that began together.
         length: tokens that each of them generated.
         step_s: seconds of the batch, prefills and preemptions included, by its length.
-        preemptions: requests that were preempted.
     """
 
     tensor_parallel_size: int
@@ -40,69 +39,46 @@ class ProfileRow(msgspec.Struct, frozen=True):
 
 
 class EngineProfile:
-    """The rows of a profile.
-
-    Args:
-        source: that an error names.
-    """
+    """The rows of a profile. `source` is what an error names."""
 
     def __init__(self, rows: Iterable[ProfileRow], source: str) -> None:
-        self._steps: dict[tuple[int, int], dict[int, float]] = {}
+        self._steps: defaultdict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         for row in sorted(rows, key=lambda row: (row.length, row.batch)):
-            steps = self._steps.setdefault((row.tensor_parallel_size, row.length), {})
-            steps[row.batch] = row.step_s
-        self._source = source
+            self._steps[row.tensor_parallel_size, row.length][row.batch] = row.step_s
+        self._source, self._lengths = source, list(dict.fromkeys(length for _, length in self._steps))
 
     @classmethod
     def read(cls, path: Path) -> "EngineProfile":
-        """Read a file of `tailrace fit --profile`.
-
-        Raises:
-            ConfigError: it is missing or damaged.
-        """
+        """Read a file of `tailrace fit --profile`. Raises a ConfigError if it is missing or damaged."""
         try:
-            rows = msgspec.json.decode(path.read_bytes(), type=list[ProfileRow])
+            return cls(msgspec.json.decode(path.read_bytes(), type=list[ProfileRow]), str(path))
         except (OSError, msgspec.DecodeError) as why:
             problem = f"it cannot be read ({why})"
             raise ConfigError(KEY, str(path), problem, "name a file of tailrace fit --profile") from None
-        return cls(rows, str(path))
 
     def check(self, sizes: Sequence[int]) -> None:
         """Raises a ConfigError if it lacks one of the sizes, or has not all lengths of one."""
-        lengths = {length for _, length in self._steps}
         for size in sizes:
-            if not lengths or any((size, length) not in self._steps for length in lengths):
+            if not self._lengths or any((size, length) not in self._steps for length in self._lengths):
                 problem = f"it has no measurement of tensor-parallel size {size} at each of its lengths"
                 remedy = "measure it with tailrace fit --profile, or lower placement.max_tensor_parallel_size"
                 raise ConfigError(KEY, self._source, problem, remedy)
 
     def rollout_s(self, size: int, num_requests: float, num_devices: int) -> float:
-        """Return the seconds of a rollout on engines of a size that use all devices.
-
-        The responses have the lengths of the profile in equal shares. When the responses of one length have
-        ended, the others go on in a smaller batch.
-        """
-        lengths = sorted(length for each, length in self._steps if each == size)
+        """Return the seconds of a rollout on engines of a size that use all devices. Its responses have the
+        lengths of the profile in equal shares. When those of one length have ended, the others go on in a
+        smaller batch. Batches above the largest measured one follow one another."""
         seconds = 0.0
-        for number, (start, end) in enumerate(pairwise([0, *lengths])):
-            batch = num_requests * (1 - number / len(lengths)) * size / num_devices
-            seconds += (end - start) * _at(self._steps[size, end], batch)
+        for number, (start, end) in enumerate(pairwise([0, *self._lengths])):
+            batch = num_requests * (1 - number / len(self._lengths)) * size / num_devices
+            batches, steps_s = zip(*self._steps[size, end].items(), strict=True)
+            step_s = float(np.interp(batch, batches, steps_s)) * max(1.0, batch / batches[-1])
+            seconds += (end - start) * step_s
         return seconds
 
     def fastest(self, sizes: Sequence[int], num_requests: float, num_devices: int) -> int:
         """Return the size of the shortest rollout; of equal ones the smallest."""
         return min(sizes, key=lambda size: self.rollout_s(size, num_requests, num_devices))
-
-
-def _at(steps: dict[int, float], batch: float) -> float:
-    """The step time of a batch between two that were measured. Those of a larger one follow one another."""
-    batches = [*steps]
-    if batch <= batches[0]:
-        return steps[batches[0]]
-    for low, high in pairwise(batches):
-        if batch <= high:
-            return steps[low] + (steps[high] - steps[low]) * (batch - low) / (high - low)
-    return steps[batches[-1]] * batch / batches[-1]
 
 
 async def measure(
@@ -119,12 +95,13 @@ async def measure(
 
     Args:
         smallest: tensor-parallel size of one engine alone.
-        batches: in ascending order.
-        prompts: one for each request of a batch, in their order.
+        batches: in ascending order; each has the first `prompts`.
         settle_s: after which an idle engine has reported its preemptions.
     """
     for size in sizes:
         await regroup(engines, size // smallest)
+        while engines[0].state != "open":  # noqa: ASYNC110 - servers start in their own time
+            await asyncio.sleep(1.0)
         for length in lengths:
             for batch in batches:
                 row = await _measured(engines[0], size, length, [prompts[n] for n in range(batch)], settle_s)

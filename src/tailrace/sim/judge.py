@@ -51,19 +51,14 @@ class ForwardPass:
         """Return the time in which a layer computes texts that are padded to the longest."""
         return max(self.read_s, num_texts * (self.token_s * longest + self.pair_s * longest**2))
 
-    def token_layer_s(self, num_texts: int, context: float) -> float:
-        """Return the time in which a layer computes the next token of texts of a length."""
-        arithmetic_s = num_texts * (self.token_s + 2 * self.pair_s * context)
-        return max(self.read_s + num_texts * self.kv_s * context, arithmetic_s)
-
     def seconds(self, num_texts: int, longest: int) -> float:
         """Return the time of a batch."""
-        written = self.answer_tokens
-        kept = kept_layers(
-            self.budget.resident_layers(num_texts * (longest + written)), self.budget.num_layers
-        )
-        decode_s = self._pass_s(self.token_layer_s(num_texts, longest + written / 2), kept) if written else 0
-        return self._pass_s(self.layer_s(num_texts, longest), kept) + written * decode_s
+        written, mean = self.answer_tokens, longest + self.answer_tokens / 2
+        resident = self.budget.resident_layers(num_texts * (longest + written))
+        kept = kept_layers(resident, self.budget.num_layers)
+        arithmetic_s = num_texts * (self.token_s + 2 * self.pair_s * mean)
+        token_s = self._pass_s(max(self.read_s + num_texts * self.kv_s * mean, arithmetic_s), kept)
+        return self._pass_s(self.layer_s(num_texts, longest), kept) + written * token_s
 
     def _pass_s(self, layer_s: float, kept: set[int]) -> float:
         """Return the time of one pass over all layers. The copy of a layer begins when the one before it has
@@ -96,13 +91,8 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
         answered = " with its answer" if written else ""
         problem = f"a prompt and its longest response{answered} have {longest} tokens"
         raise ConfigError(f"{KEY}.max_tokens", judge.max_tokens, problem, f"set it to at least {longest}")
-    local = LocalJudgeSettings(
-        path=Path(judge.model),
-        dtype="bfloat16",
-        memory_mib=judge.memory_mib,
-        max_tokens=judge.max_tokens,
-        answer_tokens=written,
-    )
+    limits = judge.model_dump(include={"memory_mib", "max_tokens", "answer_tokens"})
+    local = LocalJudgeSettings(path=Path(judge.model), dtype="bfloat16", **limits)
     budget = LayerBudget.of(model.shape, local)
     key, remedy = f"{KEY}.memory_mib", "set it, or lower sim.cluster.memory_share"
     try:
