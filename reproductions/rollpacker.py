@@ -8,6 +8,7 @@ from functools import partial
 from statistics import fmean, harmonic_mean
 
 from reproductions import rollpacker_parts as parts
+from reproductions import rollpacker_planner as planner
 from reproductions.base import Figure, Kind, Paper, Table
 from reproductions.rollpacker_runs import (
     LARGE,
@@ -202,14 +203,16 @@ PAPER = Paper(
         "Table 2": table_2,
         "Table 3": parts.table_3,
         "Table 4": parts.table_4,
+        "Fig. 6": planner.figure_6,
         "Fig. 9": figure_9,
         "Fig. 11": figure_11,
         "Fig. 12a": figure_12,
+        "Fig. 12b": planner.figure_12bc,
         "Fig. 13": parts.figure_13,
         "Fig. 14": parts.figure_14,
         "Section 6.5": parts.section_6_5,
     },
-    num_fitted=6,
+    num_fitted=7,
     contradictions=(
         "Section 6.5 has 1.18x for asynchronous rewards alone with Qwen2.5-32B; in Table 2 all parts of the"
         " reward scheduler together add 2.48 / 2.21 = 1.12x.",

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tailrace.assembly.placement import check_placement, device_sharing
 from tailrace.assembly.schedule import resolve
+from tailrace.assembly.simulation import sim_settings
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
 from tailrace.rollout.placement import Shared
+from tailrace.rollout.profile import ProfileRow
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
 NCCL = "{ transport = 'process_group', backend = 'nccl' }"
@@ -91,3 +94,48 @@ def test_simulated_engines_may_be_joined() -> None:
     overrides = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
     config = load_config(QUICKSTART, overrides)
     assert device_sharing(config, config.sim) == Shared(max_width=4)
+
+
+PLANNED = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
+
+
+def test_simulated_engines_begin_with_the_size_that_the_computed_profile_says_is_fastest() -> None:
+    """Long responses that fill the cache favour large groups; steps that mostly communicate small ones."""
+    full = {"sim.engines.kv_tokens": "4000", "sim.engines.weight_tokens": "4000"}
+    slow = {"sim.engines.communication_s": "1.0"}
+    lengths = {"sim.lengths.max_tokens": "2000", "sim.lengths.median_tokens": "1000.0"}
+    started = []
+    for extra in (full, slow):
+        config = load_config(QUICKSTART, PLANNED | lengths | extra)
+        started.append(device_sharing(config, sim_settings(config)).start_width(64))
+    assert started == [4, 1]
+
+
+def test_the_size_of_the_first_rounds_can_be_set_or_taken_from_a_file(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, PLANNED | {"placement.start_tensor_parallel_size": "2"})
+    assert device_sharing(config, config.sim).start_width(64) == 2
+    path = tmp_path / "profile.json"
+    rows = [ProfileRow(size, 16, 100, abs(size - 2) + 1.0, 0) for size in (1, 2, 4)]
+    path.write_bytes(msgspec.json.encode(rows))
+    config = load_config(QUICKSTART, PLANNED | {"placement.profile": f"'{path}'"})
+    assert device_sharing(config, config.sim).start_width(4) == 2
+    path.write_bytes(msgspec.json.encode(rows[:-1]))
+    with pytest.raises(ConfigError, match=r"^placement.profile = .*no measurement of tensor-parallel size 4"):
+        device_sharing(config, config.sim)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"placement.start_tensor_parallel_size": "3"}, r"start_tensor_parallel_size = 3: .* from 1, 2, 4"),
+        ({"placement.start_tensor_parallel_size": "8"}, r"start_tensor_parallel_size = 8: .* from 1, 2, 4"),
+        (
+            {"sim.cluster": "{devices = 4, devices_per_node = 2, model = 'Qwen3-1.7B'}"},
+            r"max_tensor_parallel_size = 4: a node has 2 devices",
+        ),
+    ],
+)
+def test_a_size_that_engines_never_have_is_refused(overrides: dict[str, str], problem: str) -> None:
+    config = load_config(QUICKSTART, PLANNED | overrides)
+    with pytest.raises(ConfigError, match=problem):
+        device_sharing(config, config.sim)

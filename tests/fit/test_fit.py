@@ -136,7 +136,7 @@ def test_simulate_like_a_run_and_the_written_section_agree(
 
 
 def test_without_an_output_the_section_is_printed(serial: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit_run(serial)
+    fit_run(serial, overrides={})
     assert "[sim.lengths.distribution]" in capsys.readouterr().out
 
 

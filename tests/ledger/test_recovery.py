@@ -128,7 +128,7 @@ class Life:
                 partial_rollouts=[group.prompt.index for group in parked or []],
                 longest={7: round},
                 steps_at={round: step},
-                anchors={7: 0.5 * round},
+                anchors={7: [0.5 * round, 1.0]},
             )
         )
 
@@ -168,7 +168,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
         base = starting_point.base
         assert (starting_point.life, base.round, base.version, base.step) == (2, 5, 5, 7)
         assert (base.longest, base.steps_at) == ({7: 5}, {5: 7})
-        assert starting_point.base.anchors == {7: 2.5}
+        assert starting_point.base.anchors == {7: [2.5, 1.0]}
         assert starting_point.base.checkpoint == "round_000005" and starting_point.totals.num_drawn == len(
             alive
         )

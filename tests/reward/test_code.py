@@ -97,7 +97,7 @@ def test_a_timeout_is_zero_and_only_correct_responses_set_the_anchor() -> None:
     assert [right.timed_out, stuck.timed_out, wrong.timed_out] == [False, True, False]
     assert stuck.reward_metrics["timed_out_cases"] == 1 / 3
     assert list(anchors.longest_s) == [0]
-    assert 0 < anchors.longest_s[0] < 5
+    assert len(anchors.longest_s[0]) == 3 and all(0 < each < 5 for each in anchors.longest_s[0])
 
 
 @needs_bubblewrap

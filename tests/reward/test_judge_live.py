@@ -1,4 +1,4 @@
-"""A live run whose reward has three parts: a function, a judge behind an endpoint, and a judge model."""
+"""A live run whose reward is that of a function, of a judge behind an endpoint, and of two judge models."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from judge_cases import serving_on_a_thread
 
-from helpers.tiny_models import save_tiny_model
+from helpers.tiny_models import LETTERS, save_tiny_model
 from tailrace.api import train
 from tailrace.assembly.live import check_live
 from tailrace.config import load_config
@@ -53,17 +53,29 @@ labels = ["B", "C"]
 memory_mib = 1
 max_tokens = 64
 
+[[reward.judges]]
+kind = "local"
+name = "written"
+path = "judge"
+template = "{{completion}}"
+answer_tokens = 3
+pattern = "(.)"
+values = {{ {values} }}
+memory_mib = 1
+max_tokens = 64
+
 [sampling]
 max_completion_tokens = 4
 """
 
 
-def test_the_reward_is_the_sum_of_a_function_and_two_judges(tmp_path: Path) -> None:
+def test_the_reward_is_the_sum_of_a_function_and_three_judges(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "judge", num_hidden_layers=12)
     rows = [json.dumps({"prompt": f"{n} + 1 =\n", "answer": "AB"}) for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     with serving_on_a_thread(503, "Score: 0.75") as endpoint:
-        text = CONFIG.format(model=QUICKSTART / "model", url=endpoint.url)
+        values = ", ".join(f'"{letter.lower()}" = 0.5' for letter in LETTERS[:26])
+        text = CONFIG.format(model=QUICKSTART / "model", url=endpoint.url, values=values)
         (tmp_path / "run.toml").write_text(text)
         with pytest.raises(ConfigError, match=r"the judge cannot be reached \(HTTP 503"):
             check_live(load_config(tmp_path / "run.toml"))
@@ -73,9 +85,12 @@ def test_the_reward_is_the_sum_of_a_function_and_two_judges(tmp_path: Path) -> N
     assert len(records) == 4
     for record in records:
         parts = record["rewards"]
-        assert parts.keys() == {"exact_match", "words", "streamed"}
-        total = parts["exact_match"] + 2 * 0.75 + parts["streamed"]
+        assert parts.keys() == {"exact_match", "words", "streamed", "written"}
+        total = parts["exact_match"] + 2 * 0.75 + parts["streamed"] + 0.5
         assert record["reward"] == pytest.approx(total)
         assert 0 < parts["streamed"] < 1
-        assert record["reward_columns"] == {"words/answer": "Score: 0.75"}
+        assert parts["written"] == 0.5
+        answers = record["reward_columns"]
+        assert answers.keys() == {"words/answer", "written/answer"}
+        assert answers["words/answer"] == "Score: 0.75" and len(answers["written/answer"]) == 3
     assert len(list((tmp_path / "answers").rglob("*.txt"))) >= 2

@@ -1,6 +1,7 @@
 """Judge models: the same scores whether layers are resident or streamed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
-from helpers.tiny_models import letter_tokenizer, save_tiny_model, tiny_config
+from helpers.tiny_models import LETTERS, letter_tokenizer, save_tiny_model, tiny_config
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import TRANSFORMERS_BYTES, ModelShape
 from tailrace.reward.judge_memory import LayerBudget, batches, check_folder, judge_memory
@@ -21,6 +22,11 @@ TEXTS = ["ABC", "ABCDEFGHIJ", "Z", "ABD", "XYZXYZ"]
 
 def settings(path: Path, **changes: object) -> LocalJudgeSettings:
     given = {"kind": "local", "path": path, "labels": ("B", "C"), "template": "{completion}", **changes}
+    return LocalJudgeSettings.model_validate(given)
+
+
+def writing(path: Path, **changes: object) -> LocalJudgeSettings:
+    given = {"path": path, "template": "{completion}", "answer_tokens": 4, **changes}
     return LocalJudgeSettings.model_validate(given)
 
 
@@ -63,6 +69,79 @@ def test_a_language_model_gives_the_probability_of_a_label_however_many_layers_a
     for _ in range(2):
         found = judge.scores([asked(text) for text in TEXTS])
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def greedy(model: PreTrainedModel, text: str, num: int) -> str:
+    """Decode without a KV cache and without padding."""
+    ids = [LETTERS.index(letter) for letter in text]
+    for _ in range(num):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return "".join(LETTERS[id] for id in ids[len(text) :])
+
+
+@pytest.mark.parametrize("num", [0, 2, LAYERS])
+def test_a_language_model_writes_the_likeliest_tokens_however_many_layers_are_resident(
+    language_model: tuple[Path, PreTrainedModel], num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = language_model
+    judge = with_resident(ModelJudge.load(writing(folder, answer_tokens=6)), num, monkeypatch)
+    with torch.no_grad():
+        expected = [greedy(model, text, 6) for text in TEXTS]
+    assert len(set(expected)) > 1
+    assert judge.answers([asked(text) for text in TEXTS]) == expected
+
+
+def test_an_answer_ends_with_the_model_s_end_of_text(
+    language_model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    folder, model = language_model
+    with torch.no_grad():
+        whole = greedy(model, "ABC", 6)
+    end = next(letter for number, letter in enumerate(whole) if number and letter not in whole[:number])
+    shutil.copytree(folder, tmp_path / "judge")
+    ends = {"eos_token_id": [LETTERS.index(end)]}
+    (tmp_path / "judge" / "generation_config.json").write_text(json.dumps(ends))
+    (written,) = ModelJudge.load(writing(tmp_path / "judge", answer_tokens=6)).answers([asked("ABC")])
+    assert written == whole[: whole.index(end) + 1]
+
+
+def test_a_text_and_its_answer_together_must_fit(language_model: tuple[Path, PreTrainedModel]) -> None:
+    judge = ModelJudge.load(writing(language_model[0], answer_tokens=3, max_tokens=8))
+    short, long = judge.answers([asked("ABCDE"), asked("ABCDEF")])
+    assert isinstance(short, str) and len(short) == 3
+    assert str(long) == "judge length: 6 tokens, and 1 to 5 fit (reward.judges.max_tokens)"
+
+
+def test_the_cache_of_a_written_answer_takes_memory_from_the_resident_layers(
+    language_model: tuple[Path, PreTrainedModel],
+) -> None:
+    shape = ModelShape.read(language_model[0])
+    plain, writes = (
+        LayerBudget.of(shape, each) for each in (settings(language_model[0]), writing(language_model[0]))
+    )
+    assert writes.token_bytes - plain.token_bytes == 4 * 2 * LAYERS * shape.kv_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"labels": ("A", "B"), "answer_tokens": 3}, "labels and answer_tokens are both set"),
+        ({"pattern": "(.)"}, "pattern reads an answer, and none is written; set answer_tokens"),
+        ({"answer_tokens": 3, "pattern": "."}, "it has 0 groups"),
+        ({"answer_tokens": 3, "scale": (1, 1)}, "the scale .* has no width"),
+        ({"answer_tokens": 8, "max_tokens": 8}, "answer_tokens leave no room in max_tokens = 8; raise it"),
+    ],
+)
+def test_a_written_answer_that_can_never_be_read_is_refused(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        LocalJudgeSettings.model_validate({"path": "judge", **changes})
+
+
+def test_a_reward_model_that_shall_write_is_refused(reward_model: tuple[Path, PreTrainedModel]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward.judges.answer_tokens = 4: a reward model writes no answer"
+    ):
+        check_folder(writing(reward_model[0]))
 
 
 def test_a_reward_model_gives_its_output_while_the_number_of_resident_layers_changes(

@@ -13,6 +13,7 @@ from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
 from tailrace.sim.cluster import MODELS, LanguageModel, memory_shares, rates
+from tailrace.sim.engine import Steps
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,
@@ -75,6 +76,15 @@ def test_two_devices_an_engine_divide_the_work_and_all_reduce_twice_a_layer() ->
     assert two.slope_s == pytest.approx(56 * 3584 * 2 / 450e9)
     assert two.overhead_s == pytest.approx(56 * 10e-6)
     assert two.kv_tokens == int((160e9 - 15_231_233_024) / 57_344)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_engines_that_are_joined_cost_what_an_engine_of_that_size_costs(width: int) -> None:
+    one, joined = rates(on(tensor_parallel=1)).engines, rates(on(tensor_parallel=width)).engines
+    for num_running, kv_positions in ((1, 1_000), (400, 400_000)):
+        together = Steps.of(one, num_running, kv_positions, width)
+        assert together == pytest.approx(Steps.of(joined, num_running, kv_positions))
+    assert joined.prefill_tokens_per_s == pytest.approx(width * one.prefill_tokens_per_s)
 
 
 def test_more_devices_than_key_heads_keep_copies() -> None:

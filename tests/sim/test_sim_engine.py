@@ -247,3 +247,16 @@ def test_the_environments_tokens_are_computed_and_cached_as_context() -> None:
         assert (one.num_tokens, engine.usage().kv_tokens) == (10, 0)
 
     on_engine(change(TEN, prefill_tokens_per_s=1e9), main)
+
+
+def test_joined_engines_compute_a_prefill_together() -> None:
+    """8 positions at 2 a second on each of two devices, then 10 steps of half a second."""
+
+    async def main(engine: SimEngine) -> None:
+        await engine.regroup(2)
+        start_s = clock.now()
+        await engine.generate(sample(0, 8))
+        assert clock.now() - start_s == 2.0 + 5.0
+        assert engine.usage().decoded.prefill_s == 2.0
+
+    on_engine(change(TEN, prefill_tokens_per_s=2.0, communication_s=0.0), main)

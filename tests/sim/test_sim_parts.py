@@ -165,12 +165,38 @@ def test_simulated_programs_learn_the_time_of_correct_ones_and_are_stopped_by_it
         assert await score(never, endless=0.0, prompt=0) == (0.0, 4.0, False)
         assert anchors.longest_s == {}
         assert await score(always, endless=0.0, prompt=0) == (1.0, 4.0, False)
-        assert anchors.longest_s == {0: 4.0}
+        assert anchors.longest_s == {0: [4.0, 4.0]}
         assert await score(always, endless=1.0, prompt=0) == (0.0, 6.0, True)
         assert await score(always, endless=1.0, prompt=1) == (0.0, 30.0, True)
         stuck, _ = await asyncio.gather(
             score(always, endless=1.0, prompt=2), score(always, endless=0.0, prompt=2)
         )
         assert stuck == (0.0, 6.0, True)
+
+    clock.run(main(), virtual=True)
+
+
+def test_a_simulated_test_case_is_stopped_by_its_own_anchor() -> None:
+    """Two test cases of one prompt, of which only the times differ; all programs but the first hang in one of
+    them, and are stopped 1.5 times its own time later."""
+    timeout = TimeoutSettings(min_s=0.01, factor=1.5, max_s=300.0)
+    code = SimCodeSettings(
+        cases=2, median_s=4.0, sigma=0.0, case_sigma=1.0, own_sigma=0.0, endless=0.0, timeout=timeout
+    )
+    anchors = Anchors()
+
+    async def score(endless: float, number: int) -> float:
+        cost = SimRewardSettings(solvable=(1e9, 1e-9), code=code.model_copy(update={"endless": endless}))
+        start_s = clock.now()
+        await rewards_of(cost, 0, anchors).score(sample(0, number))
+        return clock.now() - start_s
+
+    async def main() -> None:
+        longest_s = await score(0.0, number=0)
+        first_s, second_s = anchors.longest_s[0]
+        assert longest_s == max(first_s, second_s) > 1.1 * min(first_s, second_s)
+        stopped_s = {round(await score(1.0, number), 6) for number in range(1, 9)}
+        # A case that hangs does not shorten the wait for the other one, which is read first.
+        assert stopped_s == {round(1.5 * first_s, 6), round(max(first_s, 1.5 * second_s), 6)}
 
     clock.run(main(), virtual=True)

@@ -1,22 +1,52 @@
-"""`tailrace fit`: a live run's own costs as the [sim] section of a config."""
+"""`tailrace fit`: a live run's own costs as the [sim] section of a config, or the profile of its engines."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import tomli_w
 from rich.table import Column, Table
 
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.live import check_live, open_parts, usable_prompts
+from tailrace.assembly.placement import tensor_parallel_size, tensor_parallel_sizes
+from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.tables import open_console, print_table, writing
+from tailrace.config import RunConfig, with_model_folder
+from tailrace.engine.http import HEALTH_EVERY_S
+from tailrace.engine.settings import NativeEngineSettings
+from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
+from tailrace.rollout.profile import ProfileRow, measure
 
 
-def fit_run(run: Path, /, *, output: Path | None = None) -> None:
-    """Fit a run, and print what was found.
+def fit_run(
+    run: Path,
+    /,
+    *,
+    output: Path | None = None,
+    profile: Path | None = None,
+    batches: tuple[int, ...] = (1, 8, 64, 256),
+    lengths: tuple[int, ...] = (),
+    overrides: Mapping[str, str],
+) -> None:
+    """Fit a run, and print what was found; or with --profile measure the engines of its config.
 
     Args:
-        run: its output directory.
+        run: its output directory; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
+        profile: a file for the offline profile of the engines, which `placement.profile` names.
+        batches: of the profile, requests that begin together.
+        lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
     """
+    if profile:
+        return _measure(run, profile, batches, lengths, overrides)
+    if overrides:
+        problem = "the settings of a run that was made cannot be changed"
+        raise ConfigError(*next(iter(overrides.items())), problem, "remove it, or add --profile")
     fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
@@ -30,6 +60,38 @@ def fit_run(run: Path, /, *, output: Path | None = None) -> None:
     with writing("--output", output):
         output.write_text(text)
     console.print(f"[sim] is in {output}")
+
+
+def _measure(
+    run: Path, file: Path, batches: Sequence[int], lengths: Sequence[int], overrides: Mapping[str, str]
+) -> None:
+    """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
+    config = with_model_folder(evaluated_config(run, None, overrides))
+    config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
+    limit = config.sampling.max_completion_tokens if config.sampling else 0
+    lengths = lengths or (limit,)
+    for key, given, most in (("--batches", batches, 2**20), ("--lengths", lengths, limit)):
+        if not all(1 <= each <= most for each in given):
+            remedy = f"lengths end at sampling.max_completion_tokens = {limit}"
+            raise ConfigError(key, given, f"each is from 1 to {most}", remedy)
+    with writing("--profile", file), TemporaryDirectory() as scratch:
+        measured = _measured(config, Path(scratch), sorted(batches), sorted(lengths))
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(clock.run(measured, virtual=False))))
+
+
+async def _measured(
+    config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
+) -> list[ProfileRow]:
+    smallest, console = tensor_parallel_size(config), open_console()
+    sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)
+    settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
+    async with open_parts(config, scratch) as parts:
+        prompts = usable_prompts(parts.prompts, batches[-1])
+        rows = []
+        async for row in measure(parts.engines, smallest, sizes, batches, lengths, prompts, settle_s):
+            rows.append(row)
+            console.print(str(row))
+    return rows
 
 
 def fitted_run(path: Path) -> Fit:

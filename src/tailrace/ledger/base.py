@@ -33,7 +33,7 @@ from pydantic import Field
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 6
+FORMAT = 7
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -100,8 +100,8 @@ class MarkRow(LedgerRow, frozen=True, array_like=True):
     """Longest response to each row of the data, in tokens, by row number."""
     steps_at: dict[int, int] = {}
     """Optimizer steps before each publication, by version."""
-    anchors: dict[int, float] = {}
-    """Longest test case of the correct responses to each prompt, in seconds, by row number."""
+    anchors: dict[int, list[float]] = {}
+    """Longest run of each test case among the correct responses to each prompt, in seconds, by row number."""
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
     cut_steps: int = 0

@@ -1,6 +1,6 @@
 """Rewards of programs: a completion's code runs on the test cases of its row.
 
-Each test case is a run of its own in the sandbox, with the time limit of its prompt (`reward/timeout.py`).
+Each test case is a run of its own in the sandbox, with a time limit of its own (`reward/timeout.py`).
 
 The formats of test cases are those of public data sets:
 
@@ -190,9 +190,9 @@ class CodeRewards:
         program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
         if not program.strip():
             return self._reward(sample, Counter(), len(cases))
-        verdicts, longest_s = await self._run_all(sample, program, cases)
+        verdicts, seconds = await self._run_all(sample, program, cases)
         if verdicts["passed"] == len(cases):
-            self._anchors.observe(sample, longest_s)
+            self._anchors.observe(sample, seconds)
         sample.timed_out = verdicts["timeout"] > 0
         return self._reward(sample, verdicts, len(cases))
 
@@ -204,29 +204,29 @@ class CodeRewards:
 
     async def _run_all(
         self, sample: Sample, program: str, cases: Sequence[Case]
-    ) -> tuple[Counter[CaseResult], float]:
-        """Return the number of each result, and the seconds of the longest test case."""
+    ) -> tuple[Counter[CaseResult], list[float]]:
+        """Return the number of each result, and the seconds of each test case that ran."""
         verdicts: Counter[CaseResult] = Counter()
-        longest_s = 0.0
-        runs = [asyncio.create_task(self._run(sample, program, case)) for case in cases]
+        runs = [
+            asyncio.create_task(self._run(sample, program, case, number)) for number, case in enumerate(cases)
+        ]
         try:
             for next_run in asyncio.as_completed(runs):
-                verdict, seconds = await next_run
+                verdict, _ = await next_run
                 verdicts[verdict] += 1
-                longest_s = max(longest_s, seconds)
                 if verdict != "passed" and self._settings.score == "all":
                     break
         finally:
             for run in runs:
                 run.cancel()
-            await asyncio.gather(*runs, return_exceptions=True)
-        return verdicts, longest_s
+            ended = await asyncio.gather(*runs, return_exceptions=True)
+        return verdicts, [each[1] for each in ended if not isinstance(each, BaseException)]
 
-    async def _run(self, sample: Sample, program: str, case: Case) -> tuple[CaseResult, float]:
+    async def _run(self, sample: Sample, program: str, case: Case, number: int) -> tuple[CaseResult, float]:
         secret = os.urandom(16).hex()
         stdin = case.text if isinstance(case, StdinCase) else ""
         async with self._workers:
-            with self._anchors.limit(sample, self._settings.timeout) as limit:
+            with self._anchors.limit(sample, number, self._settings.timeout) as limit:
                 execution = await self._execute(_job(program, case, secret), stdin, limit)
         if execution.end == "timeout":
             return "timeout", execution.seconds

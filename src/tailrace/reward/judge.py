@@ -23,7 +23,7 @@ from tailrace.clock import now
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.reward.base import Call, Rewards
 from tailrace.reward.code import column_of
-from tailrace.reward.judge_settings import EndpointJudgeSettings, JudgeSettings
+from tailrace.reward.judge_settings import AnswerSettings, EndpointJudgeSettings, JudgeSettings
 from tailrace.types import Sample
 
 OWN_NAMES = ("prompt", "completion")
@@ -191,7 +191,7 @@ _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _DECODER = json.JSONDecoder()
 
 
-def score_reader(settings: EndpointJudgeSettings) -> Callable[[str], float | None]:
+def score_reader(settings: AnswerSettings) -> Callable[[str], float | None]:
     """Return a function from an answer to its score, 0 to 1; None where the answer cannot be read."""
     values = {word.lower(): value for word, value in settings.values.items()}
     worst, best = settings.scale
@@ -209,7 +209,7 @@ def score_reader(settings: EndpointJudgeSettings) -> Callable[[str], float | Non
     return read
 
 
-def _find(settings: EndpointJudgeSettings, answer: str) -> Any:
+def _find(settings: AnswerSettings, answer: str) -> Any:
     """Return what the answer gives as the score, as text or JSON; None: nothing."""
     if settings.field is None:
         matches: list[str] = re.findall(settings.pattern or _NUMBER, answer)

@@ -1,4 +1,4 @@
-"""A judge that this process computes: a reward model, or a language model that answers in one token.
+"""A judge that this process computes: a reward model, or a language model that answers in one token or more.
 
 Its layers may live in host memory and are copied to the device as the forward pass reaches them. The copy of
 a layer runs on a stream of its own, while the layer before it computes (RollPacker 4.3). The hooks of
@@ -12,18 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from tailrace.devices import attention_kernels
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.memory import ModelShape
-from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
+from tailrace.model_folder import context_length, end_of_text_ids, read_config, tensor_headers, weight_files
 from tailrace.reward.judge_memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
 from tailrace.reward.judge_settings import LocalJudgeSettings
 
@@ -163,6 +164,7 @@ def _aligned(size: int) -> int:
 
 KEY = "reward.judges"
 JudgeMessages = Sequence[Mapping[str, str]]
+T = TypeVar("T")
 
 
 class WeightFiles:
@@ -196,7 +198,9 @@ class ModelJudge:
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
-        self._labels = None if is_reward_model(read_config(settings.path)) else self._label_ids()
+        self._ends = sorted(end_of_text_ids(settings.path)) or None
+        is_asked = not is_reward_model(read_config(settings.path)) and not settings.answer_tokens
+        self._labels = self._label_ids() if is_asked else None
 
     @classmethod
     @torch.no_grad()
@@ -230,40 +234,53 @@ class ModelJudge:
         persistent = model.state_dict().keys()
         files.read(outside | {name: b for name, b in model.named_buffers() if name in persistent})
         judge = cls(settings, model, layers)
-        judge._check_head()
+        if not settings.answer_tokens:
+            judge._check_head()
         return judge
 
     def scores(self, conversations: Sequence[JudgeMessages]) -> list[float | RewardFailed]:
         """Score each conversation: the output of a reward model, or the probability of the first label among
         the labels. One that has no score has its failure."""
+        found = self._in_batches(conversations, self._compute, 0)
+        is_score = [isinstance(each, RewardFailed) or math.isfinite(each) for each in found]
+        return [each if is_ok else RewardFailed("nan") for each, is_ok in zip(found, is_score, strict=True)]
+
+    def answers(self, conversations: Sequence[JudgeMessages]) -> list[str | RewardFailed]:
+        """Write an answer to each conversation, of at most `answer_tokens`. One that has none has its
+        failure."""
+        assert self._settings.answer_tokens
+        return self._in_batches(conversations, self._write, self._settings.answer_tokens)
+
+    def _in_batches(
+        self,
+        conversations: Sequence[JudgeMessages],
+        compute: Callable[[Sequence[Sequence[int]]], Sequence[T]],
+        num_written: int,
+    ) -> list[T | RewardFailed]:
         texts: list[list[int]] = []
-        found: dict[int, float | RewardFailed] = {}
+        found: dict[int, T | RewardFailed] = {}
         for number, each in enumerate(conversations):
             try:
                 texts.append(self._encode(each))
             except Exception as why:  # templates are programs: they raise errors of their own
                 texts.append([])
                 found[number] = RewardFailed("judge template", f"the judge's chat template refuses it: {why}")
-        fitting = []
+        fitting, most = [], self._max_tokens - num_written
         for number, ids in enumerate(texts):
-            if 0 < len(ids) <= self._max_tokens:
+            if 0 < len(ids) <= most:
                 fitting.append(number)
             elif number not in found:
-                detail = f"{len(ids)} tokens, and 1 to {self._max_tokens} fit (reward.judges.max_tokens)"
+                detail = f"{len(ids)} tokens, and 1 to {most} fit (reward.judges.max_tokens)"
                 found[number] = RewardFailed("judge length", detail)
-        for batch in batches(fitting, [len(ids) for ids in texts], self._settings.max_tokens):
-            for number, score in zip(batch, self._compute([texts[n] for n in batch]), strict=True):
-                found[number] = score if math.isfinite(score) else RewardFailed("nan")
+        for batch in batches(fitting, [len(ids) + num_written for ids in texts], self._settings.max_tokens):
+            found |= zip(batch, compute([texts[n] for n in batch]), strict=True)
         return [found[number] for number in range(len(texts))]
 
     @torch.no_grad()
     def _compute(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        longest = max(map(len, texts))
-        self._layers.keep(self._budget.resident_layers(len(texts) * longest))
         # Padding comes last, and no token sees what comes after it.
-        ids = torch.zeros(len(texts), longest, dtype=torch.long)
-        for row, text in zip(ids, texts, strict=True):
-            row[: len(text)] = torch.tensor(text)
+        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+        self._layers.keep(self._budget.resident_layers(ids.numel()))
         with attention_kernels():
             hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
@@ -271,6 +288,25 @@ class ModelJudge:
             return [float(score) for score in self._model.score(last)[:, 0].float()]
         logits = self._model.get_output_embeddings()(last).float()
         return [float(share) for share in logits[:, self._labels].softmax(-1)[:, 0]]
+
+    @torch.no_grad()
+    def _write(self, texts: Sequence[Sequence[int]]) -> list[str]:
+        """Decode with a KV cache. Each step is a forward pass over all layers, which are copied again."""
+        # Padding comes first, so that all texts go on at the same place.
+        rows, num_written = [torch.tensor(text) for text in texts], self._settings.answer_tokens or 0
+        ids = pad_sequence(rows, batch_first=True, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        self._layers.keep(self._budget.resident_layers(ids.numel() + len(texts) * num_written))
+        with attention_kernels():
+            written = self._model.generate(
+                ids.to(self._settings.device),
+                attention_mask=mask.to(self._settings.device),
+                max_new_tokens=num_written,
+                do_sample=False,
+                eos_token_id=self._ends,
+                pad_token_id=0,
+            )
+        return list(self._tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True))
 
     def _encode(self, messages: JudgeMessages) -> list[int]:
         tokenizer = self._tokenizer

@@ -1,7 +1,7 @@
 """Settings of the judges: models that score completions."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -31,7 +31,40 @@ class JudgeBase(WeightedSettings):
     """System message that comes before the text. None: none."""
 
 
-class EndpointJudgeSettings(JudgeBase):
+class AnswerSettings(JudgeBase):
+    """How the score is read in an answer in words."""
+
+    pattern: str | None = None
+    """Regular expression with one group, the score in the answer; the last match counts. None, without
+    `field`: the last number."""
+    field: str | None = Field(default=None, min_length=1)
+    """Key of the score, where the answer has a JSON object; the last such object counts."""
+    values: dict[str, float] = {}
+    """Numbers of answers that are words, such as `{ yes = 1, no = 0 }`; case does not count."""
+    scale: tuple[float, float] = (0.0, 1.0)
+    """The worst and the best score; they become 0 and 1. An answer outside counts as unreadable."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as why:
+            raise ValueError(f"this is no regular expression ({why})") from None
+        if groups != 1:
+            raise ValueError(f"it has {groups} groups, and the score is the text of one")
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_reading(self) -> Self:
+        if self.pattern is not None and self.field is not None:
+            raise ValueError("pattern and field are both set; keep one of them")
+        if self.scale[0] == self.scale[1]:
+            raise ValueError(f"the scale {self.scale} has no width")
+        return self
+
+
+class EndpointJudgeSettings(AnswerSettings):
     """A model behind an OpenAI-compatible endpoint, which answers in words."""
 
     kind: Literal["endpoint"] = "endpoint"
@@ -43,15 +76,6 @@ class EndpointJudgeSettings(JudgeBase):
     template: str = Field(min_length=1)
     """The question. `{prompt}`, `{completion}` and `{COLUMN}` are replaced; a dot leads into a column that is
     an object; `{{word}}` stands for `{word}`. Other braces are text."""
-    pattern: str | None = None
-    """Regular expression with one group, the score in the answer; the last match counts. None, without
-    `field`: the last number."""
-    field: str | None = Field(default=None, min_length=1)
-    """Key of the score, where the answer has a JSON object; the last such object counts."""
-    values: dict[str, float] = {}
-    """Numbers of answers that are words, such as `{ yes = 1, no = 0 }`; case does not count."""
-    scale: tuple[float, float] = (0.0, 1.0)
-    """The worst and the best score; they become 0 and 1. An answer outside counts as unreadable."""
     api_key_env: Resumable[str | None] = Field(default=None, min_length=1)
     """Environment variable that holds the API key. None: no key is sent."""
     parameters: dict[str, JsonValue] = {"temperature": 0.0, "max_tokens": 512}
@@ -69,35 +93,22 @@ class EndpointJudgeSettings(JudgeBase):
     cache_folder: Resumable[RunPath | None] = None
     """Folder in which all readable answers are kept, for later runs, too. None: none."""
 
-    @field_validator("pattern")
-    @classmethod
-    def _check_pattern(cls, pattern: str | None) -> str | None:
-        try:
-            groups = 1 if pattern is None else re.compile(pattern).groups
-        except re.error as why:
-            raise ValueError(f"this is no regular expression ({why})") from None
-        if groups != 1:
-            raise ValueError(f"it has {groups} groups, and the score is the text of one")
-        return pattern
-
     @model_validator(mode="after")
-    def _check_together(self) -> "EndpointJudgeSettings":
-        if self.pattern is not None and self.field is not None:
-            raise ValueError("pattern and field are both set; keep one of them")
-        if self.scale[0] == self.scale[1]:
-            raise ValueError(f"the scale {self.scale} has no width")
+    def _check_parameters(self) -> "EndpointJudgeSettings":
         for reserved in ("model", "messages", "stream", "n"):
             if reserved in self.parameters:
                 raise ValueError(f"parameters.{reserved} is set by the judge; remove it")
         return self
 
 
-class LocalJudgeSettings(JudgeBase):
+class LocalJudgeSettings(AnswerSettings):
     """A model that a process of this run loads, on a device that it may share with an engine.
 
     A reward model (one output) scores the conversation. A causal language model scores the template with the
-    probability of `labels[0]` among the labels as the next token. Layers that do not fit `memory_mib` stay in
-    host memory and are copied to the device while the layers before them compute (RollPacker 4.3).
+    probability of `labels[0]` among the labels as the next token. With `answer_tokens` it writes an answer of
+    the likeliest tokens instead, in which the score is read as in an endpoint's. Layers that do not fit
+    `memory_mib` stay in host memory and are copied to the device while the layers before them compute
+    (RollPacker 4.3); for a written answer, once for each token.
     """
 
     kind: Literal["local"] = "local"
@@ -108,6 +119,8 @@ class LocalJudgeSettings(JudgeBase):
     """As of an endpoint. None, for a reward model: the conversation."""
     labels: tuple[str, ...] = Field(default=("Yes", "No"), min_length=2)
     """Answers of a causal language model; their first tokens differ."""
+    answer_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Tokens of a written answer, at most; if it cannot be read its sample fails. None: none is written."""
     device: Resumable[Device] = "cpu"
     """Where it computes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -117,7 +130,20 @@ class LocalJudgeSettings(JudgeBase):
     memory_mib: Resumable[int | None] = Field(default=None, ge=1)
     """Memory on the device for layers and activations together, in MiB. None: all layers stay there."""
     max_tokens: Resumable[int] = Field(default=4096, ge=1, le=10_000_000)
-    """Tokens of a batch, padding included; a longer text fails its sample."""
+    """Tokens of a batch, padding and answers included; a longer text fails its sample."""
+
+    @model_validator(mode="after")
+    def _check_answer(self) -> "LocalJudgeSettings":
+        fields = type(self).model_fields  # a resolved config gives all of them
+        given = {name for name, field in fields.items() if getattr(self, name) != field.get_default()}
+        unread = sorted(given & AnswerSettings.__annotations__.keys())
+        if self.answer_tokens is None and unread:
+            raise ValueError(f"{unread[0]} reads an answer, and none is written; set answer_tokens")
+        if {"labels", "answer_tokens"} <= given:
+            raise ValueError("labels and answer_tokens are both set; keep one of them")
+        if (self.answer_tokens or 0) >= self.max_tokens:
+            raise ValueError(f"answer_tokens leave no room in max_tokens = {self.max_tokens}; raise it")
+        return self
 
 
 JudgeSettings = Annotated[EndpointJudgeSettings | LocalJudgeSettings, Field(discriminator="kind")]

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import zip_longest
 
 from tailrace import clock
 from tailrace.reward.base import TimeoutSettings
@@ -40,35 +41,38 @@ class TimeLimit:
 
 
 class Anchors:
-    """The longest test case of the correct responses to each prompt, in seconds.
+    """The longest run of each test case among the correct responses to each prompt, in seconds.
 
-    A prompt is known by its row of the data, or by its index where the data has no epochs.
+    A prompt is known by its row of the data, or by its index where the data has no epochs; a test case by its
+    place among those of the prompt.
     """
 
     def __init__(self) -> None:
-        self.longest_s: dict[int, float] = {}
-        self._running: defaultdict[int, list[tuple[TimeLimit, TimeoutSettings]]] = defaultdict(list)
+        self.longest_s: dict[int, list[float]] = {}
+        self._running: defaultdict[tuple[int, int], list[tuple[TimeLimit, TimeoutSettings]]] = defaultdict(
+            list
+        )
 
-    def restore(self, longest_s: Mapping[int, float]) -> None:
+    def restore(self, longest_s: Mapping[int, list[float]]) -> None:
         """Return to an earlier state."""
         self.longest_s = dict(longest_s)
 
-    def limit_s(self, sample: Sample, settings: TimeoutSettings) -> float:
-        """Return the time limit of the test cases of a response."""
-        anchor_s = None if _is_evaluation(sample) else self.longest_s.get(_key(sample))
-        if anchor_s is None or not settings.adaptive:
+    def limit_s(self, sample: Sample, case: int, settings: TimeoutSettings) -> float:
+        """Return the time limit of a test case of a response: min(max(T_min, lambda T_anchor), T_max)."""
+        anchors_s = [] if _is_evaluation(sample) else self.longest_s.get(_key(sample), [])
+        if case >= len(anchors_s) or not settings.adaptive:
             return settings.max_s
-        return min(max(settings.min_s, settings.factor * anchor_s), settings.max_s)
+        return min(max(settings.min_s, settings.factor * anchors_s[case]), settings.max_s)
 
     @contextmanager
-    def limit(self, sample: Sample, settings: TimeoutSettings) -> Iterator[TimeLimit]:
+    def limit(self, sample: Sample, case: int, settings: TimeoutSettings) -> Iterator[TimeLimit]:
         """Yield the time limit of a test case that runs inside. Correct responses that end meanwhile lower
         it."""
-        limit = TimeLimit(self.limit_s(sample, settings))
+        limit = TimeLimit(self.limit_s(sample, case, settings))
         if _is_evaluation(sample):
             yield limit
             return
-        key, entry = _key(sample), (limit, settings)
+        key, entry = (_key(sample), case), (limit, settings)
         self._running[key].append(entry)
         try:
             yield limit
@@ -77,17 +81,20 @@ class Anchors:
             if not self._running[key]:
                 del self._running[key]
 
-    def observe(self, sample: Sample, longest_s: float) -> None:
+    def observe(self, sample: Sample, seconds: Sequence[float]) -> None:
         """Record a correct response.
 
         Args:
-            longest_s: its longest test case, in seconds.
+            seconds: of each of its test cases.
         """
-        if not _is_evaluation(sample):
-            key = _key(sample)
-            self.longest_s[key] = max(longest_s, self.longest_s.get(key, 0.0))
-            for limit, settings in self._running.get(key, ()):
-                limit.change(self.limit_s(sample, settings))
+        if _is_evaluation(sample):
+            return
+        key = _key(sample)
+        known_s = self.longest_s.get(key, [])
+        self.longest_s[key] = [max(pair) for pair in zip_longest(seconds, known_s, fillvalue=0.0)]
+        for case in range(len(seconds)):
+            for limit, settings in self._running.get((key, case), ()):
+                limit.change(self.limit_s(sample, case, settings))
 
 
 def _key(sample: Sample) -> int:

@@ -10,15 +10,16 @@ the top of a round and after a publication.
 
 The trainer sleeps while engines generate on its devices, and wakes when they sleep.
 
-The tensor-parallel size of the engines can be chosen online by their preemptions (RollPacker 4.2). An engine
-preempts requests when its KV cache is full. A group of twice as many devices holds the weights once and has
-more than twice the cache; its decode steps communicate more.
+The tensor-parallel size of the engines can be chosen when a rollout begins (RollPacker 4.2): by an offline
+profile for the first one, then by their preemptions. An engine preempts requests when its KV cache is full. A
+group of twice as many devices holds the weights once and has more than twice the cache; its decode steps
+communicate more.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
@@ -27,65 +28,68 @@ from tailrace.engine.base import Engine
 from tailrace.errors import ConfigError, NotWoken, ScheduleError, ServerRefused
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.progress import RolloutProgress, peak_kv
-from tailrace.settings import Settings
+from tailrace.settings import RunPath, Settings
 from tailrace.trainer.base import Trainer
 
 RISE = 1.05
 """A round with more preemptions than so many times those of the last round of its kind doubles the size."""
 CALM_ROUNDS = 4
 """So many rounds in succession without a preemption halve the size."""
+OPEN_TIMEOUT_S = 600.0
+"""For which a rollout waits for all engines that were restarted with another size."""
 
 
 class TensorParallelRule:
-    """The paper's rule. There are two kinds of rounds, races and rounds without a race, and preemptions are
-    compared with the last round of the same kind. A rise from zero counts as a rise. The size changes only
-    after a round without a race: with tail batching, after a long round.
-    """
+    """The paper's rule, for one kind of rounds. A rise from zero counts as a rise."""
 
-    def __init__(self, largest: int) -> None:
-        self.width = 1
+    def __init__(self, largest: int, start: int = 1) -> None:
+        self.width = start
         """Of the next round, as a multiple of the smallest tensor-parallel size."""
-        self._largest = largest
-        self._last: dict[bool, int] = {}
-        self._calm = 0
-        self._rose = False
+        self._largest, self._calm = largest, 0
+        self._last: int | None = None
 
-    def round_ended(self, num_preempted: int, *, is_race: bool) -> int:
+    def round_ended(self, num_preempted: int) -> int:
         """Count a round; return the width of the next one."""
-        last = self._last.get(is_race)
-        self._rose |= last is not None and num_preempted > RISE * last
-        self._last[is_race] = num_preempted
+        last, self._last = self._last, num_preempted
         self._calm = 0 if num_preempted else self._calm + 1
-        if is_race:
-            return self.width
-        if self._rose:
+        if last is not None and num_preempted > RISE * last:
             self.width = min(2 * self.width, self._largest)
         elif self._calm >= CALM_ROUNDS:
-            self.width = max(self.width // 2, 1)
-            self._calm = 0
-        self._rose = False
+            self.width, self._calm = max(self.width // 2, 1), 0
         return self.width
 
 
-class ParallelismPlanner:
-    """Applies the rule to the engines between two rounds. With a `largest` width of 1 the size is fixed."""
+async def regroup(engines: Sequence[Engine], width: int) -> bool:
+    """Join engines to groups of `width`. Return whether some were restarted."""
+    wanted = [0 if number % width else width for number in range(len(engines))]
+    changed = [pair for pair in zip(engines, wanted, strict=True) if pair[0].width != pair[1]]
+    # All give their devices up before one takes those of another.
+    await asyncio.gather(*(engine.regroup(0) for engine, _ in changed))
+    await asyncio.gather(*(engine.regroup(width) for engine, width in changed if width))
+    return bool(changed)
 
-    def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, largest: int) -> None:
-        self.engines, self._progress, self._largest = engines, progress, largest
-        self._rule = TensorParallelRule(largest)
+
+class ParallelismPlanner:
+    """Applies the rule to the engines. Races (short rounds of tail batching) have a size of their own. With a
+    largest width of 1 the size is fixed."""
+
+    def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, shared: "Shared") -> None:
+        self.engines, self._progress, self._shared = engines, progress, shared
+        self._rules: dict[bool, TensorParallelRule] = {}
         self._before = self._num_preempted()
 
-    async def round_ended(self) -> None:
-        """Choose the size for the next round, and restart engines if it is another one."""
-        if self._largest == 1:
-            return
+    def round_ended(self) -> None:
+        """Count the preemptions of the round."""
         before, self._before = self._before, self._num_preempted()
-        width = self._rule.round_ended(self._before - before, is_race=self._progress.is_race)
-        wanted = [0 if number % width else width for number in range(len(self.engines))]
-        changed = [pair for pair in zip(self.engines, wanted, strict=True) if pair[0].width != pair[1]]
-        # All give their devices up before one takes those of another.
-        await asyncio.gather(*(engine.regroup(0) for engine, _ in changed))
-        await asyncio.gather(*(engine.regroup(width) for engine, width in changed if width))
+        if rule := self._rules.get(self._progress.is_race):
+            rule.round_ended(self._before - before)
+
+    async def choose(self) -> bool:
+        """Give the engines the size for the present rollout. Return whether it is another one."""
+        if not self._rules:
+            start, largest = self._shared.start_width(self._progress.num_needed), self._shared.max_width
+            self._rules = {is_race: TensorParallelRule(largest, start) for is_race in (True, False)}
+        return await regroup(self.engines, self._rules[self._progress.is_race].width)
 
     def _num_preempted(self) -> int:
         return sum(engine.usage().num_preempted for engine in self.engines)
@@ -118,8 +122,13 @@ class PlacementSettings(Settings):
     """The devices of each replica of the trainer, divided among its ranks. Empty: they share all devices."""
     max_tensor_parallel_size: int | None = Field(default=None, ge=2, le=1024)
     """The largest tensor-parallel size to which engines are joined when they preempt more and more requests
-    (RollPacker 4.2). engine.tensor_parallel_size is the smallest, and the first. None: the size is fixed.
-    2 to 1024."""
+    (RollPacker 4.2). engine.tensor_parallel_size is the smallest. None: the size is fixed. 2 to 1024."""
+    start_tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
+    """The size of the first rounds. None: the fastest one by the offline profile; without one, the smallest.
+    1 to 1024."""
+    profile: RunPath | None = None
+    """The offline profile of the engines, a file of `tailrace fit --profile`. None: a simulation computes it
+    from [sim], and a live run has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +143,26 @@ class Shared:
     """Of the elastic placement: replicas that train while the other devices generate, the first ones."""
     max_width: int = 1
     """Engines whose devices may be joined to one tensor-parallel group, at most."""
+    start_width: Callable[[float], int] = field(default=lambda num_requests: 1, compare=False)
+    """How many are joined in the first rounds, given the requests that such a round needs."""
 
 
 class Placement:
     """Disaggregated: engines and trainer never wait for a device."""
 
-    def __init__(self, planner: ParallelismPlanner) -> None:
-        self._planner = planner
+    def __init__(self, planner: ParallelismPlanner, pool: Pool, tasks: asyncio.TaskGroup) -> None:
+        self._planner, self._pool, self._tasks = planner, pool, tasks
+
+    def rollout_began(self) -> None:
+        """Choose the devices of each engine before it serves the rollout."""
+        self._pool.is_held = True
+        self._tasks.create_task(self._plan())
 
     async def round_ended(self) -> None:
-        """Choose the devices of each engine for the next round."""
-        await self._planner.round_ended()
+        """Learn from the round. Where rollouts never end, choose the devices of each engine now."""
+        self._planner.round_ended()
+        if len(self._pool):
+            await self._planner.choose()
 
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
@@ -163,6 +181,14 @@ class Placement:
         """Wait as `generating` after a publication. If groups are still in the pool, generation never stops:
         that is a ScheduleError."""
 
+    async def _plan(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_TIMEOUT_S if await self._planner.choose() else 0.0):
+                # The first engine that opens would get all requests.
+                while self._pool.num_engines < sum(engine.width > 0 for engine in self._planner.engines):
+                    await self._pool.engines_changed.wait("engines to open with another size")
+        self._pool.release()
+
 
 class Colocated(Placement):
     """All devices generate until the rollout is over; then all train. Before engines wake, the trainer
@@ -173,11 +199,15 @@ class Colocated(Placement):
     def __init__(
         self, planner: ParallelismPlanner, trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
     ) -> None:
-        super().__init__(planner)
-        self._engines, self._trainer, self._pool, self._tasks = planner.engines, trainer, pool, tasks
+        super().__init__(planner, pool, tasks)
+        self._engines, self._trainer = planner.engines, trainer
         self._lent: list[Engine] = []
         self._lock = asyncio.Lock()
         pool.on_launch = self._launched
+
+    def rollout_began(self) -> None:
+        if not self._lent:  # else it is a second one in a round, and keeps the size
+            super().rollout_began()
 
     async def round_ended(self) -> None:
         await self._trainer.sleep()  # engines may start with another size
@@ -329,12 +359,14 @@ DISAGGREGATED = Shared()
 def make_placement(
     shared: Shared, engines: Sequence[Engine], trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
 ) -> Placement:
-    planner = ParallelismPlanner(engines, pool.progress, shared.max_width)
+    planner = ParallelismPlanner(engines, pool.progress, shared)
+    placement = Placement(planner, pool, tasks)
     match shared.kind:
-        case "disaggregated":
-            return Placement(planner)
         case "colocated":
-            return Colocated(planner, trainer, pool, tasks)
+            placement = Colocated(planner, trainer, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            return Elastic(planner, trainer, pool, tasks, shared.engines or half, shared.early_replicas)
+            placement = Elastic(planner, trainer, pool, tasks, shared.engines or half, shared.early_replicas)
+    if shared.max_width > 1:
+        pool.on_rollout = placement.rollout_began
+    return placement

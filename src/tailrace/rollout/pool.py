@@ -296,8 +296,13 @@ class Pool:
             "ready", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
         self.ready.on_taken, router.on_changed = self._taken, self._pump
+        self.engines_changed = router.changed
         self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
+        self.on_rollout: Callable[[], None] = lambda: None
+        """Called before a group enters the empty pool."""
+        self.is_held = False
+        """No request goes to an engine until `release`."""
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = SynchronousRewards(rewards, self) if synchronous_rewards else rewards
@@ -437,7 +442,14 @@ class Pool:
         """All groups here: ready ones, then those in flight."""
         return [*self.ready.groups, *self._in_flight]
 
+    def release(self) -> None:
+        """Serve again."""
+        self.is_held = False
+        self._pump()
+
     def _enter(self, group: Group) -> None:
+        if not len(self):
+            self.on_rollout()
         group.order = next(self._orders)
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
@@ -524,7 +536,7 @@ class Pool:
             return
         self._pumping = True
         slots = self._router.slots
-        while (sample := self._next(slots)) and self.num_requests < slots:
+        while (sample := self._next(slots)) and self.num_requests < slots and not self.is_held:
             if not self.admission.admits(sample.group, self):
                 break
             self._frontier[sample.group] = None

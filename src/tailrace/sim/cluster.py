@@ -330,7 +330,7 @@ class _Setup:
         arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
         all_reduces = ALL_REDUCES * model.num_layers
         hop_s = all_reduces * device.link_latency_s
-        reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2 * (size - 1) / size
+        reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2
         # Each device of an engine has at least one whole head of the KV cache.
         kv_bytes = model.kv_bytes * max(1.0, size / model.num_kv_heads)
         reload_s = model.weight_bytes / size / (device.host_bytes_per_s * cluster.link_efficiency)
@@ -339,7 +339,8 @@ class _Setup:
             "base_s": model.weight_bytes / memory,
             "compute_s": arithmetic_s / cluster.decode_efficiency,
             "context_s": kv_bytes / memory,
-            "slope_s": reduced / self.link(size),
+            "slope_s": reduced * (size - 1) / size / self.link(size),
+            "reduce_s": reduced / self.link(size),
             "overhead_s": cluster.overhead_s + hop_s * log2(size),
             "communication_s": hop_s,
             "kv_tokens": int((self.engine_memory - model.weight_bytes) / kv_bytes),

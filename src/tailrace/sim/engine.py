@@ -14,7 +14,7 @@ with P positions take k * first_s + growth_s * k * (k - 1) / 2 seconds, where fi
 first and growth_s = context_s * n.
 
 Engines that were joined to one tensor-parallel group divide all but overhead_s, and communicate: see
-`SimEngineSettings.communication_s`.
+`communication_s` and `reduce_s` of `SimEngineSettings`.
 
 Engines may die at random and are started again (`Faults`).
 """
@@ -60,8 +60,8 @@ class Steps(NamedTuple):
         if cost.context_s:
             alone_s += cost.context_s * kv_positions
         if width > 1:
-            shared_s = alone_s / width + cost.communication_s * log2(width)
-            return cls(shared_s + cost.overhead_s, growth_s / width)
+            reduced_s = cost.communication_s * log2(width) + cost.reduce_s * num_running * (1 - 1 / width)
+            return cls(alone_s / width + reduced_s + cost.overhead_s, growth_s / width)
         return cls(alone_s + cost.overhead_s, growth_s)
 
     def slower(self, factor: float) -> "Steps":
@@ -188,7 +188,7 @@ class SimEngine:
         stall_s = self._cost.load_s
         if kv == "recompute":
             self._suspended = Suspended()
-            stall_s += self._kv_tokens / self._cost.prefill_tokens_per_s
+            stall_s += self._prefill_s(self._kv_tokens)
             self._prefilled += self._kv_tokens
         self._stall(stall_s)
         self._change()
@@ -243,7 +243,7 @@ class SimEngine:
                 positions=self._positions,
                 seconds=self._decode_s,
                 prefilled=self._prefilled,
-                prefill_s=self._prefilled / self._cost.prefill_tokens_per_s,
+                prefill_s=self._prefill_s(self._prefilled),
             ),
         )
 
@@ -382,7 +382,11 @@ class SimEngine:
             heapq.heappush(self._ends, (length - base, next(self._ties), sample))
             computed = self._uncached(sample, context)
             self._prefilled += computed
-            self._stall(computed / self._cost.prefill_tokens_per_s)
+            self._stall(self._prefill_s(computed))
+
+    def _prefill_s(self, positions: int) -> float:
+        """A group computes with all its devices."""
+        return positions / (self._cost.prefill_tokens_per_s * max(self.width, 1))
 
     def _uncached(self, sample: Sample, context: int) -> int:
         if self._suspended.forget(sample) == context:

@@ -87,15 +87,15 @@ class SimCodeRewards:
     async def score(self, sample: Sample) -> float:
         code = self._code
         chance = Chance(PROGRAM, self._seed, *sample.id)
-        median_s = code.median_s * math.exp(
-            code.sigma * Chance(CASE, self._seed, row_of(sample.prompt)).normal()
-        )
-        times = [median_s * math.exp(code.own_sigma * chance.normal()) for _ in range(code.cases)]
+        of_cases = Chance(CASE, self._seed, row_of(sample.prompt))
+        median_s = code.median_s * math.exp(code.sigma * of_cases.normal())
+        medians_s = [median_s * math.exp(code.case_sigma * of_cases.normal()) for _ in range(code.cases)]
+        times = [each_s * math.exp(code.own_sigma * chance.normal()) for each_s in medians_s]
         is_correct = chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index)
         if chance.uniform() < code.endless:
             is_correct, times[chance.below(code.cases)] = False, math.inf
         wrong = None if is_correct or math.inf in times else chance.below(code.cases)
-        runs = [asyncio.create_task(self._run(sample, each)) for each in times]
+        runs = [asyncio.create_task(self._run(sample, *each)) for each in enumerate(times)]
         try:
             for number, run in enumerate(runs):
                 if not await run:
@@ -105,13 +105,13 @@ class SimCodeRewards:
         finally:
             for run in runs:
                 run.cancel()
-        self._anchors.observe(sample, max(times))
+        self._anchors.observe(sample, times)
         return 1.0
 
-    async def _run(self, sample: Sample, seconds: float) -> bool:
+    async def _run(self, sample: Sample, case: int, seconds: float) -> bool:
         """Whether a test case ends in time."""
         async with self._workers:
-            with self._anchors.limit(sample, self._code.timeout) as limit, suppress(TimeoutError):
+            with self._anchors.limit(sample, case, self._code.timeout) as limit, suppress(TimeoutError):
                 async with limit.enforced():
                     await asyncio.sleep(min(seconds, limit.seconds))
         return seconds <= limit.seconds

@@ -52,6 +52,9 @@ class SimEngineSettings(Settings):
     weights by tensor parallelism gain as many for each engine that joins."""
     communication_s: float = Field(default=0.5e-3, ge=0)
     """Seconds that each doubling of the tensor-parallel size adds to a decode step."""
+    reduce_s: float = Field(default=0.0, ge=0)
+    """Seconds that a running request adds to a decode step for all-reduces over very many devices. Of it w
+    joined engines add 1 - 1/w."""
     regroup_s: float = Field(default=10.0, ge=0)
     """Seconds in which engines are restarted with another tensor-parallel size."""
 
@@ -169,7 +172,7 @@ class SimLengthSettings(Settings):
 
 
 class SimCodeSettings(Settings):
-    """Programs with test cases. The times of the responses to a prompt are alike."""
+    """Programs with test cases. The times of a test case are alike in all responses to its prompt."""
 
     cases: int = Field(default=10, ge=1)
     """Test cases of a prompt."""
@@ -177,8 +180,10 @@ class SimCodeSettings(Settings):
     """Median over prompts of the seconds of a test case."""
     sigma: float = Field(default=1.0, ge=0)
     """Standard deviation of the logarithm of these seconds over prompts."""
+    case_sigma: float = Field(default=0.0, ge=0)
+    """The same over the test cases of one prompt."""
     own_sigma: float = Field(default=0.1, ge=0)
-    """The same over the test cases and responses of one prompt."""
+    """The same over the responses to one prompt, for each test case."""
     endless: float = Field(default=0.05, ge=0, le=1)
     """Share of the responses that never end in one of their test cases. They are incorrect."""
     timeout: TimeoutSettings = TimeoutSettings()
@@ -186,8 +191,8 @@ class SimCodeSettings(Settings):
 
 
 class SimJudgeSettings(Settings):
-    """A model that scores a response in one forward pass, as a local judge does. One is on each device of the
-    engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
+    """A model that scores a response in one forward pass, or in words, as a local judge does. One is on each
+    device of the engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
 
     model: FolderOrName = "Qwen2.5-7B"
     """As sim.cluster.model. Its weights are bfloat16."""
@@ -195,7 +200,9 @@ class SimJudgeSettings(Settings):
     """Memory on a device for layers and activations together, in MiB, beside the share of the engine. Other
     layers are copied from the host's memory. None: all layers stay on the device."""
     max_tokens: int = Field(default=4096, ge=1)
-    """Tokens of a batch, padding included."""
+    """Tokens of a batch, padding and answers included."""
+    answer_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a written answer. None: one forward pass."""
 
 
 class SimRewardSettings(Settings):

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from tailrace.errors import RewardFailed
 from tailrace.reward.base import Call, RewardSettings
-from tailrace.reward.judge import Verdict, messages_of
+from tailrace.reward.judge import Verdict, messages_of, score_reader
 from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 
@@ -50,14 +50,25 @@ class JudgeWorker(BatchWorker):
         """Score completions. One that has no score has its failure."""
         return self._judge.scores(conversations)
 
+    @batched
+    def write(self, conversations: list[Messages]) -> Iterable[str | RewardFailed]:
+        """Write answers. One that has none has its failure."""
+        return self._judge.answers(conversations)
+
 
 class RemoteJudge:
     """A Judge (reward/judge.py) in its own process. It has no time limit: its work is bounded by the length
     of the text."""
 
     def __init__(self, worker: RemoteWorker, settings: LocalJudgeSettings) -> None:
-        self._worker, self.settings = worker, settings
+        self._worker, self.settings, self._read = worker, settings, score_reader(settings)
 
     async def judge(self, call: Call) -> Verdict:
         """As Judge.judge. When this is cancelled, the score is computed nevertheless."""
-        return Verdict(await self._worker.call(JudgeWorker.score, messages_of(self.settings, call)))
+        messages = messages_of(self.settings, call)
+        if not self.settings.answer_tokens:
+            return Verdict(await self._worker.call(JudgeWorker.score, messages))
+        answer = await self._worker.call(JudgeWorker.write, messages)
+        if (score := self._read(answer)) is None:
+            raise RewardFailed("judge unreadable", f"no score in {answer!r:.300} (reward.judges.pattern)")
+        return Verdict(score, answer)
