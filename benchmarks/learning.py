@@ -1,6 +1,6 @@
 """What schedules learn from equally many samples, from several seeds.
 
-    python benchmarks/learning.py [lag|april|order] [--seeds 3] [--folder DIR] [--json F] [--figure F.png]
+    python benchmarks/learning.py [lag|april|order] [--seeds 3] [--samples N] [--folder DIR] [--figure F]
 
 lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps a round (PipelineRL,
        Figs. 5a, 5b, 6b and 10), with its loss: REINFORCE, token weights truncated at 5
@@ -24,63 +24,53 @@ from typing import Any, Literal, NamedTuple
 from common import QUICKSTART, run, write
 from tailrace.api import load_config, train
 
-SAMPLES, GROUP_SIZE = 8192, 8
 QUARTERS = 4
 
 
 class Study(NamedTuple):
-    """What is compared: settings of all runs, and the schedule of each with its number of rounds."""
+    """What is compared: settings of all runs, and the schedule of each."""
 
     settings: dict[str, str]
-    schedules: dict[str, dict[str, object]]
-    rounds: dict[str, int]
+    schedules: dict[str, dict[str, Any]]
 
 
-def conventional(steps: int) -> dict[str, object]:
-    """Conventional RL with G = steps."""
-    return {"name": "conventional", "groups_per_step": STEP, "steps_per_round": steps}
-
-
-STEP, ROUND, GROUPS = 4, 32, SAMPLES // GROUP_SIZE
-LAGS = (8, 16, 32, 64)
-WHOLE: dict[str, object] = {"groups_per_round": ROUND, "groups_per_step": 16}
-RING: dict[str, object] = {"in_flight_per_engine": 64, "ring_groups": 8}
+WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
+RING = {"groups_per_step": 4, "in_flight_per_engine": 64, "ring_groups": 8}
 STUDIES = {
     "lag": Study(
         {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"},
-        {"pipelinerl": {"name": "pipelinerl", "groups_per_step": STEP, **RING}}
-        | {f"G={steps}": conventional(steps) for steps in LAGS},
-        {"pipelinerl": GROUPS // STEP} | {f"G={steps}": GROUPS // STEP // steps for steps in LAGS},
+        {"pipelinerl": {"name": "pipelinerl", **RING}}
+        | {
+            f"G={steps}": {"name": "conventional", "groups_per_step": 4, "steps_per_round": steps}
+            for steps in (8, 16, 32, 64)
+        },
     ),
     "april": Study(
         {},
         {
             "serial": {"name": "serial", **WHOLE},
-            "april": {"name": "april", "groups_per_round": ROUND, "groups_launched": 2 * ROUND},
+            "april": {"name": "april", "groups_per_round": 32, "groups_launched": 64},
         },
-        {"serial": GROUPS // ROUND, "april": GROUPS // ROUND},
     ),
     "order": Study(
         {"trainer.learning_rate": "2e-4"},
-        {name: {"name": name, **WHOLE, "groups_per_step": STEP} for name in ("serial", "rolloutpipe")},
-        {"serial": GROUPS // ROUND, "rolloutpipe": GROUPS // ROUND},
+        {name: {"name": name, **WHOLE, "groups_per_step": 4} for name in ("serial", "rolloutpipe")},
     ),
 }
 
 
-def learn(study: Study, name: str, seed: int, folder: Path) -> None:
+def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> None:
     """Train the quickstart's model; the files of the run are in the folder."""
     if (folder / "summary.json").exists():
         return
-    rounds = str(study.rounds[name])
-    always = {
-        "run.seed": str(seed),
-        "run.rounds": rounds,
-        "run.eval_every": rounds,
-        "run.checkpoint_every": "0",
-    }
+    schedule = study.schedules[name]
+    groups = schedule.get("groups_per_round") or schedule["groups_per_step"] * schedule.get(
+        "steps_per_round", 1
+    )
+    rounds = samples // load_config(QUICKSTART).run.group_size // groups
+    always = {"run.seed": seed, "run.rounds": rounds, "run.eval_every": rounds, "run.checkpoint_every": 0}
     config = load_config(QUICKSTART, {**always, **study.settings})
-    train(config.model_copy(update={"schedule": study.schedules[name]}), folder)
+    train(config.model_copy(update={"schedule": schedule}), folder)
 
 
 def figures(folder: Path) -> dict[str, float]:
@@ -106,7 +96,7 @@ def figures(folder: Path) -> dict[str, float]:
         "lag": max(row["lag/max"] for row in steps),
         "waste": wasted / sum(row.get("tokens/generated", 0.0) for row in rows),
         "samples": sum(samples),
-        "seconds": steps[-1]["time"],
+        "seconds": sum(row.get("round/time_s", 0.0) for row in rows),
     }
 
 
@@ -119,7 +109,7 @@ def interval(values: list[float]) -> float:
     )
 
 
-def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
+def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -> None:
     """The reward over samples of each run, with its interval."""
     import matplotlib as mpl
 
@@ -127,7 +117,7 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    places = [(number + 0.5) / QUARTERS * SAMPLES for number in range(QUARTERS)]
+    places = [(number + 0.5) / QUARTERS * samples for number in range(QUARTERS)]
     for name, found in results.items():
         rewards = [found[f"reward/{number}"] for number in range(1, QUARTERS + 1)]
         axes.errorbar(places, list(map(fmean, rewards)), list(map(interval, rewards)), label=name, capsize=3)
@@ -139,7 +129,7 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main(
     study: Literal["lag", "april", "order"] = "lag",
     seeds: int = 3,
-    only: str = "",
+    samples: int = 8192,
     folder: Path | None = None,
     json: Path | None = None,
     figure: Path | None = None,
@@ -148,19 +138,17 @@ def main(
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in chosen.schedules:
-            if only and name not in only.split(","):
-                continue
             found = []
             for seed in range(seeds):
                 place = (folder or Path(scratch)) / f"{study}-{name}-{seed}"
-                learn(chosen, name, seed, place)
+                learn(chosen, name, samples, seed, place)
                 found.append(figures(place))
             results[name] = {key: [each[key] for each in found] for key in found[0]}
             means = (f"{key} {fmean(each):.3g} ±{interval(each):.2g}" for key, each in results[name].items())
             print(f"{name:12} {', '.join(means)}", flush=True)
     write(json, results)
     if figure:
-        draw(results, figure)
+        draw(results, samples, figure)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
@@ -64,7 +66,7 @@ class Life:
         usage = self.engine.usage()
         self.counter.add(usage.num_generated - self._num_counted)
         self._num_counted = usage.num_generated
-        return replace(usage, num_counted=usage.num_generated)
+        return msgspec.structs.replace(usage, num_counted=usage.num_generated)
 
     async def died(self) -> str:
         return await asyncio.shield(self._end)

@@ -20,7 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from math import inf
@@ -325,7 +325,7 @@ class HttpEngine(EngineLife):
     def usage(self) -> Usage:
         """The controller's own figures: other clients may share the server."""
         running = [request for request in self._requests.values() if request.attempt]
-        return replace(
+        return msgspec.structs.replace(
             self.connection.figures,
             num_running=len(running),
             num_waiting=len(self._requests) - len(running),

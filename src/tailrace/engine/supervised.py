@@ -9,8 +9,8 @@ another engine. An engine that dies asleep is restarted when it is woken.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 
+import msgspec
 from typing_extensions import override
 
 from tailrace.clock import Signal, ended, now, waiting
@@ -171,7 +171,7 @@ class SupervisedEngine(Engine):
     @override
     def usage(self) -> Usage:
         usage = self._ended + self._life.usage() if self._life else self._ended
-        return replace(usage, num_generated=self._counter.num)
+        return msgspec.structs.replace(usage, num_generated=self._counter.num)
 
     @override
     def report(self) -> None:
@@ -211,7 +211,7 @@ class SupervisedEngine(Engine):
         await life.close()
         await self._evict()
         # Tokens that it generated and did not report are in no count.
-        self._ended = replace(
+        self._ended = msgspec.structs.replace(
             self._ended + life.usage(),
             num_running=0,
             num_waiting=0,

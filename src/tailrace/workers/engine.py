@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -328,7 +328,7 @@ class RemoteEngine(EngineClient):
         """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
         requests have ended. A process that has ended cannot tell its own count any more."""
         num_counted = None if self.worker.has_ended else self._usage.num_counted
-        return replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
+        return msgspec.structs.replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 
     @cached_property
     def _expected(self) -> tuple[TensorInfo, ...]:
