@@ -4,8 +4,7 @@
     /init_process_group      {master_address, master_port, rank_offset, world_size, backend}
     /request_weight_update   {version, parameters_info: [{name, shape, dtype}], clear_cache}
 
-The group is that of torch.distributed.init_process_group, with the trainer as rank 0
-(weights/process_group.py).
+The group is that of torch.distributed.init_process_group, with the trainer as rank 0 (process_group.py).
 Requests go on during an update, so there is nothing to resume, and such an engine does not sleep. A cancelled
 request is one whose stream is closed.
 """
@@ -25,8 +24,7 @@ from tailrace.types import KV
 from tailrace.weights.base import Address, Link, Weights
 
 CHAT, CONNECT, UPDATE = "/v1/chat/completions", "/init_process_group", "/request_weight_update"
-PROBE = (1, 2)
-"""Token ids of a prompt that every model knows."""
+PROBE = (1, 2)  # token ids that every model knows
 
 
 @dataclass(slots=True)
@@ -127,14 +125,10 @@ async def detect(
     end_of_text: Collection[int],
     rendezvous: Callable[[Link], Awaitable[Address]],
 ) -> PipelineRl:
-    """Find out by one token what an engine can do.
+    """Find out by one token what an engine can do. Raises as `call`.
 
     Args:
         end_of_text: the model's tokens that end a text.
-
-    Raises:
-        EngineDied: it cannot be reached.
-        ServerRefused: it does not answer chats.
     """
     stop = sorted({*end_of_text, *sampling.stop_token_ids})
     dialect = PipelineRl(client, sampling, stop, rendezvous)

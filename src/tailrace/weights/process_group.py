@@ -27,6 +27,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -88,6 +89,10 @@ _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "
 group that fails. Groups that were made before, such as those of a trainer's ranks, keep that default."""
 
 
+LISTENS_S = 5.0
+"""Seconds after which the store of a standalone link must listen, at most."""
+
+
 class TransferGroup:
     """One process of a link. The constructor waits for the others.
 
@@ -105,8 +110,7 @@ class TransferGroup:
         # On the default stream a transfer would wait for the computation, and the computation for the peer.
         stream: Any = torch.cuda.Stream
         self._stream = stream(self._device) if self._device.type == "cuda" else None
-        if not address.is_standalone:  # a store of ours that is gone is known at once
-            _own_host(address)
+        own_host = _own_host(address)
         size = 1 + link.num_ranks
         store = TCPStore(address.host, address.port, size, is_master=False, timeout=timeout)
         if address.is_standalone:
@@ -122,7 +126,7 @@ class TransferGroup:
         options._timeout = timeout
         if hasattr(kind, "create_device"):
             # Gloo listens on the way to the trainer only: on loopback, where both are on one host.
-            options._devices = [kind.create_device(hostname=_own_host(address))]
+            options._devices = [kind.create_device(hostname=own_host)]
         self._group = kind(prefix, rank, size, options)
 
     def send(self, data: Tensor) -> None:
@@ -151,10 +155,17 @@ class TransferGroup:
 
 
 def _own_host(address: Address) -> str:
-    """The address of this machine on the way to the trainer."""
-    with socket.create_connection((address.host, address.port), address.timeout_s) as route:
-        host: str = route.getsockname()[0]
-        return host
+    """The address of this machine on the way to the trainer. Another trainer may open its store only after it
+    has asked for the group."""
+    give_up_s = time.monotonic() + min(LISTENS_S, address.timeout_s) * address.is_standalone
+    while True:
+        try:
+            with socket.create_connection((address.host, address.port), address.timeout_s) as route:
+                return str(route.getsockname()[0])
+        except ConnectionRefusedError:
+            if time.monotonic() >= give_up_s:
+                raise
+            time.sleep(0.05)
 
 
 class _Connections:

@@ -330,9 +330,7 @@ class WorkerConnection:
             end = None
             try:
                 for call in self:
-                    if hasattr(getattr(type(worker), call.method), "is_beside"):
-                        threading.Thread(target=self.execute, args=(worker, call), daemon=True).start()
-                    else:
+                    if not self.execute_beside(worker, call):
                         others.put(call)
             except Exception as error:
                 end = error
@@ -343,6 +341,12 @@ class WorkerConnection:
             if isinstance(call, Exception):
                 raise call
             yield call
+
+    def execute_beside(self, worker: object, call: MethodCall) -> bool:
+        """Execute a call of a method that is `beside` others in a thread; else return False."""
+        if is_beside := hasattr(getattr(type(worker), call.method), "is_beside"):
+            threading.Thread(target=self.execute, args=(worker, call), daemon=True).start()
+        return is_beside
 
     def execute(self, worker: object, call: MethodCall) -> None:
         """Execute a call and answer it. An error of errors.py is an answer; any other is raised."""

@@ -32,7 +32,7 @@ from tailrace.weights.base import (
     new_link,
     send_and_load,
 )
-from tailrace.workers.calls import Job, RemoteWorker, Worker, WorkerConnection
+from tailrace.workers.calls import Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.workers.process import give_memory_back
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class EngineWorker(Worker):
     def serve(self, connection: WorkerConnection) -> None:
         while (calls := connection.receive(wait=self._rests())) is not None:
             for call in calls:
-                connection.execute(self, call)
+                if not connection.execute_beside(self, call):
+                    connection.execute(self, call)
             if not self._rests():
                 self._outputs += self._engine.step()
             if time.monotonic() - self._reported_s >= self._report_every_s:
@@ -142,6 +143,7 @@ class EngineWorker(Worker):
             raise WeightsRefused(str(why)) from why
         self._report()
 
+    @beside
     def connect(self, location: str, link: Link) -> None:
         """As ProcessGroupReceiver.connect."""
         self._receiver.connect(location, link)

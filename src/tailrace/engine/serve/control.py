@@ -71,13 +71,8 @@ class ParameterInfo(BaseModel):
 
 
 class RequestedUpdate(BaseModel):
-    """Of /request_weight_update.
-
-    Args:
-        parameters_info: the tensors in the order in which rank 0 broadcasts them.
-        location: files in place of a broadcast, as of OfferedUpdate.
-        clear_cache: the KV cache is computed again. False: requests go on with the one they have.
-    """
+    """Of /request_weight_update: tensors in the order of their broadcasts, or files in place of them
+    (`location`). `clear_cache`: the KV cache of requests under way is computed again."""
 
     version: StrictInt
     parameters_info: list[ParameterInfo] = []
@@ -260,9 +255,8 @@ class Control:
         place = group.backend, group.master_address, group.master_port
         location = str(Address(*place, 0, group.timeout_s, rank))
         link = Link("served", next(self._groups), group.world_size - 1, standalone=True)
-        async with self._lock:
-            await self._engine.connect(location, link)
-            self._transfer = {"location": location, "link": link}
+        await self._engine.connect(location, link)  # without the lock: the trainer may never come
+        self._transfer = {"location": location, "link": link}
         return {"status": "ok"}
 
     async def start_update(self) -> Info:
