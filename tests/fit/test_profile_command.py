@@ -43,4 +43,4 @@ def test_settings_of_a_run_that_was_made_cannot_be_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", str(tmp_path), "--run.rounds", "3"]) == 2
-    assert "run.rounds = '3': the settings of a run that was made cannot" in capsys.readouterr().err
+    assert "--run.rounds = '3': fit has no config to override without --profile" in capsys.readouterr().err

@@ -14,7 +14,7 @@ def test_short_rounds_preempt_more_than_long_ones_and_a_larger_size_has_fewer_pr
 
 def test_short_rounds_grow_before_long_ones_and_are_then_faster_than_at_the_start() -> None:
     short, long = rollouts("Qwen2.5-14B", 16, 2, 0, 10, planned=True)
-    assert [one.size for one in short] == [2, 2, 2, 4, 4, 4, 8, 8]
+    assert [one.size for one in short] == [2, 2, 2, 4, 4, 4, 4, 4]
     assert [one.size for one in long] == [2, 2]
     fixed, _ = rollouts("Qwen2.5-14B", 16, 2, 0, 10)
     assert [one.preemptions for one in fixed[:3]] == [one.preemptions for one in short[:3]]

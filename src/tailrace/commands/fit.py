@@ -44,9 +44,9 @@ def fit_run(
     """
     if profile:
         return _measure(run, profile, batches, lengths, overrides)
-    if overrides:
-        problem = "the settings of a run that was made cannot be changed"
-        raise ConfigError(*next(iter(overrides.items())), problem, "remove it, or add --profile")
+    for key, value in overrides.items():
+        problem = "fit has no config to override without --profile"
+        raise ConfigError(f"--{key}", value, problem, "remove it")
     fitted = fitted_run(run)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
