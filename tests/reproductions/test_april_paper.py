@@ -12,10 +12,11 @@ import pytest
 from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
 from reproductions import april
 from reproductions.__main__ import main
-from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
+from reproductions.april import PAPER, Setting, oversample_and_discard
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import RequestStarted, Stepped
 from tailrace.schedules import Schedule
+from tailrace.schedules.april import april_dapo
 from tailrace.types import Sample
 
 
@@ -53,9 +54,9 @@ def test_the_baseline_draws_a_batch_for_a_filtered_group_and_discards_what_is_le
     assert outcome.totals.wasted_tokens == {"zero variance": 20, "discarded": 60}
 
 
-def test_april_resumes_what_is_left_over_first() -> None:
+def test_april_dapo_resumes_what_is_left_over_first() -> None:
     """The second round starts with prompt 3, which lacks 10 tokens, and prompt 4, which takes 50 s."""
-    outcome = run(partial(resample_and_resume, groups_per_round=2, groups_per_draw=2), rounds=2)
+    outcome = run(partial(april_dapo, groups_per_round=2, groups_per_draw=2), rounds=2)
     assert outcome.trained == [1, 2, 3, 4]
     first, _ = outcome.of(Stepped)
     resumed = [event for event in outcome.of(RequestStarted) if event.time_s >= first.end_s]

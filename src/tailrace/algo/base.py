@@ -93,8 +93,8 @@ class AlgorithmSettings(Settings):
 
     old_policy: Literal["recorded", "recomputed"] | None = None
     """pi_old of the ratio. Left out: as the schedule's paper has it, which is recomputed for april and
-    recorded for all others. recorded: the log-probs that the engine recorded when it generated the token.
-    recomputed: the trainer computes them with the weights of the last publication, also for tokens that older
+    april_dapo, and recorded for all others. recorded: the log-probs that the engine recorded when it
+    generated the token. recomputed: the trainer computes them with the weights of the last publication, also for tokens that older
     weights generated (APRIL's code). This is free until the first optimizer step after a publication; then it
     costs a copy of the weights and one more forward pass. Not with reinforce, which has no ratio."""
     correction: Correction = "none"
