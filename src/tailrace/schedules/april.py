@@ -50,9 +50,7 @@ async def april(
         await run.publish(kv=kv)
 
 
-async def april_dapo(
-    run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KV = "recompute"
-) -> None:
+async def april_dapo(run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KV = "recompute") -> None:
     """With dynamic sampling as in the published code: prompts are drawn in batches until N groups pass the
     filter, and what is left over comes first in the next batch. No bound on staleness.
 
