@@ -18,13 +18,13 @@ from functools import cache, partial
 from statistics import fmean
 from typing import Literal
 
-from reproductions.base import Figure, Kind, Paper, Span, Table, parameters
+from reproductions.base import Collected, Figure, Kind, Paper, Span, Table, parameters
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.record.events import Event, RequestEnded, RequestStarted
+from tailrace.record.events import RequestEnded, RequestStarted
 from tailrace.rollout.placement import Shared
 from tailrace.schedules import Schedule
 from tailrace.schedules.april import april, april_dapo, sampled
@@ -35,13 +35,7 @@ Algorithm = Literal["GRPO", "DAPO"]
 
 N, LAUNCHED, K, MAX_TOKENS = 32, 64, 8, 16_384
 ROUNDS, WARM_UP_ROUNDS = 16, 3
-CLUSTER = {
-    "device": "MI300X",
-    "devices": 8,
-    "tensor_parallel": 2,
-    "memory_share": 0.6,
-    "bandwidth_efficiency": 0.32,
-}
+CLUSTER = {"device": "MI300X", "devices": 8, "tensor_parallel": 2, "memory_share": 0.6}
 LENGTHS: Mapping[str, tuple[float, float]] = {
     "DAPO-Math-17k": (8570.0, 0.572),
     "DeepScaleR": (7620.0, 0.599),
@@ -92,12 +86,7 @@ AVERAGES: Mapping[tuple[str, Algorithm], float] = {
 
 async def oversample_and_discard(run: Run, groups_per_round: int, groups_per_draw: int) -> None:
     """The baseline under dynamic sampling: as `april_dapo`, but what has not passed the filter at the end of
-    the rollout is discarded.
-
-    Args:
-        groups_per_round: groups trained in a round (N).
-        groups_per_draw: groups of a batch.
-    """
+    the rollout is discarded."""
     run.promise(staleness=0)
     async for _ in run.rounds():
         batch = await sampled(run, groups_per_round, groups_per_draw)
@@ -124,7 +113,7 @@ def sim_settings(setting: Setting) -> SimSettings:
     median_tokens, sigma = LENGTHS[setting.data]
     lengths = {"median_tokens": median_tokens, "sigma": sigma, "correlation": CORRELATION[setting.algorithm]}
     sections = {
-        "cluster": CLUSTER | {"model": setting.model},
+        "cluster": {**CLUSTER, "model": setting.model, "bandwidth_efficiency": 0.32},
         "engines": {"slots": 1024},
         "lengths": lengths | {"max_tokens": MAX_TOKENS, "prompt_tokens": 150},
         "rewards": {"workers": 512, "median_s": 0.01, "sigma": 0.0, "solvable": SOLVABLE},
@@ -132,31 +121,10 @@ def sim_settings(setting: Setting) -> SimSettings:
     return SimSettings.model_validate(sections)
 
 
-class CarriedTokens:
-    """Sink: tokens of responses at their resumption, and tokens generated."""
-
-    def __init__(self) -> None:
-        self.carried = self.generated = 0
-
-    def on(self, event: Event) -> None:
-        match event:
-            case RequestStarted():
-                self.carried += event.num_tokens
-            case RequestEnded():
-                self.generated += event.num_gained
-
-    def close(self) -> None:
-        """Nothing is left open."""
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.carried / (self.carried + self.generated)
-
-
 @cache
-def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, CarriedTokens]:
-    """Simulate a setting: the baseline, APRIL, and what APRIL carries over."""
-    carried = CarriedTokens()
+def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, float]:
+    """Simulate a setting: the baseline, APRIL, and the carried tokens of APRIL in %."""
+    started, ended = Collected(RequestStarted), Collected(RequestEnded)
     algorithm = AlgorithmSettings(name="dapo" if setting.algorithm == "DAPO" else "grpo")
     run = partial(
         simulate,
@@ -167,7 +135,9 @@ def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, Carr
         compute_advantages=ComputeAdvantages(algorithm, MAX_TOKENS),
     )
     baseline, with_april = schedules(setting.algorithm)
-    return run(baseline), run(with_april, sinks=[carried]), carried
+    before, after = run(baseline), run(with_april, sinks=[started, ended])
+    carried = sum(event.num_tokens for event in started.events)
+    return before, after, 100 * carried / (carried + sum(event.num_gained for event in ended.events))
 
 
 def throughput(simulated: Simulated) -> float:
@@ -229,7 +199,7 @@ def figure_4(seed: int) -> Table:
     """Carried tokens and versions of the policy in a sample, with GRPO."""
     figures = []
     for setting in (each for each in PRINTED if each.algorithm == "GRPO"):
-        resumed, row = compare(setting, seed)[2].percent, str(setting)
+        resumed, row = compare(setting, seed)[2], str(setting)
         samples, tokens = (
             100 * fmean(_steps(setting, seed, f"carried/{of}")) for of in ("samples", "tokens")
         )

@@ -8,7 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from tailrace.record.events import Event
+
+E = TypeVar("E", bound=Event)
 
 Kind = Literal["fitted", "determined", "definition", "predicted"]
 """Fitted: a parameter of the set-up was chosen so that it is met. Determined: it follows from fitted figures
@@ -86,6 +90,20 @@ class Table:
     title: str
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
+
+
+class Collected(Generic[E]):
+    """Sink: the events of one type."""
+
+    def __init__(self, kind: type[E]) -> None:
+        self._kind, self.events = kind, list[E]()
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, self._kind):
+            self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing is left open."""
 
 
 def over_seeds(simulated: Callable[[int], Table], seeds: Sequence[int]) -> Table:

@@ -10,10 +10,10 @@ from functools import cache, partial
 from math import exp
 from statistics import fmean
 
-from reproductions.base import Figure, Table
+from reproductions.base import Collected, Figure, Table
 from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
-from tailrace.record.events import Event, RequestEnded
+from tailrace.record.events import RequestEnded
 from tailrace.record.figures import Row
 from tailrace.rollout.placement import Shared
 from tailrace.schedules.conventional import conventional
@@ -21,7 +21,6 @@ from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.serial import serial
 from tailrace.sim.settings import SimLengthSettings, SimSettings
 
-MODEL = "Qwen2.5-7B"
 BATCH = 1024
 """Sequences of an optimizer step (B). A group has one sample: section 5 has a value function."""
 IN_FLIGHT = 64
@@ -53,14 +52,9 @@ class SetUp:
     def sim(self, *, slots: int, in_turn: bool = False) -> SimSettings:
         median = self.mean_tokens / exp(SIGMA**2 / 2)  # of a lognormal distribution without a limit
         lengths = {"median_tokens": median, "sigma": SIGMA, "correlation": 0.0, "max_tokens": self.max_tokens}
-        generating = None if in_turn else self.generating
+        cluster = {"device": "H100", "devices": self.devices, "model": "Qwen2.5-7B"}
         sections = {
-            "cluster": {
-                "device": "H100",
-                "devices": self.devices,
-                "model": MODEL,
-                "rollout_devices": generating,
-            },
+            "cluster": cluster | {"rollout_devices": None if in_turn else self.generating},
             "engines": {"slots": slots},
             "lengths": lengths,
             "rewards": {"median_s": 0.0, "workers": BATCH},
@@ -101,27 +95,14 @@ def _of_whole(seed: int) -> Simulated:
     return pipelined(WHOLE, 64, 32, seed)
 
 
-class _Ends:
-    """Sink: when requests ended."""
-
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, RequestEnded):
-            self.times_s.append(event.time_s)
-
-    def close(self) -> None:
-        """Times are complete when they arrive."""
-
-
 def _generation(sequences: int, lengths: SimLengthSettings, seed: int) -> tuple[Row, Sequence[float]]:
     """One rollout on one H100 with vLLM's number of slots, and when its requests ended."""
-    set_up, ends = SetUp(devices=8, generating=1), _Ends()
+    set_up, ends = SetUp(devices=8, generating=1), Collected(RequestEnded)
     sim = set_up.sim(slots=VLLM_SLOTS).model_copy(update={"lengths": lengths})
     schedule = partial(serial, groups_per_round=sequences, groups_per_step=sequences)
     settings = RunSettings(rounds=1, group_size=1, seed=seed)
-    return simulate(schedule, sim, settings, sinks=[ends]).rounds[0], ends.times_s
+    row = simulate(schedule, sim, settings, sinks=[ends]).rounds[0]
+    return row, [event.time_s for event in ends.events]
 
 
 def generation(seed: int) -> Table:
