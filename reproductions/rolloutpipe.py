@@ -154,11 +154,12 @@ def waiting(seed: int) -> Table:
             rounds = run(task, size, system, seed).rounds
             eq_4 = 100 * fmean(each["round/start_ratio"] for each in rounds)
             printed = _printed_waiting(task, size, system)
+            single = None if isinstance(printed, tuple) else printed
             fitted = (task, size, system) == (FITTED_TASK, 96, "CGP+FGD")
             kind: Kind = "fitted" if fitted else "predicted"
             figures += [
                 Figure(row, f"waiting ratio, {system}", "%", printed, ratios[system]),
-                Figure(row, f"with {OVERHEAD_S:g} s a round, {system}", "%", printed, outside, kind),
+                Figure(row, f"with {OVERHEAD_S:g} s a round, {system}", "%", single, outside, kind),
                 Figure(row, f"eq. 4, {system}", "%", None, eq_4),
             ]
         less = 100 * (1 - ratios["CGP+FGD"] / ratios["Slime"])
@@ -188,7 +189,7 @@ def trainer_compute(seed: int) -> Table:
     figures = []
     for task, size, row, _ in _settings():
         for system, printed in zip(SYSTEMS, COMPUTE[task][size], strict=True):
-            kind: Kind = "fitted" if size == 32 else "determined"
+            kind: Kind = "fitted" if (system, size) == ("Slime", 32) else "determined"
             ours = run(task, size, system, seed).lap["trainer_compute_s"]
             figures.append(Figure(row, f"trainer compute, {system}", "s", printed, ours, kind))
     note = "All systems train the same tokens, so one fit for each task gives all of its rows."
