@@ -231,7 +231,7 @@ def figure_5(seed: int) -> Table:
             Figure(str(setting), "deviation in a batch", "tokens", (4000.0, 4500.0), whole, "fitted"),
             Figure(str(setting), "deviation in a group", "tokens", within, group, "fitted"),
         ]
-    notes = ("Of the trained responses with APRIL; the set-up is fitted to these figures of all responses.",)
+    notes = ("Of trained responses with APRIL, over n - 1; the set-up is fitted to those of all, over n.",)
     return Table("Fig. 5", "standard deviation of response lengths", tuple(figures), notes)
 
 
