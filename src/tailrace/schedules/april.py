@@ -66,8 +66,8 @@ async def april_dapo(run: Run, groups_per_round: Count, groups_per_draw: Count, 
 
 
 async def sampled(run: Run, num_groups: int, groups_per_draw: int) -> list[Group]:
-    """The first groups that pass the filter; all others are parked. Whenever fewer than `num_groups` are alive
-    (unfinished, or passed by the filter), a batch is launched."""
+    """The first groups that pass the filter; all others are parked. Whenever fewer than `num_groups` are
+    alive (unfinished, or passed by the filter), a batch is launched."""
     run.pool.feed(run.prompts, room=0, full="block")  # without room, no filtered group is replaced by one
     while len(run.pool.ready) < num_groups:
         if len(run.pool) < num_groups:
