@@ -6,7 +6,7 @@ U(h), the share of the FLOP/s that a device reaches at batch size h. Throughputs
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 
 Utilization = Callable[[float], float]
 
@@ -111,15 +111,12 @@ def fastest_pipeline(cluster: Cluster, lengths: Lengths, lag: int) -> Pipeline:
     Raises:
         ValueError: no H and I keep the lag.
     """
-    found: Pipeline | None = None
-    for I in range(cluster.devices - 1, 0, -1):  # noqa: E741
-        H = int(lag * cluster.batch * lengths.mean / (I * lengths.longest))
-        if H:
-            tried = pipeline(cluster, H, I)
-            found = tried if found is None or tried.r > found.r else found
-    if found is None:
+    in_flight = lag * cluster.batch * lengths.mean / lengths.longest
+    counts = ((int(in_flight / num), num) for num in range(1, cluster.devices))
+    found = [pipeline(cluster, H, num) for H, num in counts if H]
+    if not found:
         raise ValueError(f"one sequence in flight has a lag above {lag}")
-    return found
+    return max(found, key=lambda each: (each.r, -each.H))
 
 
 def speedup(cluster: Cluster, lengths: Lengths, lag: int) -> float:
@@ -132,11 +129,7 @@ def speedup(cluster: Cluster, lengths: Lengths, lag: int) -> float:
 
 def best_lag(cluster: Cluster, lengths: Lengths, lags: Sequence[int]) -> int:
     """The maximum lag at which the speed-up is largest."""
-    best, largest = lags[0], -inf
-    for lag in lags:
-        if (factor := speedup(cluster, lengths, lag)) > largest:
-            best, largest = lag, factor
-    return best
+    return max(lags, key=lambda lag: speedup(cluster, lengths, lag))
 
 
 @dataclass(frozen=True, slots=True)

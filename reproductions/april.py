@@ -1,12 +1,10 @@
-"""APRIL (Zhou et al. 2025): the rollout throughput of its twelve settings, Table 1, and Fig. 4.
+"""APRIL (Zhou et al. 2025): the rollout throughput of its twelve settings, Table 1, and Figs. 4 and 5.
 
 The paper leaves open how its baseline samples under DAPO's filter and what its throughput counts. Both are
 read from the published code (RLsys-Foundation/APRIL, slime/rollout/sglang_example.py and
 backends/megatron_utils/data.py, September 2025):
 
-    dynamic sampling    whenever fewer than N groups are alive (unfinished, or passed by the filter), a batch
-                        of `over_sampling_batch_size` prompts is drawn: 64 with APRIL, N = 32 without, which
-                        is the default
+    dynamic sampling    `april_dapo`; batches have 64 prompts with APRIL, and N = 32 without (the default)
     end of a rollout    at the N-th group that passes; the baseline discards all others
     throughput          tokens that engines generate in a rollout, those of filtered and discarded groups
                         included, over its time
@@ -17,37 +15,27 @@ backends/megatron_utils/data.py, September 2025):
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from math import inf
 from statistics import fmean
 from typing import Literal
 
-from reproductions.base import Figure, Kind, Paper, Table
+from reproductions.base import Collected, Figure, Kind, Paper, Span, Table, parameters
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.record.events import Event, RequestEnded, RequestStarted
+from tailrace.record.events import RequestEnded, RequestStarted
 from tailrace.rollout.placement import Shared
 from tailrace.schedules import Schedule
-from tailrace.schedules.april import april
+from tailrace.schedules.april import april, april_dapo, sampled
 from tailrace.schedules.serial import serial
-from tailrace.sim.settings import (
-    SimClusterSettings,
-    SimEngineSettings,
-    SimLengthSettings,
-    SimRewardSettings,
-    SimSettings,
-)
-from tailrace.types import Group
+from tailrace.sim.settings import SimSettings
 
 Algorithm = Literal["GRPO", "DAPO"]
 
 N, LAUNCHED, K, MAX_TOKENS = 32, 64, 8, 16_384
 ROUNDS, WARM_UP_ROUNDS = 16, 3
-CLUSTER = SimClusterSettings(
-    device="MI300X", devices=8, tensor_parallel=2, memory_share=0.6, bandwidth_efficiency=0.32
-)
+CLUSTER = {"device": "MI300X", "devices": 8, "tensor_parallel": 2, "memory_share": 0.6}
 LENGTHS: Mapping[str, tuple[float, float]] = {
     "DAPO-Math-17k": (8570.0, 0.572),
     "DeepScaleR": (7620.0, 0.599),
@@ -97,46 +85,14 @@ AVERAGES: Mapping[tuple[str, Algorithm], float] = {
 
 
 async def oversample_and_discard(run: Run, groups_per_round: int, groups_per_draw: int) -> None:
-    """The baseline under dynamic sampling: prompts are drawn in batches, and what has not passed the filter
-    at the end of the rollout is discarded.
-
-    Args:
-        groups_per_round: groups trained in a round (N).
-        groups_per_draw: groups of a batch.
-    """
+    """The baseline under dynamic sampling: as `april_dapo`, but what has not passed the filter at the end of
+    the rollout is discarded."""
     run.promise(staleness=0)
     async for _ in run.rounds():
-        batch = await _passed(run, groups_per_round, groups_per_draw)
+        batch = await sampled(run, groups_per_round, groups_per_draw)
         run.drop(run.parked.pop(len(run.parked)), "discarded")
         await run.train(batch)
         await run.publish(kv="recompute")
-
-
-async def resample_and_resume(run: Run, groups_per_round: int, groups_per_draw: int) -> None:
-    """APRIL under dynamic sampling: the same, and what is left over comes first in the next batch.
-
-    Args:
-        groups_per_round: groups trained in a round (N).
-        groups_per_draw: groups of a batch (N').
-    """
-    run.promise(staleness=inf)
-    async for _ in run.rounds():
-        await run.train(await _passed(run, groups_per_round, groups_per_draw))
-        await run.publish(kv="recompute")
-
-
-async def _passed(run: Run, num_groups: int, groups_per_draw: int) -> list[Group]:
-    """The first groups that pass the filter. All others are parked."""
-    run.pool.feed(run.prompts, room=0, full="block")  # without room, no filtered group is replaced by one
-    while len(run.pool.ready) < num_groups:
-        if len(run.pool) < num_groups:
-            groups = run.parked.pop(groups_per_draw)
-            run.pool.launch(groups + run.prompts(groups_per_draw - len(groups)))
-        else:
-            await run.pool.ready.changed.wait("groups that pass the filter")
-    batch = await run.pool.take(num_groups)
-    await run.pool.park()
-    return batch
 
 
 def schedules(algorithm: Algorithm) -> tuple[Schedule, Schedule]:
@@ -148,63 +104,40 @@ def schedules(algorithm: Algorithm) -> tuple[Schedule, Schedule]:
         )
     return (
         partial(oversample_and_discard, groups_per_round=N, groups_per_draw=N),
-        partial(resample_and_resume, groups_per_round=N, groups_per_draw=LAUNCHED),
+        partial(april_dapo, groups_per_round=N, groups_per_draw=LAUNCHED),
     )
 
 
 def sim_settings(setting: Setting) -> SimSettings:
     """Devices, lengths and rewards of a setting."""
     median_tokens, sigma = LENGTHS[setting.data]
-    return SimSettings(
-        cluster=CLUSTER.model_copy(update={"model": setting.model}),
-        engines=SimEngineSettings(slots=1024),
-        lengths=SimLengthSettings(
-            median_tokens=median_tokens,
-            sigma=sigma,
-            correlation=CORRELATION[setting.algorithm],
-            max_tokens=MAX_TOKENS,
-            prompt_tokens=150,
-        ),
-        rewards=SimRewardSettings(workers=512, median_s=0.01, sigma=0.0, solvable=SOLVABLE),
-    )
-
-
-class CarriedTokens:
-    """Sink: tokens of responses at their resumption, and tokens generated."""
-
-    def __init__(self) -> None:
-        self.carried = self.generated = 0
-
-    def on(self, event: Event) -> None:
-        match event:
-            case RequestStarted():
-                self.carried += event.num_tokens
-            case RequestEnded():
-                self.generated += event.num_gained
-
-    def close(self) -> None:
-        """Nothing is left open."""
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.carried / (self.carried + self.generated)
+    lengths = {"median_tokens": median_tokens, "sigma": sigma, "correlation": CORRELATION[setting.algorithm]}
+    sections = {
+        "cluster": {**CLUSTER, "model": setting.model, "bandwidth_efficiency": 0.32},
+        "engines": {"slots": 1024},
+        "lengths": lengths | {"max_tokens": MAX_TOKENS, "prompt_tokens": 150},
+        "rewards": {"workers": 512, "median_s": 0.01, "sigma": 0.0, "solvable": SOLVABLE},
+    }
+    return SimSettings.model_validate(sections)
 
 
 @cache
-def compare(setting: Setting) -> tuple[Simulated, Simulated, CarriedTokens]:
-    """Simulate a setting: the baseline, APRIL, and what APRIL carries over."""
-    carried = CarriedTokens()
+def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, float]:
+    """Simulate a setting: the baseline, APRIL, and the carried tokens of APRIL in %."""
+    started, ended = Collected(RequestStarted), Collected(RequestEnded)
     algorithm = AlgorithmSettings(name="dapo" if setting.algorithm == "DAPO" else "grpo")
     run = partial(
         simulate,
         sim=sim_settings(setting),
-        settings=RunSettings(rounds=ROUNDS, group_size=K),
+        settings=RunSettings(rounds=ROUNDS, group_size=K, seed=seed),
         shared=Shared("colocated"),
         warm_up_rounds=WARM_UP_ROUNDS,
         compute_advantages=ComputeAdvantages(algorithm, MAX_TOKENS),
     )
     baseline, with_april = schedules(setting.algorithm)
-    return run(baseline), run(with_april, sinks=[carried]), carried
+    before, after = run(baseline), run(with_april, sinks=[started, ended])
+    carried = sum(event.num_tokens for event in started.events)
+    return before, after, 100 * carried / (carried + sum(event.num_gained for event in ended.events))
 
 
 def throughput(simulated: Simulated) -> float:
@@ -215,9 +148,9 @@ def throughput(simulated: Simulated) -> float:
     )
 
 
-def gain(setting: Setting) -> float:
+def gain(setting: Setting, seed: int) -> float:
     """Of APRIL over the baseline, in %."""
-    baseline, with_april, _ = compare(setting)
+    baseline, with_april, _ = compare(setting, seed)
     return 100 * (throughput(with_april) / throughput(baseline) - 1)
 
 
@@ -226,79 +159,104 @@ def kind_of(settings: Sequence[Setting]) -> Kind:
     return "fitted" if 2 * sum(setting in FITTED for setting in settings) >= len(settings) else "predicted"
 
 
-def table_1() -> Table:
+def table_1(seed: int) -> Table:
     """Rollout throughput of the twelve settings."""
     figures = []
     for setting, (baseline, with_april, percent) in PRINTED.items():
         row, kind = str(setting), kind_of([setting])
-        before, after, _ = compare(setting)
+        before, after, _ = compare(setting, seed)
         figures += [
             Figure(row, "throughput, baseline", "tokens/s", baseline, throughput(before), kind),
             Figure(row, "throughput, APRIL", "tokens/s", with_april, throughput(after), kind),
-            Figure(row, "gain", "%", percent, gain(setting), kind),
+            Figure(row, "gain", "%", percent, gain(setting, seed), kind),
         ]
     for (model, algorithm), percent in AVERAGES.items():
-        figures.append(_mean(f"{model}, {algorithm}, mean", percent, model, algorithm))
+        figures.append(_mean(f"{model}, {algorithm}, mean", percent, model, algorithm, seed))
     for algorithm in CORRELATION:
         percent = fmean(printed[2] for each, printed in PRINTED.items() if each.algorithm == algorithm)
-        figures.append(_mean(f"{algorithm}, mean", percent, "", algorithm))
-    return Table("Table 1", "rollout throughput on 8 GPUs", tuple(figures), NOTES)
+        figures.append(_mean(f"{algorithm}, mean", percent, "", algorithm, seed))
+    notes = (
+        "Throughput counts what engines generate, as the published code does: also what is then discarded.",
+        "A mean counts as fitted if half of its settings or more were.",
+    )
+    return Table("Table 1", "rollout throughput on 8 GPUs", tuple(figures), notes)
 
 
-def _mean(row: str, printed: float, model: str, algorithm: Algorithm) -> Figure:
+def _mean(row: str, printed: float, model: str, algorithm: Algorithm, seed: int) -> Figure:
     """The mean gain of the settings with this algorithm and, unless it is empty, this model."""
     settings = [each for each in PRINTED if each.algorithm == algorithm and model in each.model]
-    ours = fmean(gain(each) for each in settings)
+    ours = fmean(gain(each, seed) for each in settings)
     return Figure(row, "gain", "%", printed, ours, kind_of(settings), tolerance=5.0)
 
 
-def figure_4() -> Table:
+def _steps(setting: Setting, seed: int, name: str) -> list[float]:
+    """A figure of the steps of APRIL after the warm-up."""
+    _, with_april, _ = compare(setting, seed)
+    return [step[name] for step in with_april.steps[WARM_UP_ROUNDS:]]
+
+
+def figure_4(seed: int) -> Table:
     """Carried tokens and versions of the policy in a sample, with GRPO."""
     figures = []
-    for setting in PRINTED:
-        if setting.algorithm == "GRPO":
-            _, with_april, carried = compare(setting)
-            steps = with_april.steps[WARM_UP_ROUNDS:]
-            versions = max(step["versions/max"] for step in steps)
-            trained = 100 * fmean(step["carried/tokens"] for step in steps)
-            figures += [
-                Figure(str(setting), "carried tokens", "%", 40.0, carried.percent, "predicted"),
-                Figure(str(setting), "trained tokens of older versions", "%", None, trained, "predicted"),
-                Figure(str(setting), "versions of a sample, most", "", (1.0, 5.0), versions, "predicted"),
-            ]
-    return Table("Fig. 4", "tokens of earlier versions", tuple(figures), CARRIED_NOTES)
+    for setting in (each for each in PRINTED if each.algorithm == "GRPO"):
+        resumed, row = compare(setting, seed)[2], str(setting)
+        samples, tokens = (
+            100 * fmean(_steps(setting, seed, f"carried/{of}")) for of in ("samples", "tokens")
+        )
+        versions = max(_steps(setting, seed, "versions/max"))
+        figures += [
+            Figure(row, "trained samples with tokens of older versions", "%", 40.0, samples),
+            Figure(row, "trained tokens of older versions", "%", 40.0, tokens),
+            Figure(row, "tokens at their resumption", "%", 40.0, resumed),
+            Figure(row, "versions of a sample, most", "", (1.0, 5.0), versions),
+        ]
+    notes = (
+        "The caption counts rollouts, section 3.2.3 tokens of later steps; ours are nearly twice as many.",
+        "At their resumption: tokens of unfinished responses, as a share of these and the tokens generated in"
+        " the same rollouts, which the published code reports. Versions: section 3.2.2.",
+    )
+    return Table("Fig. 4", "tokens of earlier versions", tuple(figures), notes)
 
 
-NOTES = (
-    "Throughput counts the tokens that engines generate, as the published code does: those of filtered and"
-    " discarded groups, too.",
-    "A mean counts as fitted if half of its settings or more were.",
-)
-CARRIED_NOTES = (
-    "Carried tokens are those of unfinished responses at their resumption, as a share of these and the tokens"
-    " generated in the same rollouts.",
-    "Trained tokens of older versions contain finished responses of unfinished groups, too.",
-    "The paper reports versions in section 3.2.2.",
-)
+def figure_5(seed: int) -> Table:
+    """Standard deviation of the lengths in a batch and in a group, Qwen3-4B."""
+    figures = []
+    for setting in (each for each in PRINTED if each.model == "Qwen3-4B"):
+        within: Span = (0.0, 1500.0 if setting.algorithm == "GRPO" else 2400.0)
+        whole, group = (
+            fmean(_steps(setting, seed, f"completions/{name}"))
+            for name in ("std_length", "std_length_in_group")
+        )
+        figures += [
+            Figure(str(setting), "deviation in a batch", "tokens", (4000.0, 4500.0), whole, "fitted"),
+            Figure(str(setting), "deviation in a group", "tokens", within, group, "fitted"),
+        ]
+    notes = ("Of trained responses with APRIL, over n - 1; the set-up is fitted to those of all, over n.",)
+    return Table("Fig. 5", "standard deviation of response lengths", tuple(figures), notes)
+
+
+PARAMETERS = """
+printed 4 | N = 32, K = 8, N' = 64, at most 16,384 tokens | Table 3
+printed 3 | 4 engines of 2 devices with 60% of the memory | the published scripts
+fitted 4 | decoding reaches 32% of the memory bandwidth; the median length of each data set | the throughput
+    of Qwen3-4B with GRPO
+fitted 5 | sigma of each data set, so that the standard deviation of all lengths is 4,250 tokens; the
+    correlations, so that it is 1,470 (GRPO) or 2,420 (DAPO) within a group | Fig. 5
+fitted 1 | 72% of the groups have equal rewards | the gain of Qwen3-4B with DAPO on DAPO-Math-17k
+assumed 3 | prompts of 150 tokens, rewards after 0.01 s, 1,024 slots of an engine |
+"""
 PAPER = Paper(
     name="april",
     citation="Zhou et al. 2025, APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-Tail"
     " Generation",
     set_up=(
-        "8 MI300X that generate and train in turn; 4 engines of 2 devices with 60% of the memory, as in the"
-        " published scripts; Qwen3-4B and Qwen3-8B; N = 32, K = 8, N' = 64, at most 16,384 tokens.",
-        f"Rates follow from the devices. Fitted: decoding reaches {CLUSTER.bandwidth_efficiency:.0%} of the"
-        " memory bandwidth, and the median length of each data set, to the throughput of Qwen3-4B with GRPO.",
-        "The standard deviation of all lengths is 4,250 tokens, as in Fig. 5a, and that within a group 1,470"
-        " (GRPO) or 2,420 (DAPO), as in Fig. 5b; so sigma and the correlation are set.",
-        "Fitted to the gain of Qwen3-4B with DAPO on DAPO-Math-17k: 72% of the groups have equal rewards."
-        " Rewards do not depend on lengths.",
+        "8 MI300X that generate and train in turn; the other rates follow from the devices. Rewards do not"
+        f" depend on lengths. {ROUNDS} rounds, of which the first {WARM_UP_ROUNDS} do not count.",
         "The baseline under dynamic sampling is that of the published code: whenever fewer than 32 groups are"
         " alive, 32 prompts are drawn, and what has not passed at the end is discarded.",
-        f"{ROUNDS} rounds, of which the first {WARM_UP_ROUNDS} do not count.",
     ),
-    tables={"Table 1": table_1, "Fig. 4": figure_4},
-    num_fitted=8,
+    parameters=parameters(PARAMETERS),
+    tables={"Table 1": table_1, "Fig. 4": figure_4, "Fig. 5": figure_5},
     contradictions=(
         "The abstract states a mean gain of 22.5%; the twelve gains of Table 1 have the mean 22.0%.",
         "Table 1 prints 31.8% for Qwen3-4B with GRPO on DeepScaleR; its throughputs there give 31.7%.",
@@ -308,4 +266,5 @@ PAPER = Paper(
         "The abstract says that no rollout is discarded; the published code loses groups that complete in the"
         " same instant as the last one.",
     ),
+    not_attempted="Fig. 3, Figs. 6 to 9, Tables 2 and 5 to 7 (accuracy and convergence).",
 )

@@ -40,8 +40,8 @@ class SampleId(NamedTuple):
 def noise_seed(seed: int, id: SampleId) -> int:
     """Seed of a sample's sampling noise, 63 bits.
 
-    It depends on the run's seed, the prompt and the sample number, and not on the attempt. A restarted sample
-    therefore draws the same noise again, and deferring prompts does not bias response lengths.
+    It depends on the run's seed, the prompt and the sample number, and not on the attempt. On an engine that
+    takes seeds (not vLLM) a restarted sample draws the same noise again, so deferring biases no lengths.
     """
     return _hash(f"{seed} {id.prompt}/{id.number}")
 

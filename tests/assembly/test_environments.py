@@ -55,6 +55,7 @@ SCHEDULES_TESTED: dict[str, dict[str, int]] = {
     "serial": {"groups_per_round": 4, "groups_per_step": 2},
     "rolloutpipe": {"groups_per_round": 4, "groups_per_step": 2},
     "april": {"groups_per_round": 4, "groups_launched": 8},
+    "april_dapo": {"groups_per_round": 4, "groups_per_draw": 8},
     "tailbatch": {"groups_per_round": 4},
     "pipelinerl": {"groups_per_step": 4, "in_flight_per_engine": 16, "ring_groups": 8},
     "tailrace": {"groups_per_step": 4, "groups_in_flight": 8, "staleness": 2},

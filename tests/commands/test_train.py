@@ -72,6 +72,20 @@ def test_ppo_with_a_kl_trains_and_saves_its_critic(config_path: Path) -> None:
     assert (folder / "logs" / "reference.log").exists()
 
 
+def test_april_dapo_trains_groups_that_pass_the_filter_and_resumes_the_others(config_path: Path) -> None:
+    folder = config_path.parent / "out"
+    schedule = '{ name = "april_dapo", groups_per_round = 4, groups_per_draw = 12 }'
+    train(load_config(config_path, {"schedule": schedule, "algorithm.name": "dapo"}), folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["samples/trained"] for row in steps] == [8, 8, 8]
+    assert all(row["frac_reward_zero_std"] == 0 for row in steps)
+    assert sum(row.get("groups/filtered/zero_variance", 0) for row in rows) > 0
+    assert max(row["deferrals/max"] for row in steps) >= 1
+    wasted = {name for row in rows for name in row if name.startswith("tail/wasted_tokens/")}
+    assert wasted == {"tail/wasted_tokens/zero_variance"}
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a run of 12 rounds that was killed after its third."""

@@ -82,6 +82,7 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
         SCHEDULES["rolloutpipe_eager"], groups_per_round=16, groups_per_step=4, max_tokens_per_batch=20_000
     ),
     "april": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16),
+    "april_dapo": partial(SCHEDULES["april_dapo"], groups_per_round=8, groups_per_draw=12),
     "april_bounded": partial(SCHEDULES["april"], groups_per_round=8, groups_launched=16, staleness=2),
     "tailbatch": partial(SCHEDULES["tailbatch"], groups_per_round=8),
     "tailbatch_prompts": partial(SCHEDULES["tailbatch"], groups_per_round=8, response_speculation=1.0),

@@ -75,6 +75,8 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"groups_per_round": U, "groups_launched": U + draw(st.integers(0, 4))}
             bound = draw(st.sampled_from([None, 4]))  # with U = 1 and 5 launched, 4 is the least
             parameters |= {"staleness": bound, "kv": draw(KVS)}
+        case "april_dapo":
+            parameters = {"groups_per_round": U, "groups_per_draw": draw(st.integers(1, 4)), "kv": draw(KVS)}
         case "tailbatch" | "rollpacker" | "tailbatch_async":
             parameters = {
                 "groups_per_round": U,

@@ -94,11 +94,12 @@ def test_a_deviation_is_finite_or_nan(values: list[float], expected: float) -> N
 
 def test_percentiles_are_lengths_that_occurred() -> None:
     lengths = list(range(100, 0, -1))
-    kinds = ("mean", "min", "p50", "p90", "p99", "max")
+    kinds = ("mean", "min", "p50", "p90", "p99", "max", "std")
+    values = (50.5, 1, 50, 90, 99, 100, pytest.approx(math.sqrt(100 * 101 / 12)))
     assert list(length_figures("", lengths).items()) == [
-        (f"{kind}_length", value) for kind, value in zip(kinds, (50.5, 1, 50, 90, 99, 100), strict=True)
+        (f"{kind}_length", value) for kind, value in zip(kinds, values, strict=True)
     ]
-    assert set(length_figures("", [7]).values()) == {7}
+    assert set(length_figures("", [7]).values()) == {7, 0.0}
 
 
 def test_every_figure_stands_once_in_the_table_with_a_meaning() -> None:

@@ -54,6 +54,8 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "completions/p90_length": 6,
         "completions/p99_length": 6,
         "completions/max_length": 6,
+        "completions/std_length": math.sqrt(2),
+        "completions/std_length_in_group": math.sqrt(2),
         "completions/clipped_ratio": 0.0,
         "loss": 0.25,
         "grad_norm": 0.5,
@@ -116,6 +118,7 @@ def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
         "round/completions/p90_length": 20,
         "round/completions/p99_length": 20,
         "round/completions/max_length": 20,
+        "round/completions/std_length": pytest.approx(math.sqrt((36 + 16 + 0 + 100) / 3)),
         "round/first_step_length": 5.0,
         "round/last_step_length": 15.0,
     }

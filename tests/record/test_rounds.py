@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from record_story import Story, make_group, pipelined_round, play
 
@@ -42,6 +44,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             "round/completions/p90_length": 20,
             "round/completions/p99_length": 20,
             "round/completions/max_length": 20,
+            "round/completions/std_length": pytest.approx(math.sqrt((36 + 16 + 0 + 100) / 3)),
             "round/first_step_length": 5.0,
             "round/last_step_length": 15.0,
         }

@@ -1,9 +1,11 @@
 """PipelineRL's Appendix A: the printed case study, and its equations on small numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from reproductions import appendix_a, pipelinerl
-from reproductions.appendix_a import Cluster, Lengths
+from reproductions.appendix_a import Cluster, Lengths, PowerLaw
 from reproductions.pipelinerl import CLUSTER, LENGTHS, STEPS, case_study
 
 LINEAR = Cluster(devices=4, batch=8, train_flashes=2.0, utilization=lambda h: h / 100)
@@ -27,7 +29,19 @@ def test_every_bar_of_the_case_study_holds() -> None:
     table = case_study()
     assert [figure.what for figure in table.figures if figure.holds is False] == []
     assert sum(figure.holds is True for figure in table.figures) == 10
-    assert sum(figure.kind == "fitted" for figure in table.figures) == pipelinerl.PAPER.num_fitted
+    assert {figure.kind for figure in table.figures} == {"fitted", "determined"}
+
+
+@pytest.mark.parametrize("exponent", [0.85, 0.9, 1.0])
+def test_any_exponent_of_the_utilization_gives_the_same_h_i_and_r(exponent: float) -> None:
+    """So they are fitted: the utilization passes through the printed r_gen at the printed H and I."""
+    u = pipelinerl.PRINTED_R_GEN / pipelinerl.PRINTED_I / pipelinerl.PRINTED_H**exponent
+    cluster = replace(CLUSTER, utilization=PowerLaw(u, exponent, pipelinerl.SATURATION))
+    found = appendix_a.fastest_pipeline(cluster, LENGTHS, 132)
+    assert (found.H, found.I) == (192, 44)
+    assert found.r == pytest.approx(16.9)
+    fitted = [figure.what for figure in case_study().figures if figure.kind == "fitted"]
+    assert fitted == ["H", "I", "r_gen", "r", "r_gen", "r_train"]
 
 
 def test_generation_time_is_the_sum_over_decode_steps() -> None:

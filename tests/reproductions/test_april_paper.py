@@ -12,10 +12,11 @@ import pytest
 from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, simulate, worlds
 from reproductions import april
 from reproductions.__main__ import main
-from reproductions.april import PAPER, Setting, oversample_and_discard, resample_and_resume
+from reproductions.april import PAPER, Setting, oversample_and_discard
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import RequestStarted, Stepped
 from tailrace.schedules import Schedule
+from tailrace.schedules.april import april_dapo
 from tailrace.types import Sample
 
 
@@ -53,9 +54,9 @@ def test_the_baseline_draws_a_batch_for_a_filtered_group_and_discards_what_is_le
     assert outcome.totals.wasted_tokens == {"zero variance": 20, "discarded": 60}
 
 
-def test_april_resumes_what_is_left_over_first() -> None:
+def test_april_dapo_resumes_what_is_left_over_first() -> None:
     """The second round starts with prompt 3, which lacks 10 tokens, and prompt 4, which takes 50 s."""
-    outcome = run(partial(resample_and_resume, groups_per_round=2, groups_per_draw=2), rounds=2)
+    outcome = run(partial(april_dapo, groups_per_round=2, groups_per_draw=2), rounds=2)
     assert outcome.trained == [1, 2, 3, 4]
     first, _ = outcome.of(Stepped)
     resumed = [event for event in outcome.of(RequestStarted) if event.time_s >= first.end_s]
@@ -66,6 +67,16 @@ def test_april_resumes_what_is_left_over_first() -> None:
         (4, 0),
     ]
     assert outcome.totals.wasted_tokens == {"zero variance": 20}
+
+
+@pytest.mark.usefixtures("few")
+def test_fig_4_sets_the_share_of_rollouts_and_fig_5_the_deviation_of_lengths_beside_the_paper() -> None:
+    carried = april.figure_4(0).figures
+    assert [figure.printed for figure in carried] == [40.0, 40.0, 40.0, (1.0, 5.0)]
+    samples, tokens, resumed, versions = (figure.ours for figure in carried)
+    assert tokens > samples > resumed > 0 and versions == 2
+    whole, within = (figure.ours for figure in april.figure_5(0).figures)
+    assert 3000 < whole < 5000 and 0 < within < whole / 2
 
 
 def test_the_one_gain_that_its_throughputs_do_not_give_is_a_contradiction() -> None:
@@ -113,4 +124,4 @@ def test_a_setting_has_its_throughputs_and_its_gain_and_a_mean_has_the_bar(tmp_p
 
 def test_fewer_than_half_as_many_parameters_are_fitted_as_gains_and_throughputs_are_predicted() -> None:
     predicted = 3 * sum(setting not in april.FITTED for setting in april.PRINTED)
-    assert (PAPER.num_fitted, predicted) == (8, 24)
+    assert (PAPER.num_fitted, predicted) == (10, 24)

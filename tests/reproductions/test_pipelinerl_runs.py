@@ -11,9 +11,9 @@ def test_the_lag_of_conventional_rl_grows_by_one_a_step() -> None:
 
 
 def test_throughput_of_one_device_grows_less_than_the_batch_and_never_falls() -> None:
-    table = generation()
+    table = generation(0)
     gains = [figure for figure in table.figures if figure.what == "of that at half the size"]
-    assert [figure.printed for figure in gains] == [2.0, 2.0, None]
+    assert [figure.printed for figure in table.figures] == [None] * len(table.figures)
     assert sorted((figure.ours for figure in gains), reverse=True) == [figure.ours for figure in gains]
     assert all(1.5 < figure.ours < 2.0 for figure in gains)
     assert any("prints curves" in note for note in table.notes)

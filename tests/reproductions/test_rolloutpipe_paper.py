@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from reproductions import rolloutpipe
 from reproductions.__main__ import main
-from reproductions.rolloutpipe import CGP_SHARE, NUM_FITTED, PAPER, REDUCTION, SYSTEMS, run
+from reproductions.rolloutpipe import CGP_SHARE, PAPER, REDUCTION, SYSTEMS, run, waiting
+from tailrace.rollout.admission import Frontier
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +36,29 @@ def test_the_printed_frontier_of_two_groups_is_slower_than_serial(
     path = tmp_path / "figures.json"
     assert main(["rolloutpipe", "--table", "5.1", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
-    assert (written["paper"], written["num_fitted"]) == ("rolloutpipe", NUM_FITTED)
+    assert (written["paper"], written["num_fitted"]) == ("rolloutpipe", 12)
     assert written["contradictions"] == list(PAPER.contradictions) != []
     (figures,) = written["tables"].values()
-    main_time, reduction, first_dispatch = figures
+    rows = {(figure["row"], figure["what"]): figure for figure in figures}
+    main_time, first_dispatch = rows["F_w = 2", "main time"], rows["F_w = 2", "first dispatch"]
     assert main_time["printed"] == 642.0 and main_time["kind"] == "predicted"
-    assert reduction["ours"] < 0
+    assert main_time["ours"] > 1.5 * rows["CGP+FGD", "main time"]["ours"]
     assert first_dispatch["ours"] < 52
     printed = capsys.readouterr().out
-    assert "Section 5.1" in printed and "Fig. 4" not in printed
-    assert f"{NUM_FITTED} parameters were fitted" in printed
+    assert "Section 5.1: " in printed and "Fig. 4: " not in printed
+    assert "8 are printed, 12 fitted and 2 assumed" in printed
+
+
+def test_frontier_first_has_the_times_of_a_plain_cap_and_the_row_of_fgd_is_the_strict_frontier() -> None:
+    laps = [run("Sci-XW", 32, system).lap for system in ("frontier first", "at most 72", "CGP+FGD")]
+    assert laps[0] == laps[1] != laps[2]
+    assert rolloutpipe.ADMISSIONS["CGP+FGD"] == Frontier(groups=9)
+
+
+def test_the_waiting_ratio_of_the_table_is_the_metric_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolloutpipe, "SIZES", (32,))
+    monkeypatch.setattr(rolloutpipe, "MEDIANS", {"LSAT-AR": rolloutpipe.MEDIANS["LSAT-AR"]})
+    rows = {figure.what: figure for figure in waiting(0).figures}
+    rounds = run("LSAT-AR", 32, "CGP").rounds
+    assert rows["waiting ratio, CGP"].ours == 100 * fmean(row["round/waiting_ratio"] for row in rounds)
+    assert rows["with 37 s a round, CGP"].ours > rows["waiting ratio, CGP"].ours

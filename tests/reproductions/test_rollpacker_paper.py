@@ -3,16 +3,24 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from reproductions import rollpacker
 from reproductions.__main__ import main
-from reproductions.rollpacker import ABLATION, PAPER, PARTS
+from reproductions.rollpacker import (
+    ABLATION,
+    PAPER,
+    PARTS,
+    SCALED,
+    fetching,
+    seconds_in_turn,
+    table_1,
+    table_2,
+)
 from reproductions.rollpacker_judge import interference
-from reproductions.rollpacker_parts import SCALED, fetch_once, seconds_in_turn
 from reproductions.rollpacker_runs import (
     LARGE,
     PERIOD,
@@ -82,13 +90,35 @@ def test_time_slices_halve_both_and_mps_divides_the_arithmetic_units() -> None:
     assert (many.judge_slowdown, many.judged_slowdown) == (1.0, 2.0)
 
 
-def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming() -> None:
+def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming_the_longer_the_less_it_fetches() -> None:
     small = replace(SMALL, groups=16)
-    once = replace(SCALED, schedule=lambda groups: partial(fetch_once, groups_per_round=groups, share=0.2))
-    runs = [run(small, variant, ("Math",), PERIOD) for variant in (SCALED, once)]
-    assert [[row["round/num_groups"] for row in each.rounds] for each in runs] == [[16] * PERIOD] * 2
-    streamed, fetched = ([row["round/time_s"] for row in long_rounds(each)] for each in runs)
-    assert streamed < fetched
+    fetches = [replace(SCALED, schedule=fetching(share)) for share in (0.5, 0.2)]
+    runs = [run(small, variant, ("Math",), PERIOD) for variant in (SCALED, *fetches)]
+    assert [[row["round/num_groups"] for row in each.rounds] for each in runs] == [[16] * PERIOD] * 3
+    streamed, half, fifth = (long_rounds(each)[0]["round/time_s"] for each in runs)
+    assert streamed < half < fifth
+
+
+def test_each_part_has_a_bar_of_its_own_and_the_unexplained_seconds_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = replace(SMALL, groups=8)
+    monkeypatch.setattr(rollpacker, "ABLATION", {few: ABLATION[SMALL]})
+    rows = {figure.what: figure for figure in table_2(0).figures}
+    cumulative = [rows[part].ours for part in PARTS]
+    own = [figure for what, figure in rows.items() if what.endswith("its own factor")]
+    assert [figure.ours for figure in own] == [b / a for a, b in pairwise(cumulative)]
+    assert [round(figure.printed, 2) for figure in own] == [1.55, 1.0, 1.01]
+    assert all(figure.tolerance == 0.15 * figure.printed for figure in own)
+    before, after = run(few, VERL), run(few, PARTS["+ trainer"])
+    free = [(each.seconds - 27 * len(each.rounds)) / each.seconds for each in (before, after)]
+    ours = rows["all parts, without the 27 s"].ours
+    assert ours == pytest.approx(cumulative[-1] * free[0] / free[1]) and ours > cumulative[-1]
+    monkeypatch.setattr(rollpacker, "TASKS", ("Math",))
+    monkeypatch.setattr(rollpacker, "FIRST", 1)
+    shares = {figure.what: figure for figure in table_1(0).figures}
+    assert sum(figure.ours for figure in shares.values()) == pytest.approx(100)
+    assert shares["unexplained"].printed is None and shares["unexplained"].ours > 5
 
 
 def test_the_command_writes_kinds_and_contradictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +129,12 @@ def test_the_command_writes_kinds_and_contradictions(tmp_path: Path, monkeypatch
     written = json.loads(path.read_text())
     assert written["contradictions"] == list(PAPER.contradictions) != []
     kinds = [(figure["what"], figure["kind"]) for figure in written["tables"]["Table 1"]]
-    assert kinds == [("rollout", "predicted"), ("reward", "predicted"), ("training", "fitted")]
+    assert kinds == [
+        ("rollout", "predicted"),
+        ("reward", "predicted"),
+        ("training", "fitted"),
+        ("unexplained", "fitted"),
+    ]
     assert PAPER.num_fitted == 7
 
 

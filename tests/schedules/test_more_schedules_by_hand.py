@@ -2,16 +2,17 @@
 one second, all else takes no time. Groups have two samples, unless a test says otherwise."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers.virtual import EXACT, Outcome, change, simulate, worlds
-from tailrace.controller.base import RunSettings
+from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, change, simulate, worlds
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.events import Accumulated, GroupReady, Published, RequestStarted, Stepped
 from tailrace.schedules import SCHEDULES
-from tailrace.schedules.april import april
+from tailrace.schedules.april import april, april_dapo
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
@@ -22,7 +23,7 @@ from tailrace.schedules.streamrl import streamrl, streamrl_async
 from tailrace.schedules.tailbatch import tailbatch_async, tailbatch_dapo
 from tailrace.schedules.tailrace import tailrace_on_policy
 from tailrace.schedules.windowed_fifo import windowed_fifo
-from tailrace.types import Span
+from tailrace.types import Sample, Span
 
 TWO_ROUNDS = RunSettings(rounds=2, group_size=2)
 
@@ -73,6 +74,30 @@ def test_april_with_a_bound_waits_for_the_group_that_is_due() -> None:
     assert ready(outcome) == {1: 10, 2: 42, 0: 122}
     assert worked(outcome) == [(10, 32), (122, 324)]
     assert outcome.trained == [1, 0]
+
+
+class AllEqualForPrompt0:
+    """Rewards: the responses to prompt 0 are equal, so it is filtered."""
+
+    async def score(self, sample: Sample) -> float:
+        return float(sample.id.number if sample.prompt.index else 1)
+
+
+def test_april_dapo_draws_a_batch_for_a_filtered_group_and_resumes_what_is_left_over_first() -> None:
+    """Prompt i has responses of 10 (i + 1) tokens. At 10 s prompt 0 is filtered, one of two groups is alive,
+    and prompts 2 and 3 start. Prompt 1 passes at 20 s and prompt 2 at 40 s, which ends the rollout; they
+    train 2 * 21 + 2 * 31 s. At 144 s prompt 3, which lacks 10 tokens, and prompt 4 start."""
+
+    def parts() -> RunComponents:
+        made = worlds(EXACT, lambda sample: 10 * (sample.prompt.index + 1))()
+        return replace(made, rewards=AllEqualForPrompt0())
+
+    schedule = partial(april_dapo, groups_per_round=2, groups_per_draw=2)
+    outcome = simulate(schedule, TWO_ROUNDS, EXACT, parts=parts, algorithm=ZERO_VARIANCE)
+    assert started(outcome) == [(0, 0, 0), (0, 1, 0), (10, 2, 0), (10, 3, 0), (144, 3, 30), (144, 4, 0)]
+    assert outcome.trained == [1, 2, 3, 4]
+    assert spans(outcome, 3) == [Span(0, 30), Span(1, 10)]
+    assert outcome.totals.wasted_tokens == {"zero variance": 20}
 
 
 def test_tailbatch_dapo_draws_prompts_until_enough_groups_are_scored() -> None:

@@ -93,10 +93,11 @@ class AlgorithmSettings(Settings):
 
     old_policy: Literal["recorded", "recomputed"] | None = None
     """pi_old of the ratio. Left out: as the schedule's paper has it, which is recomputed for april and
-    recorded for all others. recorded: the log-probs that the engine recorded when it generated the token.
-    recomputed: the trainer computes them with the weights of the last publication, also for tokens that older
-    weights generated (APRIL's code). This is free until the first optimizer step after a publication; then it
-    costs a copy of the weights and one more forward pass. Not with reinforce, which has no ratio."""
+    april_dapo, and recorded for all others. recorded: the log-probs that the engine recorded when it
+    generated the token. recomputed: the trainer computes them with the weights of the last publication, also
+    for tokens that older weights generated (APRIL's code). This is free until the first optimizer step after
+    a publication; then it costs a copy of the weights and one more forward pass. Not with reinforce, which
+    has no ratio."""
     correction: Correction = "none"
     """Importance weights w for tokens that another policy mu generated. w is pi_old / mu, or pi / mu under
     reinforce. truncate: min(cap, w) for each token, which is an interpretation of PipelineRL eq. 5. mask: w,

@@ -141,6 +141,8 @@ completions/p50_length | tokens | - | - | Median length of the completions of th
 completions/p90_length | tokens | - | - | 90th percentile of their lengths.
 completions/p99_length | tokens | - | - | 99th percentile of their lengths.
 completions/max_length | tokens | - | - | The longest completion of the step.
+completions/std_length | tokens | - | - | Standard deviation of the lengths of the step (APRIL, Fig. 5a).
+completions/std_length_in_group | tokens | - | - | The same within a group, mean over groups (Fig. 5b).
 completions/clipped_ratio | share | over_samples | lap.truncated_share | Samples that ended at the length
     limit.
 num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
@@ -245,6 +247,7 @@ round/completions/p50_length | tokens | - | - | Median length of the completions
 round/completions/p90_length | tokens | - | - | 90th percentile of their lengths.
 round/completions/p99_length | tokens | - | - | 99th percentile of their lengths.
 round/completions/max_length | tokens | - | - | The longest completion of the round.
+round/completions/std_length | tokens | - | - | Standard deviation of their lengths.
 round/first_step_length | tokens | - | - | Mean length of the first step's samples. Training in order of
     completion takes the short ones first.
 round/last_step_length | tokens | - | - | Mean length of the last step's samples.
@@ -285,7 +288,7 @@ def _figures() -> Iterator[Figure]:
         yield Figure(group, name, unit, TOTALS[total] if total else None, keys, meaning)
 
 
-LENGTHS = ("mean", "min", "p50", "p90", "p99", "max")
+LENGTHS = ("mean", "min", "p50", "p90", "p99", "max", "std")
 TOTALS: Mapping[str, Total] = {
     total.__name__: total
     for total in (
@@ -409,7 +412,8 @@ def length_figures(prefix: str, lengths: Sequence[int]) -> Row:
     """The statistics of at least one length, in any order."""
     ordered = sorted(lengths)
     p50, p90, p99 = (ordered[-(-percent * len(ordered) // 100) - 1] for percent in (50, 90, 99))
-    values = (statistics.fmean(ordered), ordered[0], p50, p90, p99, ordered[-1])
+    centre = statistics.fmean(ordered), ordered[0], p50, p90, p99, ordered[-1]
+    values = (*centre, standard_deviation(ordered))
     return {f"{prefix}{kind}_length": value for kind, value in zip(LENGTHS, values, strict=True)}
 
 

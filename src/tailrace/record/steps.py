@@ -215,7 +215,7 @@ class StepMeter:
             "completions/clipped_ratio": fmean(sample.finish_reason == "length" for sample in samples),
             **episode_figures(samples),
             **event.lags.figures(len(samples)),
-            **_age_figures(samples, self._round),
+            **_group_figures(samples, self._round),
             **self._stages,
         }
         if stats.engine_mismatch_kl is not None:
@@ -267,9 +267,11 @@ def _reward_figures(samples: Sequence[Sample]) -> Row:
     }
 
 
-def _age_figures(samples: Sequence[Sample], round: int) -> Row:
+def _group_figures(samples: Sequence[Sample], round: int) -> Row:
     groups = list(dict.fromkeys(sample.group for sample in samples))
+    lengths = [[sample.num_tokens for sample in group.trainable] for group in groups]
     return {
+        "completions/std_length_in_group": fmean(map(standard_deviation, lengths)),
         **mean_and_max("versions", [len({span.version for span in sample.spans}) for sample in samples]),
         **mean_and_max("deferrals", [group.deferrals for group in groups]),
         **mean_and_max("age", [round - group.round_drawn for group in groups]),

@@ -7,7 +7,7 @@ signature. The function checks the rest with `require` before it starts.
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tailrace.schedules.april import april
+from tailrace.schedules.april import april, april_dapo
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
@@ -24,7 +24,7 @@ from tailrace.schedules.windowed_fifo import windowed_fifo
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
 
-RECOMPUTES_OLD_LOGPROBS = {"april"}
+RECOMPUTES_OLD_LOGPROBS = {"april", "april_dapo"}
 """The schedules whose published code recomputes the old log-probs at training."""
 
 SCHEDULES: dict[str, Schedule] = {
@@ -32,6 +32,7 @@ SCHEDULES: dict[str, Schedule] = {
     "rolloutpipe": rolloutpipe,
     "rolloutpipe_eager": rolloutpipe_eager,
     "april": april,
+    "april_dapo": april_dapo,
     "tailbatch": tailbatch,
     "tailbatch_dapo": tailbatch_dapo,
     "tailbatch_async": tailbatch_async,

@@ -4,6 +4,9 @@ over-provisioned generation   N' > N groups                               run.po
 early termination             at the N-th complete group                  run.pool.take, run.pool.park
 buffering continuations       tokens, finished samples and rewards        run.parked
 prioritized resumption        parked groups first, from their tokens      run.parked.pop
+
+With DAPO's filter (section 3) the published code samples otherwise; `april_dapo` does as it does
+(RLsys-Foundation/APRIL, slime/rollout/sglang_example.py, September 2025).
 """
 
 from math import inf
@@ -12,7 +15,7 @@ from tailrace.controller.run import Run
 from tailrace.rollout.admission import earliest
 from tailrace.schedules.parameters import Bound, Count, require
 from tailrace.schedules.window import window
-from tailrace.types import KV
+from tailrace.types import KV, Group
 
 
 async def april(
@@ -45,3 +48,33 @@ async def april(
         await run.pool.park()
         await run.train(batch)
         await run.publish(kv=kv)
+
+
+async def april_dapo(run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KV = "recompute") -> None:
+    """With dynamic sampling as in the published code: prompts are drawn in batches until N groups pass the
+    filter, and what is left over comes first in the next batch. No bound on staleness.
+
+    Args:
+        groups_per_round: groups trained in a round (N).
+        groups_per_draw: groups of a batch (N', `over_sampling_batch_size`), parked ones first.
+        kv: as in `april`.
+    """
+    run.promise(staleness=inf)
+    async for _ in run.rounds():
+        await run.train(await sampled(run, groups_per_round, groups_per_draw))
+        await run.publish(kv=kv)
+
+
+async def sampled(run: Run, num_groups: int, groups_per_draw: int) -> list[Group]:
+    """The first groups that pass the filter; all others are parked. Whenever fewer than `num_groups` are
+    alive (unfinished, or passed by the filter), a batch is launched."""
+    run.pool.feed(run.prompts, room=0, full="block")  # without room, no filtered group is replaced by one
+    while len(run.pool.ready) < num_groups:
+        if len(run.pool) < num_groups:
+            groups = run.parked.pop(groups_per_draw)
+            run.pool.launch(groups + run.prompts(groups_per_draw - len(groups)))
+        else:
+            await run.pool.ready.changed.wait("groups that pass the filter")
+    batch = await run.pool.take(num_groups)
+    await run.pool.park()
+    return batch

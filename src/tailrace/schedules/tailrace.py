@@ -44,8 +44,8 @@ async def tailrace_on_policy(
 
     The prompts of several rounds are drawn at once and trained from short to long. What is known of a prompt
     is the longest response to its row when it was last trained, and how many tokens it had when it lost a
-    race. All K responses of a prompt are trained, and a restarted prompt has the same noise as before, so the
-    lengths of a run are not biased. Those of a single step are.
+    race. All K responses of a prompt are trained, and a restarted prompt has the same noise as before (not on
+    vLLM), so the lengths of a run are not biased. Those of a single step are.
 
     Args:
         groups_per_round: groups trained in a round (N).
