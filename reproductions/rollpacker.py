@@ -123,7 +123,7 @@ def table_2(seed: int) -> Table:
         "A part's own factor is the ratio of its row and the one above, in the paper and here.",
         "The own factor of + reward at 7B is too small because rewards take too little of a round here:"
         " with rewards of no time it would be 1.36x (section 6.5), where the paper has 1.55x.",
-        "No engine preempts a request, so the planner changes nothing; Figs. 6 and 12b have longer responses.",
+        "No engine preempts requests, so the planner changes nothing; in Figs. 6 and 12b they do.",
         "From + reward on a judge shares the devices of the engines with MPS, and its times follow from the"
         " devices; before, they are those fitted to Table 1.",
     )
