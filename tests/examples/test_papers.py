@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.assembly.folder import RunFolder
 from tailrace.cli import main
 from tailrace.record.metrics import read_rows
 
@@ -29,4 +28,4 @@ def test_the_example_of_a_paper_trains_and_its_books_close(name: str, tmp_path: 
     steps = [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
     assert len(steps) >= 2 and all(math.isfinite(row["grad_norm"]) for row in steps)
     assert main(["inspect", str(run)]) == 0
-    assert RunFolder(run).newest_checkpoint().name == "round_000002"
+    assert sum(row["reward"] for row in steps) > 0
