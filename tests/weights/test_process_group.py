@@ -236,7 +236,8 @@ def test_nccl_gets_the_process_s_device_and_one_bucket_raises_its_errors_and_is_
 ) -> None:
     """A "meta" tensor stands for one on a GPU."""
     for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT"):
-        monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")  # so that it is as before after the test
+        monkeypatch.delenv(f"TORCH_NCCL_{name}")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     sender = ProcessGroupSender(

@@ -263,6 +263,7 @@ def test_a_worker_is_closed_also_if_the_process_that_forked_it_is_stopped(
     async def main() -> None:
         worker = await start("obey", tmp_path)
         server = parent_of(worker.process.pid)
+        assert server != os.getpid()
         os.kill(server, signal.SIGSTOP)
         try:
             await asyncio.wait_for(worker.close(), 20)

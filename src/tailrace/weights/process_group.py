@@ -120,7 +120,8 @@ class TransferGroup:
             prefix = PrefixStore(f"{link.engine}/{link.number}", store)
             prefix.set(f"rank {rank}", "")  # NCCL waits without a limit for a rank that does not come
             prefix.wait([f"rank {each}" for each in range(size)], timeout)
-        os.environ.update(_NCCL)
+        if address.backend == "nccl":
+            os.environ.update(_NCCL)
         kind: Any = getattr(dist, _CLASSES[address.backend])
         options = (getattr(kind, "_Options", None) or kind.Options)()
         options._timeout = timeout
