@@ -9,9 +9,11 @@ from serve_cases import restore
 
 
 def shortened(body):
-    """The same body, but without many long samples."""
+    """The same body, but without many long samples or long waits for a trainer that never comes."""
     if not isinstance(body, dict):
         return body
+    if "master_address" in body:
+        body = body | {"timeout_s": 1}
     limits = {"n": 2, "max_tokens": 4, "max_completion_tokens": 4}
     body = {name: shortened(value) if name == "sampling_params" else value for name, value in body.items()}
     long = {name for name, most in limits.items() if isinstance(body.get(name), int) and body[name] > most}

@@ -171,6 +171,7 @@ def test_a_trainer_without_this_package_makes_the_group_and_sends_weights(server
         ({"rank_offset": 2}, "rank_offset = 2 is not below world_size = 2"),
         ({"master_port": 0}, "master_port"),
         ({"world_size": None}, "world_size"),
+        ({"world_size": 2**64 + 1}, "world_size"),
         ({"timeout_s": 0.3}, "the process group at gloo://127.0.0.1:1/"),
     ],
 )

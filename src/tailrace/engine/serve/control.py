@@ -50,14 +50,18 @@ class OfferedUpdate(BaseModel):
         return body | weights if isinstance(weights, dict) else body
 
 
+MAX_RANKS = 65_536
+"""Processes of a group that a request may name, at most."""
+
+
 class OfferedGroup(BaseModel):
     """Of /init_process_group: the group that torch.distributed.init_process_group makes at
     tcp://master_address:master_port, in which this engine has the rank `rank_offset`."""
 
     master_address: Annotated[str, Field(min_length=1)]
     master_port: Annotated[int, Field(ge=1, le=65_535)]
-    rank_offset: Annotated[int, Field(ge=1)]
-    world_size: Annotated[int, Field(ge=2)]
+    rank_offset: Annotated[int, Field(ge=1, lt=MAX_RANKS)]
+    world_size: Annotated[int, Field(ge=2, le=MAX_RANKS)]
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
 
@@ -66,7 +70,7 @@ class ParameterInfo(BaseModel):
     """One tensor that will be broadcast, with its type as torch spells it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
     dtype: Annotated[str, AfterValidator(lambda name: name.removeprefix("torch."))]
 
 
