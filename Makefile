@@ -92,6 +92,9 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/corrupt.py --flips 30 --truncations 10
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sandbox.py
+	$(BIN)/python benchmarks/learning.py lag
+	$(BIN)/python benchmarks/learning.py april
+	$(BIN)/python benchmarks/learning.py order
 	$(BIN)/tailrace compare benchmarks/race.toml
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.

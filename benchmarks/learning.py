@@ -64,8 +64,8 @@ def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> Non
     if (folder / "summary.json").exists():
         return
     schedule = study.schedules[name]
-    groups = schedule.get("groups_per_round") or schedule["groups_per_step"] * schedule.get(
-        "steps_per_round", 1
+    groups = schedule.get(
+        "groups_per_round", schedule.get("groups_per_step", 1) * schedule.get("steps_per_round", 1)
     )
     rounds = samples // load_config(QUICKSTART).run.group_size // groups
     always = {"run.seed": seed, "run.rounds": rounds, "run.eval_every": rounds, "run.checkpoint_every": 0}
@@ -83,6 +83,8 @@ def figures(folder: Path) -> dict[str, float]:
     for row, number in zip(steps, samples, strict=True):
         quarters[min(QUARTERS - 1, int(QUARTERS * trained / sum(samples)))].append((row["reward"], number))
         trained += number
+    if not all(quarters):
+        raise SystemExit(f"a run of {len(steps)} steps has a quarter without one; raise --samples")
     found = {
         f"reward/{place}": sum(reward * number for reward, number in quarter)
         / sum(number for _, number in quarter)

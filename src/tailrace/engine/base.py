@@ -7,6 +7,7 @@ After a kill the difference is the number of tokens that were not yet in the led
 """
 
 import mmap
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Literal, Protocol
 from zlib import crc32
 
 import msgspec
+from msgspec.structs import astuple
 
 from tailrace.errors import LedgerError
 from tailrace.types import KV, FinishReason, Sample
@@ -97,24 +99,10 @@ class DecodeSums(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
 
     def __add__(self, other: "DecodeSums") -> "DecodeSums":
-        return DecodeSums(
-            self.steps + other.steps,
-            self.running + other.running,
-            self.positions + other.positions,
-            self.seconds + other.seconds,
-            self.prefilled + other.prefilled,
-            self.prefill_s + other.prefill_s,
-        )
+        return DecodeSums(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "DecodeSums") -> "DecodeSums":
-        return DecodeSums(
-            self.steps - other.steps,
-            self.running - other.running,
-            self.positions - other.positions,
-            self.seconds - other.seconds,
-            self.prefilled - other.prefilled,
-            self.prefill_s - other.prefill_s,
-        )
+        return DecodeSums(*map(operator.sub, astuple(self), astuple(other)))
 
 
 class Usage(msgspec.Struct, frozen=True):

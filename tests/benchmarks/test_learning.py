@@ -1,0 +1,48 @@
+"""The comparison of what schedules learn: figures by hand, and schedules that the registry takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common import QUICKSTART
+from learning import STUDIES, figures, interval
+from tailrace.assembly.schedule import resolve
+from tailrace.config import load_config
+
+STEP = {"loss": 0.1, "ess": 0.5, "lag/max": 3.0, "tokens/generated": 10.0, "round/time_s": 2.0}
+
+
+def written(folder: Path, rewards: list[float]) -> Path:
+    rows: list[dict[str, float]] = [
+        {**STEP, "reward": reward, "samples/trained": 8, "tail/wasted_tokens/deferred": number}
+        for number, reward in enumerate(rewards)
+    ]
+    lines = map(json.dumps, [*rows, {"eval/accuracy": 0.25}, {"eval/accuracy": 0.75}])
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_the_figures_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
+    found = figures(written(tmp_path, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.5]))
+    assert [found[f"reward/{quarter}"] for quarter in range(1, 5)] == pytest.approx([0.1, 0.5, 0.9, 0.5])
+    del found["reward/1"], found["reward/2"], found["reward/3"], found["reward/4"]
+    others = {"accuracy": 0.75, "ess": 0.5, "lag": 3.0, "waste": 28 / 80, "samples": 64, "seconds": 16.0}
+    assert found == pytest.approx(others)
+
+
+def test_a_run_that_is_too_short_for_quarters_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"2 steps .* raise --samples"):
+        figures(written(tmp_path, [0.0, 1.0]))
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx(2.4841, abs=1e-4)
+    assert interval([1.0]) == 0.0
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_each_schedule_of_a_study_is_one_of_the_registry(name: str) -> None:
+    study = STUDIES[name]
+    for schedule in study.schedules.values():
+        resolve(load_config(QUICKSTART, study.settings).model_copy(update={"schedule": schedule}))
