@@ -224,7 +224,7 @@ class Victim:
     def _round(self) -> int:
         """The round that began last; -1: none."""
         path = self.folder / REQUESTS
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the run may be writing the last
         return max((event["round"] for line in lines if "round" in (event := json.loads(line))), default=-1)
 
     def _lives_that_drew(self) -> int:
