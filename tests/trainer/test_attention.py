@@ -42,6 +42,35 @@ def test_packed_attention_equals_one_masked_attention_over_all_tokens(window: in
     assert weights is None
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_sequences_that_share_a_context_attend_to_it(window: int | None) -> None:
+    """Two completions, of 2 and 3 tokens, of a prompt of 4, and a sequence of 5."""
+    lengths, key_lengths = [6, 3, 5], [6, 7, 5]
+    keys = torch.tensor([*range(6), *range(4), *range(6, 14)])
+    query, key, value, boundaries = packed(lengths)
+    out, _ = packed_causal_attention(
+        MODULE,
+        query,
+        key,
+        value,
+        None,
+        sliding_window=window,
+        cu_seq_lens_q=boundaries,
+        cu_seq_lens_k=torch.tensor([0, 6, 13, 18], dtype=torch.int32),
+        sequence_lengths=lengths,
+        keys=keys,
+        key_lengths=key_lengths,
+    )
+    places = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4])
+    distance = places[:, None] - places[None, :]
+    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    same = sequence[:, None] == sequence[None, :]
+    same[6:9, :4] = True
+    seen = same & (distance >= 0) & (distance < (window or 13))
+    wanted = scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    torch.testing.assert_close(out, wanted.transpose(1, 2))
+
+
 def test_attention_without_boundaries_is_refused() -> None:
     query, key, value, _ = packed([3])
     with pytest.raises(NotImplementedError, match="Identity does not pass packed boundaries"):
@@ -50,27 +79,23 @@ def test_attention_without_boundaries_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_kernel_for_varying_lengths_equals_the_loop() -> None:
+@pytest.mark.parametrize("shared", [0, 40])
+def test_the_kernel_for_varying_lengths_equals_the_loop(shared: int) -> None:
+    """The last sequence has the first tokens of the first one as its context."""
     lengths = [70, 1, 129]
     query, key, value, boundaries = (x.cuda() for x in packed(lengths))
-    rough = packed_causal_attention(
-        MODULE,
-        *(x.bfloat16() for x in (query, key, value)),
-        None,
-        sliding_window=50,
-        cu_seq_lens_q=boundaries,
-        sequence_lengths=lengths,
-    )[0]
-    exact = packed_causal_attention(
-        MODULE,
-        query,
-        key,
-        value,
-        None,
-        sliding_window=50,
-        cu_seq_lens_q=boundaries,
-        sequence_lengths=lengths,
-    )[0]
+    key_boundaries = boundaries + torch.tensor([0, 0, 0, shared], dtype=torch.int32).cuda()
+    places = {
+        "sliding_window": 50,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": key_boundaries,
+        "sequence_lengths": lengths,
+        "keys": torch.tensor([*range(71), *range(shared), *range(71, 200)]).cuda(),
+        "key_lengths": [70, 1, 129 + shared],
+    }
+    half = (x.bfloat16() for x in (query, key, value))
+    rough, _ = packed_causal_attention(MODULE, *half, None, **places)
+    exact, _ = packed_causal_attention(MODULE, query, key, value, None, **places)
     torch.testing.assert_close(rough.float(), exact, atol=0.03, rtol=0.03)
 
 

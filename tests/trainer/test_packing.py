@@ -26,7 +26,11 @@ def make_samples(lengths: list[tuple[int, int]]) -> list[TrainingSample]:
 
 
 def load(batch: list[TrainingSample]) -> int:
-    return sum(sample.num_input_tokens for sample in batch)
+    """Input tokens: each prompt counts once."""
+    complete = [sample for sample in batch if sample.completion_ids]
+    prompts = {tuple(sample.prompt_ids) for sample in complete}
+    own = sum(sample.num_input_tokens - len(sample.prompt_ids) for sample in complete)
+    return sum(map(len, prompts)) + own
 
 
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), max_size=30)
@@ -66,10 +70,10 @@ def test_one_rank_has_the_micro_batches_of_pack(lengths: list[tuple[int, int]], 
 
 
 def test_ranks_have_even_shares_where_the_limit_allows_it() -> None:
-    samples = make_samples([(1, 10), (1, 6), (1, 4), (1, 2)])
+    samples = make_samples([(1, 10), (2, 6), (3, 4), (4, 2)])
     assert [[load(batch) for batch in share(samples, 100, rank=r, num_ranks=2)] for r in (0, 1)] == [
-        [12],
-        [10],
+        [15],
+        [13],
     ]
     assert share(samples[:1], 100, rank=1, num_ranks=2) == [[]], "a filler"
 
@@ -87,23 +91,67 @@ def test_packing_is_the_same_at_every_call(lengths: list[tuple[int, int]], limit
 
 
 def test_the_longest_sample_is_packed_first_and_others_fill_its_micro_batch() -> None:
-    samples = [sample(0, 1, 3), sample(1, 1, 8), sample(2, 1, 5), sample(3, 1, 2)]
-    assert [[s.id.number for s in batch] for batch in pack(samples, 10)] == [[1, 3], [2, 0]]
+    samples = [sample(0, 1, 4), sample(1, 2, 8), sample(2, 3, 4), sample(3, 4, 1)]
+    assert [[s.id.number for s in batch] for batch in pack(samples, 13)] == [[1, 0], [2, 3]]
+
+
+def test_the_samples_of_a_prompt_are_packed_together_and_it_counts_once() -> None:
+    lengths = [(5, 4), (2, 20), (5, 3), (5, 1), (5, 9)]  # input tokens: 8, 21, 7, 5, 13
+    samples = make_samples(lengths)
+    assert [[s.id.number for s in batch] for batch in pack(samples, 22)] == [[1], [4, 0, 2, 3]]
+    assert [load(batch) for batch in pack(samples, 22)] == [21, 18]
+
+
+def test_a_group_that_exceeds_the_limit_is_computed_with_its_prompt_in_each_micro_batch() -> None:
+    samples = make_samples([(5, 4)] * 4)
+    assert [[s.id.number for s in batch] for batch in pack(samples, 11)] == [[0, 1], [2, 3]]
+    halves = [share(samples, 99, rank=rank, num_ranks=2) for rank in (0, 1)]
+    assert sorted(s.id.number for half in halves for batch in half for s in batch) == [0, 1, 2, 3]
 
 
 def test_a_micro_batch_lays_samples_end_to_end() -> None:
-    batch = MicroBatch.of([sample(0, 2, 3), sample(1, 1, 1), sample(2, 1, 3)], torch.device("cpu"))
+    batch = MicroBatch.of([sample(0, 2, 3), sample(1, 1, 1), sample(2, 3, 2)], torch.device("cpu"))
     assert [id.number for id in batch.ids] == [0, 1, 2]
-    assert batch.input_ids.tolist() == [[100, 101, 0, 1, 100, 100, 0, 1]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2]]
-    assert batch.boundaries.tolist() == [0, 4, 5, 8]
-    assert batch.lengths == [4, 1, 3]
-    assert batch.predictors.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1, 2]
-    assert batch.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -1.0, -2.0]
-    assert batch.carried.tolist() == [False, False, False, True, True, True, False]
+    assert batch.input_ids.tolist() == [[100, 101, 0, 1, 100, 100, 101, 102, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 3]]
+    assert batch.boundaries.tolist() == batch.key_boundaries.tolist() == [0, 4, 5, 9]
+    assert batch.lengths == batch.key_lengths == [4, 1, 4]
+    assert batch.keys.tolist() == list(range(9))
+    assert batch.predictors.tolist() == [1, 2, 3, 4, 7, 8]
+    assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -1.0]
+    assert batch.carried.tolist() == [False, False, False, True, True, True]
     assert batch.advantages.tolist() == [0.5, 1.5, 2.5]
-    assert batch.num_tokens.tolist() == [3, 1, 3]
+    assert batch.num_tokens.tolist() == [3, 1, 2]
+
+
+def test_sequences_with_the_same_context_share_its_input_tokens() -> None:
+    samples = [sample(0, 3, 4), sample(1, 1, 2), sample(2, 3, 1), sample(3, 3, 3)]
+    batch = MicroBatch.of(samples, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[100, 101, 102, 0, 1, 2, 100, 0, 0, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 3, 4]]
+    assert batch.boundaries.tolist() == [0, 6, 8, 10], "a completion of one token has no input token"
+    assert batch.lengths == [6, 2, 2]
+    assert batch.keys.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 8, 9]
+    assert batch.key_boundaries.tolist() == [0, 6, 8, 13]
+    assert batch.key_lengths == [6, 2, 5]
+    assert batch.predictors.tolist() == [2, 3, 4, 5, 6, 7, 2, 2, 8, 9]
+    assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1, 0, 0, 1, 2]
+    assert batch.num_tokens.tolist() == [4, 2, 1, 3]
+
+
+def test_an_observation_before_the_first_turn_follows_the_shared_context() -> None:
+    first, second = (
+        TrainingSample(
+            SampleId(0, 0, i), [100, 101], [0, 1], [-0.5, -1.5], advantage=1.0, observations=[(0, [50 + i])]
+        )
+        for i in range(2)
+    )
+    batch = MicroBatch.of([first, second], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[100, 101, 50, 0, 51, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 3]]
+    assert batch.predictors.tolist() == [2, 3, 4, 5]
+    assert batch.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
 
 
 def test_observations_are_inputs_and_no_targets() -> None:
@@ -153,8 +201,8 @@ def test_the_limit_of_a_micro_batch_counts_observations() -> None:
     plain = sample(0, 1, 3)
     episode = replace(plain, id=SampleId(0, 0, 1), observations=[(1, [50] * 5)])
     assert (plain.num_input_tokens, episode.num_input_tokens) == (3, 8)
-    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 10)] == [[1], [0]]
-    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 11)] == [[1, 0]]
+    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 9)] == [[1], [0]]
+    assert [[s.id.number for s in bin] for bin in pack([plain, episode], 10)] == [[1, 0]]
 
 
 @given(st.lists(lengths, max_size=6), st.integers(1, 200), st.integers(1, 100))
@@ -168,7 +216,7 @@ def test_groups_wait_until_their_micro_batches_are_full(
         now, waiting = take_full(given, min_tokens, max_tokens)
         computed.update(s.id for s in now if s.completion_ids)
         assert load(waiting) < min_tokens
-        if load(given) < min_tokens:
+        if sum(load(batch) for batch in pack(given, max_tokens)) < min_tokens:
             assert waiting == given
         loads = [load(batch) for batch in pack(now, max_tokens)]
         assert all(a + b > max_tokens for i, a in enumerate(loads) for b in loads[:i])
@@ -177,10 +225,10 @@ def test_groups_wait_until_their_micro_batches_are_full(
 
 
 def test_what_does_not_fill_a_micro_batch_waits_for_the_next_group() -> None:
-    group = make_samples([(1, 6)] * 3)
-    now, rest = take_full(group * 2, 18, 18)
+    samples = make_samples([(prompt, 7 - prompt) for prompt in range(1, 7)])  # six tokens each
+    now, rest = take_full(samples, 18, 18)
     assert (load(now), load(rest)) == (36, 0)
-    now, rest = take_full(group * 2, 24, 24)
+    now, rest = take_full(samples, 24, 24)
     assert (load(now), load(rest)) == (24, 12)
-    now, rest = take_full(group * 2, 12, 24)
+    now, rest = take_full(samples, 12, 24)
     assert (load(now), load(rest)) == (36, 0)

@@ -44,13 +44,14 @@ def test_streamed_accumulation_equals_the_one_call_bit_for_bit(
 
 
 def test_small_units_are_computed_together_at_most_until_the_step(make_trainer: Make) -> None:
-    unit = [TrainingSample(SampleId(0, 0, 0), [1, 2], [3] * 9, [-3.0] * 9, 1.0)]  # ten tokens fed
+    ten = [[3] * 9, [-3.0] * 9]  # with a prompt of two: ten tokens fed
+    units = [[TrainingSample(SampleId(0, 0, 0), [1, prompt], *ten, 1.0)] for prompt in range(7)]
     trainer = make_trainer(max_tokens_per_microbatch=1000, min_tokens_per_microbatch=30)
-    trainer.accumulate([unit] * 2)
+    trainer.accumulate(units[:2])
     assert not trainer_gradient(trainer).any()
-    trainer.accumulate([unit])
+    trainer.accumulate(units[2:3])
     assert trainer_gradient(trainer).any()
-    trainer.accumulate([unit] * 4)
+    trainer.accumulate(units[3:])
     assert trainer.step().num_micro_batches == 3
 
 
@@ -112,9 +113,11 @@ def test_another_order_or_packing_changes_only_the_rounding(
     wanted = gradient(make_trainer(normalize=normalize, **NO_MOMENTUM), [units], tmp_path / "a")
     reverse = make_trainer(normalize=normalize, **NO_MOMENTUM)
     packed = make_trainer(normalize=normalize, max_tokens_per_microbatch=10_000, **NO_MOMENTUM)
+    alone = make_trainer(normalize=normalize, max_tokens_per_microbatch=1, **NO_MOMENTUM)
     joined = [[sample for unit in units for sample in unit]]
     torch.testing.assert_close(gradient(reverse, [units[::-1]], tmp_path / "b"), wanted, atol=1e-6, rtol=0)
     torch.testing.assert_close(gradient(packed, [joined], tmp_path / "c"), wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(gradient(alone, [joined], tmp_path / "d"), wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])

@@ -21,8 +21,10 @@ Unit = list[TrainingSample]
 
 
 def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit]:
-    """Groups of samples of unequal lengths, one with an empty completion in each second group."""
+    """Groups of samples of unequal lengths with one prompt, one with an empty completion in each second
+    group."""
     chance = random.Random(seed)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(3 + prompt % 3)] for prompt in range(num_units)]
 
     def sample(prompt: int, index: int) -> TrainingSample:
         length = min(40, int(chance.lognormvariate(1.8, 0.9)) + 1)
@@ -30,7 +32,7 @@ def make_units(num_units: int, num_samples: int = 4, seed: int = 0) -> list[Unit
             length = 0
         return TrainingSample(
             id=SampleId(prompt, 0, index),
-            prompt_ids=[chance.randrange(VOCABULARY) for _ in range(3 + prompt % 3)],
+            prompt_ids=prompts[prompt],
             completion_ids=[chance.randrange(VOCABULARY) for _ in range(length)],
             behavior_logprobs=[chance.uniform(-4, -2) for _ in range(length)],
             advantage=chance.gauss(0, 1),

@@ -115,7 +115,10 @@ def packed_causal_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     sequence_lengths: Sequence[int] = (),
+    keys: Tensor | None = None,
+    key_lengths: Sequence[int] = (),
     **_others: object,  # transformers' signature: architectures pass more than this needs
 ) -> tuple[Tensor, None]:
     """Causal attention of T packed tokens with H heads, G key and value heads, dimension D.
@@ -126,8 +129,10 @@ def packed_causal_attention(
         attention_mask: ignored: the boundaries define what a token attends to.
         scaling: factor of query times key; None: D^(-1/2).
         sliding_window: number of positions that a token attends to, including itself; None: all before it.
-        cu_seq_lens_q: [N + 1] int32: the N sequences begin at its first N entries, the last entry is T.
-        sequence_lengths: [N], of the sequences.
+        cu_seq_lens_q: [S + 1] int32: the S sequences begin at its first S entries, the last entry is T.
+        sequence_lengths: [S], of the sequences.
+        keys, cu_seq_lens_k, key_lengths: what each sequence attends to (`MicroBatch`), where some share a
+            context. The last keys of a sequence are its own tokens.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -137,22 +142,38 @@ def packed_causal_attention(
     """
     if cu_seq_lens_q is None or not sequence_lengths:
         raise NotImplementedError(f"{type(module).__name__} does not pass packed boundaries to its attention")
+    if keys is None:
+        key_lengths, cu_seq_lens_k = sequence_lengths, cu_seq_lens_q
+    else:
+        key, value = key.index_select(2, keys), value.index_select(2, keys)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        starts, longest = cu_seq_lens_q, max(sequence_lengths)
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        window = (
+            -1 if sliding_window is None else sliding_window - 1,
+            0,
+        )  # aligned at the last query and key
+        longest = max(sequence_lengths), max(key_lengths)
         out = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            *longest,
+            scale=scaling,
+            window_size=window,
+            enable_gqa=True,
         )
         assert isinstance(out, Tensor)
         return out[None], None
     key, value = for_fused_attention(query, key, value)
     outs = []
-    parts = (torch.split(x, list(sequence_lengths), dim=2) for x in (query, key, value))
+    queries = torch.split(query, list(sequence_lengths), dim=2)
+    parts = (torch.split(x, list(key_lengths), dim=2) for x in (key, value))
     with attention_kernels():
-        for q, k, v in zip(*parts, strict=True):
-            band = _band(q.shape[2], sliding_window, q.device)
+        for q, k, v in zip(queries, *parts, strict=True):
+            band = _band(q.shape[2], k.shape[2], sliding_window, q.device)
             causal = band is None
             outs.append(
                 scaled_dot_product_attention(q, k, v, band, is_causal=causal, scale=scaling, enable_gqa=True)
@@ -160,11 +181,13 @@ def packed_causal_attention(
     return torch.cat(outs, dim=2).transpose(1, 2), None
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length] bool mask of a sliding window; None if plain causal attention is the same."""
-    if window is None or length <= window:
+def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[queries, keys] bool mask of causal attention whose last query is the last key, in a sliding window;
+    None if plain causal attention is the same."""
+    if queries == keys and (window is None or keys <= window):
         return None
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return seen if window is None else seen.triu_(keys - queries + 1 - window)
 
 
 AttentionInterface.register(PACKED, packed_causal_attention)
@@ -240,10 +263,12 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
             position_ids=batch.position_ids,
             use_cache=False,
             cu_seq_lens_q=batch.boundaries,
-            cu_seq_lens_k=batch.boundaries,
+            cu_seq_lens_k=batch.key_boundaries,
             max_length_q=max(batch.lengths),
-            max_length_k=max(batch.lengths),
+            max_length_k=max(batch.key_lengths),
             sequence_lengths=batch.lengths,
+            keys=batch.keys if batch.key_lengths != batch.lengths else None,
+            key_lengths=batch.key_lengths,
         ).last_hidden_state[0]
     return hidden[batch.predictors]
 
@@ -370,13 +395,13 @@ class PolicyModel:
 
     @torch.no_grad()
     def _runs_packed(self) -> bool:
-        """Compare two packed sequences with the model's own forward pass of each. They differ if the
-        architecture mixes packed sequences, or changes its logits after the head."""
+        """Compare three packed sequences, two of which share a prompt, with the model's own forward pass of
+        each. They differ if the architecture mixes packed sequences, or changes its logits after the head."""
         vocabulary = len(self.model.get_output_embeddings().weight)
-        ids = [i % vocabulary for i in range(1, 8)]
+        ids = [i % vocabulary for i in range(1, 9)]
         samples = [
-            TrainingSample(SampleId(0, 0, i), part[:1], part[1:], [0.0] * (len(part) - 1), 0.0)
-            for i, part in enumerate((ids[:4], ids[3:]))
+            TrainingSample(SampleId(0, 0, i), part[:2], part[2:], [0.0] * (len(part) - 2), 0.0)
+            for i, part in enumerate((ids[:4], ids[3:], ids[:2] + ids[5:]))
         ]
         self.model.set_attn_implementation("eager")
         alone = torch.cat([self._plain_logprobs(sample) for sample in samples])

@@ -4,6 +4,13 @@ The last token of a completion predicts nothing: it is a target and not an input
 an episode are inputs and no targets. A sample whose history was rewritten is several sequences, which stay in
 one micro-batch: losses take means over the sample.
 
+The samples of a group have one prompt, and a micro-batch computes it once: sequences with the same context
+share its input tokens. So the samples of a group are packed together where they fit.
+
+    input     p p p a a a b b        two completions, aaa. and bb., of the prompt ppp
+    position  0 1 2 3 4 5 3 4
+    keys      p p p a a a, p p p b b
+
 Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
 only if it is a single sample; the result depends on the samples and their order only.
 
@@ -25,18 +32,25 @@ from tailrace.types import SampleId
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """N samples with T input tokens and C completion tokens, in S sequences: one for each branch of a sample
-    (turns.py). [C] tensors are in the order of the samples."""
+    (turns.py). [C] tensors are in the order of the samples. The first of several sequences with the same
+    context has its input tokens; another one has none if its completion is one token, and is left out."""
 
     ids: list[SampleId]
     """[N]"""
     input_ids: Tensor
     """[1, T]"""
     position_ids: Tensor
-    """[1, T]: starts at zero in each sequence."""
+    """[1, T]: starts at zero in each sequence, or after the context that it shares."""
     boundaries: Tensor
     """[S + 1] int32: the input tokens of sequence s are boundaries[s] : boundaries[s + 1]."""
     lengths: list[int]
     """[S]: input tokens of each sequence, in host memory."""
+    keys: Tensor
+    """[K]: the indices in 0..T-1 that sequences attend to: of each the context that it shares, and its own."""
+    key_boundaries: Tensor
+    """[S + 1] int32: those of sequence s are keys[key_boundaries[s] : key_boundaries[s + 1]]."""
+    key_lengths: list[int]
+    """[S], in host memory."""
     predictors: Tensor
     """[C]: the index in 0..T-1 of the input token that predicts each completion token."""
     targets: Tensor
@@ -66,17 +80,26 @@ class MicroBatch:
         input_ids: list[int] = []
         position_ids: list[int] = []
         predictors: list[int] = []
-        boundaries = [0]
+        keys: list[int] = []
+        boundaries, key_boundaries = [0], [0]
+        contexts: dict[tuple[int, ...], int] = {}
         for sample, sequence in [(each, sequence) for each in samples for sequence in each.sequences]:
-            input_ids += sequence.context_ids
-            start = sequence.start
+            start, begin, length = sequence.start, len(input_ids), len(sequence.context_ids)
+            first = contexts.setdefault(tuple(sequence.context_ids), begin)
+            shared = length if first < begin else 0
+            input_ids += sequence.context_ids[shared:]
             for end, observation in [*sequence.observations, (sequence.end, [])]:
-                predictors += range(len(input_ids) - 1, len(input_ids) - 1 + end - start)
+                if end > start:
+                    predictors.append(len(input_ids) - 1 if len(input_ids) > begin else first + length - 1)
+                    predictors += range(len(input_ids), len(input_ids) + end - start - 1)
                 input_ids += sample.completion_ids[start:end] + observation
                 start = end
             input_ids.pop()
-            position_ids += range(len(input_ids) - boundaries[-1])
-            boundaries.append(len(input_ids))
+            if len(input_ids) > begin:
+                position_ids += range(shared, shared + len(input_ids) - begin)
+                keys += [*range(first, first + shared), *range(begin, len(input_ids))]
+                boundaries.append(len(input_ids))
+                key_boundaries.append(len(keys))
 
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -87,6 +110,9 @@ class MicroBatch:
             position_ids=tensor(position_ids)[None],
             boundaries=tensor(boundaries, torch.int32),
             lengths=[end - start for start, end in itertools.pairwise(boundaries)],
+            keys=tensor(keys),
+            key_boundaries=tensor(key_boundaries, torch.int32),
+            key_lengths=[end - start for start, end in itertools.pairwise(key_boundaries)],
             predictors=tensor(predictors),
             targets=tensor([token for sample in samples for token in sample.completion_ids]),
             behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),
@@ -99,23 +125,75 @@ class MicroBatch:
         )
 
 
+class _Bin:
+    """The samples of a micro-batch while it is packed."""
+
+    def __init__(self) -> None:
+        self.samples: list[TrainingSample] = []
+        self.num_tokens = 0
+        self.contexts: set[int] = set()
+
+    def num_tokens_with(self, item: "_Item") -> int:
+        """Input tokens with one more sample: contexts that are here already cost nothing."""
+        known = sum(length for name, length in item.contexts.items() if name in self.contexts)
+        return self.num_tokens + item.num_tokens - known
+
+    def add(self, item: "_Item") -> None:
+        self.num_tokens = self.num_tokens_with(item)
+        self.samples.append(item.sample)
+        self.contexts |= item.contexts.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    sample: TrainingSample
+    num_tokens: int
+    """Input tokens of the sample alone."""
+    contexts: dict[int, int]
+    """The lengths of the contexts of its sequences; equal contexts have one number."""
+
+
+def _items(samples: Sequence[TrainingSample]) -> list[_Item]:
+    """The samples with a completion: those of a prompt together, the longest first."""
+    names: dict[tuple[int, ...], int] = {}
+    items = []
+    for sample in samples:
+        if sample.completion_ids:
+            ids = [tuple(each) for each in (sample.prompt_ids, *(ids for _, ids in sample.branches))]
+            contexts = {names.setdefault(each, len(names)): len(each) for each in ids}
+            repeated = sum(map(len, ids)) - sum(contexts.values())
+            items.append(_Item(sample, sample.num_input_tokens - repeated, contexts))
+    longest: dict[int, int] = {}
+    for item in items:
+        prompt = next(iter(item.contexts))
+        longest[prompt] = max(longest.get(prompt, 0), item.num_tokens)
+
+    def place(item: _Item) -> tuple[int, int, int]:
+        prompt = next(iter(item.contexts))
+        return -longest[prompt], prompt, -item.num_tokens
+
+    return sorted(items, key=place)
+
+
+def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
+    """First fit; a micro-batch with the sample's prompt comes first."""
+    bins: list[_Bin] = []
+    for item in items:
+        fitting = [bin for bin in bins if bin.num_tokens_with(item) <= max_tokens]
+        bin = min(fitting, key=lambda bin: bin.contexts.isdisjoint(item.contexts), default=None)
+        if bin is None:
+            bins.append(bin := _Bin())
+        bin.add(item)
+    return bins
+
+
 def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """Divide samples into micro-batches of at most `max_tokens` input tokens: first fit, longest first.
+    """Divide samples into micro-batches of at most `max_tokens` input tokens: first fit, longest first, the
+    samples of a prompt one after another.
 
     Samples without a completion are left out. A sample longer than `max_tokens` is alone.
     """
-    bins: list[list[TrainingSample]] = []
-    free: list[int] = []
-    complete = [sample for sample in samples if sample.completion_ids]
-    for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
-        length = sample.num_input_tokens
-        index = next((i for i, room in enumerate(free) if length <= room), len(bins))
-        if index == len(bins):
-            bins.append([])
-            free.append(max_tokens)
-        bins[index].append(sample)
-        free[index] -= length
-    return bins
+    return [bin.samples for bin in _pack(_items(samples), max_tokens)]
 
 
 def take_full(
@@ -123,11 +201,11 @@ def take_full(
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
     """Divide samples into those to compute now and those that wait for others: all if they have fewer than
     `min_tokens`, else the emptiest micro-batch of `pack` where that has fewer."""
-    if _num_tokens(samples) < min_tokens:
+    bins = sorted(_pack(_items(samples), max_tokens), key=lambda bin: bin.num_tokens, reverse=True)
+    if sum(bin.num_tokens for bin in bins) < min_tokens:
         return [], list(samples)
-    bins = sorted(pack(samples, max_tokens), key=_num_tokens, reverse=True)
-    rest = bins.pop() if len(bins) > 1 and _num_tokens(bins[-1]) < min_tokens else []
-    return list(itertools.chain.from_iterable(bins)), rest
+    rest = bins.pop().samples if len(bins) > 1 and bins[-1].num_tokens < min_tokens else []
+    return [sample for bin in bins for sample in bin.samples], rest
 
 
 def share(
@@ -138,24 +216,21 @@ def share(
     One rank has those of `pack`. With more ranks the tokens are divided evenly over as many rounds as `pack`
     would need, if the limit allows that.
     """
-    bins = pack(samples, max_tokens)
+    items = _items(samples)
+    bins = _pack(items, max_tokens)
     if num_ranks > 1:
         num_bins = -(-len(bins) // num_ranks) * num_ranks
-        even = _divide_evenly(samples, num_bins)
-        if all(len(bin) == 1 or _num_tokens(bin) <= max_tokens for bin in even if bin):
+        even = _divide_evenly(items, num_bins)
+        if all(len(bin.samples) == 1 or bin.num_tokens <= max_tokens for bin in even if bin.samples):
             bins = even
-        bins = sorted(bins, key=_num_tokens, reverse=True) + [[]] * (num_bins - len(bins))
-    return bins[rank::num_ranks]
+        bins = sorted(bins, key=lambda bin: bin.num_tokens, reverse=True)
+        bins += [_Bin() for _ in range(num_bins - len(bins))]
+    return [bin.samples for bin in bins[rank::num_ranks]]
 
 
-def _divide_evenly(samples: Sequence[TrainingSample], num_bins: int) -> list[list[TrainingSample]]:
-    """Put each sample with a completion, the longest first, into the bin with the fewest tokens."""
-    bins: list[list[TrainingSample]] = [[] for _ in range(num_bins)]
-    complete = [sample for sample in samples if sample.completion_ids]
-    for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
-        min(bins, key=_num_tokens).append(sample)
+def _divide_evenly(items: Sequence[_Item], num_bins: int) -> list[_Bin]:
+    """Put each sample into the bin that has the fewest tokens then."""
+    bins = [_Bin() for _ in range(num_bins)]
+    for item in items:
+        min(bins, key=lambda bin: bin.num_tokens_with(item)).add(item)
     return bins
-
-
-def _num_tokens(bin: Sequence[TrainingSample]) -> int:
-    return sum(sample.num_input_tokens for sample in bin)
