@@ -1,6 +1,6 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools] [--kills N]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers] [--kills N]
                                [--colocated] [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
@@ -13,6 +13,7 @@ one engine after another to SIGKILL at random moments, also one that is being re
 itself after its last round.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
+--task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
 was trained, and a sink that writes every request down.
@@ -80,6 +81,8 @@ LOSING: dict[str, dict[str, object]] = {
     "tailrace": {"groups_per_step": 8, "groups_in_flight": 16, "staleness": 2},
 }
 """Schedules that lose engines."""
+PAPERS = ("april_dapo", "pipelinerl", "rollpacker")
+"""Examples that are killed as they stand."""
 ROUNDS_TO_LEARN = 16
 """Before the first kill: then most episodes call the tool."""
 OPTIONS = {"run.checkpoint_every": "2", "run.eval_every": "5", "run.eval_prompts": "32"}
@@ -113,7 +116,7 @@ class Victim:
     """A run of the quickstart's task that is killed.
 
     Args:
-        schedule: name and parameters.
+        schedule: its parameters; None: the example runs as it stands.
         options: settings that replace those of the example.
         example: a config in `examples/`.
     """
@@ -121,7 +124,7 @@ class Victim:
     def __init__(
         self,
         name: str,
-        schedule: Mapping[str, object],
+        schedule: Mapping[str, object] | None,
         folder: Path,
         options: Mapping[str, str],
         example: str = "quickstart/quickstart.toml",
@@ -129,7 +132,10 @@ class Victim:
         self.folder, self._options = folder / name, options
         self.forgotten = 0
         self._drawn: dict[int, int] = {}
-        settings = tomllib.loads((EXAMPLES / example).read_text())
+        self._config = EXAMPLES / example
+        if schedule is None:
+            return
+        settings = tomllib.loads(self._config.read_text())
         settings["schedule"] = {"name": name, **schedule}
         settings["model"]["path"] = str((EXAMPLES / example).parent / settings["model"]["path"])
         self._config = folder / f"{name}.toml"
@@ -396,11 +402,13 @@ def found_in(victims: Sequence[Victim]) -> Counter[str]:
     return results
 
 
-def crash(kills: int, seed: int, options: Mapping[str, str]) -> dict[str, float]:
+def crash(kills: int, seed: int, options: Mapping[str, str], papers: bool = False) -> dict[str, float]:
     """Kill and resume runs; what was found, summed over the runs."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         victims = [Victim(schedule, KILLED[schedule], Path(name), options) for schedule in KILLED]
+        if papers:
+            victims = [Victim(paper, None, Path(name), options, f"{paper}.toml") for paper in PAPERS]
         for number in range(kills):
             victim = victims[number % len(victims)]
             victim.live_and_die(chance)
@@ -496,7 +504,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 def main(
     kill: Literal["all", "engines"] = "all",
-    task: Literal["sums", "tools"] = "sums",
+    task: Literal["sums", "tools", "papers"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
@@ -511,7 +519,7 @@ def main(
         results = crash_tools(kills, seed)
     elif kills:
         asleep = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
-        results |= crash(kills, seed, OPTIONS | asleep)
+        results |= crash(kills, seed, OPTIONS | asleep, task == "papers")
     if kill == "all" and task == "sums" and repeats:
         results |= cost(repeats)
     for key, value in results.items():

@@ -48,7 +48,7 @@ STUDIES = {
     "april": Study(
         {},
         {
-            "serial": {"name": "serial", **WHOLE},
+            "serial": {"name": "serial", **WHOLE, "groups_per_step": 32},  # april steps once a round
             "april": {"name": "april", "groups_per_round": 32, "groups_launched": 64},
         },
     ),

@@ -46,7 +46,7 @@ class MicroBatch:
     lengths: list[int]
     """[S]: input tokens of each sequence, in host memory."""
     keys: Tensor
-    """[K]: the indices in 0..T-1 that sequences attend to: of each the context that it shares, and its own."""
+    """[K]: the indices in 0..T-1 that sequences attend to: those of a shared context, then their own."""
     key_boundaries: Tensor
     """[S + 1] int32: those of sequence s are keys[key_boundaries[s] : key_boundaries[s + 1]]."""
     key_lengths: list[int]
