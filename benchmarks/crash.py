@@ -1,7 +1,7 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers] [--kills N]
-                               [--colocated] [--repeats N] [--seed N] [--json F]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers]
+                               [--kills N] [--colocated] [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;

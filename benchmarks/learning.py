@@ -8,7 +8,7 @@ april  april against serial (APRIL, Tables 2 and 5 to 7)
 order  rolloutpipe, which trains short groups first, against serial
 
 Each run trains the quickstart's model on as many samples as the others of its study. Printed, mean over the
-seeds and the half-width of its 95% interval (Student's t): the reward of the samples of each quarter of the
+seeds and the half-width of its 95% interval (Student's t): the reward of the samples of each eighth of the
 run, held-out accuracy at the end, effective sample size, largest lag in optimizer steps, waste and seconds.
 Seconds hold for one engine and one trainer of one thread each. --folder keeps the runs, and a run that has
 ended there is not repeated.
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from common import QUICKSTART, run, write
 from tailrace.api import load_config, train
 
-QUARTERS = 4
+PARTS = 8
 
 
 class Study(NamedTuple):
@@ -78,17 +78,16 @@ def figures(folder: Path) -> dict[str, float]:
     rows = [jsons.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     samples = [row["samples/trained"] for row in steps]
-    quarters: list[list[tuple[float, float]]] = [[] for _ in range(QUARTERS)]
+    parts: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]
     trained = 0.0
     for row, number in zip(steps, samples, strict=True):
-        quarters[min(QUARTERS - 1, int(QUARTERS * trained / sum(samples)))].append((row["reward"], number))
+        parts[min(PARTS - 1, int(PARTS * trained / sum(samples)))].append((row["reward"], number))
         trained += number
-    if not all(quarters):
-        raise SystemExit(f"a run of {len(steps)} steps has a quarter without one; raise --samples")
+    if not all(parts):
+        raise SystemExit(f"a run of {len(steps)} steps has an eighth without one; raise --samples")
     found = {
-        f"reward/{place}": sum(reward * number for reward, number in quarter)
-        / sum(number for _, number in quarter)
-        for place, quarter in enumerate(quarters, 1)
+        f"reward/{place}": sum(reward * number for reward, number in part) / sum(number for _, number in part)
+        for place, part in enumerate(parts, 1)
     }
     wasted = sum(value for row in rows for key, value in row.items() if key.startswith("tail/wasted_tokens/"))
     return {
@@ -119,9 +118,9 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    places = [(number + 0.5) / QUARTERS * samples for number in range(QUARTERS)]
+    places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
     for name, found in results.items():
-        rewards = [found[f"reward/{number}"] for number in range(1, QUARTERS + 1)]
+        rewards = [found[f"reward/{number}"] for number in range(1, PARTS + 1)]
         axes.errorbar(places, list(map(fmean, rewards)), list(map(interval, rewards)), label=name, capsize=3)
     axes.set(xlabel="trained samples", ylabel="reward")
     axes.legend()

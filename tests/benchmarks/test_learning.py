@@ -24,14 +24,14 @@ def written(folder: Path, rewards: list[float]) -> Path:
 
 
 def test_the_figures_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
-    found = figures(written(tmp_path, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.5]))
-    assert [found[f"reward/{quarter}"] for quarter in range(1, 5)] == pytest.approx([0.1, 0.5, 0.9, 0.5])
-    del found["reward/1"], found["reward/2"], found["reward/3"], found["reward/4"]
-    others = {"accuracy": 0.75, "ess": 0.5, "lag": 3.0, "waste": 28 / 80, "samples": 64, "seconds": 16.0}
+    found = figures(written(tmp_path, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.5] * 2))
+    rewards = [found.pop(f"reward/{part}") for part in range(1, 9)]
+    assert rewards == pytest.approx([0.1, 0.5, 0.9, 0.5] * 2)
+    others = {"accuracy": 0.75, "ess": 0.5, "lag": 3.0, "waste": 120 / 160, "samples": 128, "seconds": 32.0}
     assert found == pytest.approx(others)
 
 
-def test_a_run_that_is_too_short_for_quarters_names_the_option(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_for_its_parts_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"2 steps .* raise --samples"):
         figures(written(tmp_path, [0.0, 1.0]))
 
