@@ -1,12 +1,14 @@
 """Tokens a second of the embedded engine and of vLLM on a CPU, both also as servers over HTTP.
 
     python benchmarks/engine.py [--size 0.45M|25M] [--vllm-python PATH] [--repeats 3] [--core N] [--json FILE]
+    python benchmarks/engine.py --model models/SmolLM2-135M-Instruct [--vllm-python PATH]
 
-Same model folders (random weights of a Qwen3 shape), same requests, same lengths, float32, one core and one
-thread for each engine. Lengths are lognormal (sigma 1.1) and fixed for each request; eight requests share a
-prompt. Each engine has a process of its own (engine_peers.py) and is warmed up by an unmeasured round of
-fewer requests; the measured rounds alternate between the engines. Printed: tokens a second (median, lowest,
-highest) by the wall clock and by the CPU time of the process, and the ratios of the medians by wall clock.
+Same model folders (random weights of a Qwen3 shape, in float32; or a real model, in bfloat16 and in float32,
+without servers), same requests, same lengths, one core and one thread for each engine. Lengths are lognormal
+(sigma 1.1) and fixed for each request; eight requests share a prompt. Each engine has a process of its own
+(engine_peers.py) and is warmed up by an unmeasured round of fewer requests; the measured rounds alternate
+between the engines. Printed: tokens a second (median, lowest, highest) by the wall clock and by the CPU time
+of the process, and the ratios of the medians by wall clock.
 
 vLLM has an environment of its own, which `make .venv-vllm/vllm.stamp` makes; name it by `--vllm-python
 .venv-vllm/bin/python` or VLLM_PYTHON. A peer that is missing is null.
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -44,6 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
     "25M": SHAPE | LARGE | {"num_key_value_heads": 4, "head_dim": 64},
 }
 NUM_REQUESTS = {"0.45M": 256, "25M": 64}
+NUM_OF_MODEL = 64
 BARS = {"0.45M": {"vllm": 1.5}, "25M": {"vllm": 0.9}}
 Size = Literal["0.45M", "25M"]
 Round = tuple[float, float]
@@ -96,23 +100,23 @@ class Peer:
 
 
 def compare(
-    folder: Path, num: int, pythons: dict[str, str], repeats: int, core: int
+    folder: Path, num: int, pythons: dict[str, str], repeats: int, core: int, dtype: str
 ) -> dict[str, list[Round]]:
     """The rounds of each engine that could run. Of vLLM, eager or compiled, the faster one."""
-    requests, file = make_requests(num), folder / "requests.json"
-    file.write_text(jsons.dumps(requests))
+    requests = make_requests(num)
     lengths = [length for _, length in requests]
-    peers = [Peer(name, python, folder, file, core) for name, python in pythons.items()]
     rounds: dict[str, list[Round]] = {}
-    try:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, ExitStack() as closed:
+        file.write(jsons.dumps(requests))
+        file.flush()
+        peers = [Peer(name, python, folder, file.name, core, dtype) for name, python in pythons.items()]
+        for peer in peers:
+            closed.callback(peer.close)
         warm = [peer for peer in peers if peer.measure(lengths[:NUM_WARM_UP]) is not None]
         for _ in range(repeats):
             for peer in warm:
                 if measured := peer.measure(lengths):
                     rounds.setdefault(peer.name, []).append(measured)
-    finally:
-        for peer in peers:
-            peer.close()
     variants = [rounds.pop(name) for name in ("vllm_eager", "vllm_compiled") if name in rounds]
     if variants:
         rounds["vllm"] = max(variants, key=lambda each: median(wall for wall, _ in each))
@@ -145,6 +149,7 @@ def report(bars: dict[str, float], where: str, rounds: dict[str, list[Round]]) -
 
 def main(
     size: Size | None = None,
+    model: Path | None = None,
     vllm_python: Annotated[str | None, Parameter(env_var="VLLM_PYTHON")] = None,
     repeats: int = 3,
     core: int = max(os.sched_getaffinity(0)),
@@ -153,15 +158,34 @@ def main(
     pythons = {"native": sys.executable, "native_http": sys.executable}
     if vllm_python:
         pythons |= dict.fromkeys(("vllm_eager", "vllm_compiled", "vllm_http"), vllm_python)
+    if model:
+        if not (model / "config.json").exists():
+            raise SystemExit(f"{model} is no model folder; `make {model}` makes the example's")
+        write(json, compare_model(model, pythons, repeats, core))
+        return
     results: dict[str, Any] = {}
     for name in [size] if size else SIZES:
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = save_model(Path(folder), **SIZES[name])
             where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 core, 1 thread"
             print(f"{name}: {NUM_REQUESTS[name]} requests, {where}")
-            rounds = compare(Path(folder), NUM_REQUESTS[name], pythons, repeats, core)
+            rounds = compare(Path(folder), NUM_REQUESTS[name], pythons, repeats, core, "float32")
             results[name] = report(BARS[name], where, rounds)
     write(json, results)
+
+
+def compare_model(model: Path, pythons: dict[str, str], repeats: int, core: int) -> dict[str, Any]:
+    """The medians of each type, and the ratio of the best of both engines."""
+    results: dict[str, Any] = {}
+    own = {name: python for name, python in pythons.items() if not name.endswith("_http")}
+    for dtype in ("bfloat16", "float32"):
+        where = f"{model.name}, {dtype}, cpu, 1 core, 1 thread"
+        results[dtype] = report({}, where, compare(model, NUM_OF_MODEL, own, repeats, core, dtype))
+    best = {name: max(results[dtype][name] or 0 for dtype in results) for name in ("native", "vllm")}
+    results["ratio"] = best["native"] / best["vllm"] if best["vllm"] else None
+    if best["vllm"]:
+        print(f"  native / vllm, each in its best type: {results['ratio']:.2f}x (bar 1.0x)")
+    return results
 
 
 if __name__ == "__main__":

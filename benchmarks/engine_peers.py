@@ -1,6 +1,6 @@
 """One engine, driven by engine.py: reads a number, generates so many requests, prints its seconds; again.
 
-    python engine_peers.py ENGINE MODEL_FOLDER REQUESTS_JSON CORE
+    python engine_peers.py ENGINE MODEL_FOLDER REQUESTS_JSON CORE DTYPE
 
 Runs under the interpreter of the engine it drives, so it imports nothing of another. Every engine samples
 at temperature 1 and returns the log-prob of each token; none may stop early. Prints, for each round,
@@ -21,11 +21,13 @@ from pathlib import Path
 Requests = list[tuple[list[int], int]]
 """(prompt, tokens to generate)"""
 MAX_REQUESTS = 256
+KV_TOKENS = 65_536
+"""The requests have fewer."""
 Generate = Callable[[Requests], int]
 """Serves requests that arrive together; returns the number of tokens."""
 
 
-def native(model: str) -> Generate:
+def native(model: str, dtype: str = "float32") -> Generate:
     import torch
 
     from tailrace.engine.base import GenerationRequest
@@ -33,7 +35,7 @@ def native(model: str) -> Generate:
     from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 
     torch.set_num_threads(1)
-    settings = NativeEngineSettings(max_num_seqs=MAX_REQUESTS, kv_cache_tokens=524_288)
+    settings = NativeEngineSettings(dtype=dtype, max_num_seqs=MAX_REQUESTS, kv_cache_tokens=KV_TOKENS)
     engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
 
     def generate(requests: Requests) -> int:
@@ -59,13 +61,13 @@ def native(model: str) -> Generate:
     return generate
 
 
-def vllm(model: str, *, eager: bool) -> Generate:
+def vllm(model: str, dtype: str, *, eager: bool) -> Generate:
     import vllm
 
     engine = vllm.LLM(
         model=model,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=eager,
         max_num_seqs=MAX_REQUESTS,
         max_model_len=2048,
@@ -118,35 +120,36 @@ def served(command: list[str], model: str, core: str) -> Generate:
     return lambda requests: asyncio.run(all_of(requests))
 
 
-def native_http(model: str, core: str) -> Generate:
-    command = [sys.executable, "-m", "tailrace.cli", "serve", model, "--kv-cache-tokens", "524288"]
+def native_http(model: str, core: str, dtype: str) -> Generate:
+    command = [sys.executable, "-m", "tailrace.cli", "serve", model, "--dtype", dtype]
+    command += ["--kv-cache-tokens", str(KV_TOKENS)]
     return served(command, model, core)
 
 
-def vllm_http(model: str, core: str) -> Generate:
+def vllm_http(model: str, core: str, dtype: str) -> Generate:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as its server is deployed
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--dtype", dtype, "--max-model-len", "2048"]
     command += ["--enable-scale-out", "--skip-tokenizer-init"]
     return served(command, model, core)
 
 
-ENGINES: dict[str, Callable[[str, str], Generate]] = {
-    "native": lambda model, core: native(model),
-    "vllm_eager": lambda model, core: vllm(model, eager=True),
-    "vllm_compiled": lambda model, core: vllm(model, eager=False),
+ENGINES: dict[str, Callable[[str, str, str], Generate]] = {
+    "native": lambda model, core, dtype: native(model, dtype),
+    "vllm_eager": lambda model, core, dtype: vllm(model, dtype, eager=True),
+    "vllm_compiled": lambda model, core, dtype: vllm(model, dtype, eager=False),
     "native_http": native_http,
     "vllm_http": vllm_http,
 }
 
 
-def main(engine: str, model: str, file: str, core: str) -> None:
+def main(engine: str, model: str, file: str, core: str, dtype: str) -> None:
     os.sched_setaffinity(0, {int(core)})
     # In this process, so that its scheduler has the same one core as everybody's.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "CUDA_VISIBLE_DEVICES": ""}
     requests: Requests = json.loads(Path(file).read_text())
-    generate = ENGINES[engine](model, core)
+    generate = ENGINES[engine](model, core, dtype)
     for line in sys.stdin:
         asked = requests[: int(line)]
         wall, cpu = time.perf_counter(), time.process_time()
