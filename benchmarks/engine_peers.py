@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +29,7 @@ Generate = Callable[[Requests], int]
 def native(model: str, dtype: str = "float32") -> Generate:
     import torch
 
-    from tailrace.engine.base import GenerationRequest
+    from tailrace.engine.base import GenerationRequest, SamplingParams
     from tailrace.engine.native.engine import NativeEngine
     from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 
@@ -39,23 +38,12 @@ def native(model: str, dtype: str = "float32") -> Generate:
     engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
 
     def generate(requests: Requests) -> int:
-        """The engine's own limit is one for all, so each request is aborted at its length."""
-        for index, (prompt, _) in enumerate(requests):
-            engine.submit(GenerationRequest(str(index), prompt, (), index))
-        due: dict[int, list[int]] = defaultdict(list)
-        num_steps = num_admitted = num_ended = num_tokens = 0
+        for index, (prompt, length) in enumerate(requests):
+            sampling = SamplingParams(max_completion_tokens=length, ignore_end_of_text=True)
+            engine.submit(GenerationRequest(str(index), prompt, (), index, sampling=sampling))
+        num_tokens = 0
         while not engine.idle:
-            engine.step()
-            num_steps += 1
-            # In order of arrival: nothing is preempted, for the cache holds them all.
-            for index in range(num_admitted, num_ended + engine.usage().num_running):
-                due[num_steps - 1 + requests[index][1]].append(index)
-                num_admitted += 1
-            for index in due.pop(num_steps, ()):
-                output = engine.abort(str(index))
-                assert output is not None
-                num_tokens += len(output.ids)
-                num_ended += 1
+            num_tokens += sum(len(output.ids) for output in engine.step())
         return num_tokens
 
     return generate
