@@ -80,8 +80,12 @@ def test_ranks_have_even_shares_where_the_limit_allows_it() -> None:
 
 @given(lengths, limits)
 def test_no_two_micro_batches_fit_into_one(lengths: list[tuple[int, int]], limit: int) -> None:
-    loads = [load(batch) for batch in pack(make_samples(lengths), limit)]
-    assert all(a + b > limit for i, a in enumerate(loads) for b in loads[:i])
+    """Without one that both share, and unless they have too many keys."""
+    batches = pack(make_samples(lengths), limit)
+    for i, one in enumerate(batches):
+        for other in batches[:i]:
+            num_keys = sum(sample.num_input_tokens for sample in (*one, *other))
+            assert load(one) + load(other) > limit or num_keys > 2 * limit
 
 
 @given(lengths, limits)
@@ -100,6 +104,12 @@ def test_the_samples_of_a_prompt_are_packed_together_and_it_counts_once() -> Non
     samples = make_samples(lengths)
     assert [[s.id.number for s in batch] for batch in pack(samples, 22)] == [[1], [4, 0, 2, 3]]
     assert [load(batch) for batch in pack(samples, 22)] == [21, 18]
+
+
+def test_a_shared_prompt_is_copied_for_a_bounded_number_of_sequences() -> None:
+    samples = make_samples([(20, 2)] * 9)  # 21 tokens, then 1 more for each
+    assert [len(batch) for batch in pack(samples, 40)] == [3, 3, 3]
+    assert [len(batch) for batch in pack(samples, 95)] == [9]
 
 
 def test_a_group_that_exceeds_the_limit_is_computed_with_its_prompt_in_each_micro_batch() -> None:
@@ -218,8 +228,6 @@ def test_groups_wait_until_their_micro_batches_are_full(
         assert load(waiting) < min_tokens
         if sum(load(batch) for batch in pack(given, max_tokens)) < min_tokens:
             assert waiting == given
-        loads = [load(batch) for batch in pack(now, max_tokens)]
-        assert all(a + b > max_tokens for i, a in enumerate(loads) for b in loads[:i])
     computed.update(s.id for s in waiting if s.completion_ids)
     assert computed == Counter(s.id for group in groups for s in make_samples(group) if s.completion_ids)
 

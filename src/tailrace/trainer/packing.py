@@ -125,12 +125,16 @@ class MicroBatch:
         )
 
 
+MAX_KEYS = 2
+"""Of all sequences of a micro-batch, for each token that it may have."""
+
+
 class _Bin:
     """The samples of a micro-batch while it is packed."""
 
     def __init__(self) -> None:
         self.samples: list[TrainingSample] = []
-        self.num_tokens = 0
+        self.num_tokens = self.num_keys = 0
         self.contexts: set[int] = set()
 
     def num_tokens_with(self, item: "_Item") -> int:
@@ -138,8 +142,15 @@ class _Bin:
         known = sum(length for name, length in item.contexts.items() if name in self.contexts)
         return self.num_tokens + item.num_tokens - known
 
+    def has_room(self, item: "_Item", max_tokens: int) -> bool:
+        """Whether the sample fits. The keys and values of a shared context are copied for each sequence, so
+        they are bounded, too."""
+        few_keys = self.num_keys + item.num_tokens <= MAX_KEYS * max_tokens
+        return few_keys and self.num_tokens_with(item) <= max_tokens
+
     def add(self, item: "_Item") -> None:
         self.num_tokens = self.num_tokens_with(item)
+        self.num_keys += item.num_tokens
         self.samples.append(item.sample)
         self.contexts |= item.contexts.keys()
 
@@ -179,7 +190,7 @@ def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
     """First fit; a micro-batch with the sample's prompt comes first."""
     bins: list[_Bin] = []
     for item in items:
-        fitting = [bin for bin in bins if bin.num_tokens_with(item) <= max_tokens]
+        fitting = [bin for bin in bins if bin.has_room(item, max_tokens)]
         bin = min(fitting, key=lambda bin: bin.contexts.isdisjoint(item.contexts), default=None)
         if bin is None:
             bins.append(bin := _Bin())

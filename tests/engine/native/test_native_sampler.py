@@ -94,12 +94,30 @@ def test_top_k_one_is_greedy(make_engine, models):
     assert tokens[17:] == best[16:-1]
 
 
+def test_a_token_of_a_large_vocabulary_is_chosen_as_from_one_cumulative_sum():
+    """All mass lies in four of 24 blocks; the last tokens have none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((1, 6000), float("-inf"))
+    places = torch.randperm(5000, generator=generator)[:900] // 4 + 1000
+    logits[0, places] = torch.randn(900, generator=generator)
+    num = 4_000
+    uniforms = torch.rand(num, generator=generator, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    ids, logprobs = drawn(logits.expand(num, -1), uniforms)
+    cumulative = logits[0].double().softmax(0).cumsum(0)
+    wanted = torch.searchsorted(cumulative, uniforms, right=True)
+    near = (cumulative[ids] - uniforms).abs().minimum((cumulative[wanted] - uniforms).abs()) < 1e-6
+    assert torch.equal(ids[~near], wanted[~near]) and (~near).sum() > 0.99 * num
+    assert logits[0, ids].isfinite().all()
+    torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[ids])
+
+
 def test_greedy_rows_get_the_most_likely_token_and_the_others_do_not_change():
     logits = torch.tensor([[0.0, 1.0, 0.5]] * 3)
     uniforms = torch.tensor([0.99, 0.01, 0.99], dtype=torch.float64)
     ids, logprobs = drawn(logits, uniforms, greedy=[0, 1])
     assert ids.tolist() == [1, 1, 2]
-    assert logprobs.tolist() == logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]].tolist()
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]])
 
 
 def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):

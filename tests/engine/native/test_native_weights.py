@@ -14,6 +14,7 @@ from native_cases import (
     submit_all,
 )
 
+import tailrace.engine.native.model as model_module
 from helpers.tiny_models import save_tiny_model, tiny_model
 from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
@@ -65,6 +66,28 @@ def test_kept_cache_equals_a_forward_that_mixes_the_weights_the_same_way(make_en
         mixed = mixed_reference(models["qwen3"][1], new_model, tokens, output.ids)
         assert_close(output, mixed)
         assert (mixed - reference(new_model, tokens, output.ids)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
+    make_engine, models, family, monkeypatch
+):
+    """Also of a load that followed sleep."""
+    monkeypatch.setattr(model_module, "MIN_PACKED", 1)
+    engine = make_engine(family)
+    assert all(matrix._packed is not None for matrix in engine._model._matrices())
+    new = tiny_model(family, seed=1)
+    for version, model in enumerate((models[family][1], new), 1):
+        engine.load(model.state_dict(), version=version, kv="keep")
+        submit_all(engine, PROMPTS)
+        for id, output in finish(engine).items():
+            assert_close(output, reference(model, PROMPTS[id], output.ids))
+    engine.sleep()
+    assert all(matrix._packed is None for matrix in engine._model._matrices())
+    engine.wake()
+    submit_all(engine, PROMPTS)
+    for id, output in finish(engine).items():
+        assert_close(output, reference(models[family][1], PROMPTS[id], output.ids))
 
 
 @pytest.mark.parametrize(

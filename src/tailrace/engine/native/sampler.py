@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from tailrace.engine.base import SamplingParams
 
+BLOCK, MIN_BLOCKS = 256, 8
 _64_BITS = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -67,18 +69,46 @@ def draw(
         greedy: the rows that get their most likely token.
     """
     logits = logits / logits.new_tensor([each.temperature for each in sampling])[:, None]
-    logprobs = torch.log_softmax(logits, -1)
-    probs = logprobs.exp()
+    most = logits.amax(-1, keepdim=True)
+    weights = (logits - most).exp_()
+    log_total = most + weights.sum(-1, keepdim=True).log_()
     for (top_k, top_p), rows in _rows_by_truncation(sampling).items():
-        probs[rows] = _truncate(probs[rows], top_k, top_p)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    targets = uniforms[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative probability exceeds the target: never one of probability zero.
-    ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=probs.shape[-1] - 1)
+        weights[rows] = _truncate(weights[rows], top_k, top_p)
+    ids = _choose_in_blocks(weights, uniforms[:, None])
     if greedy:
         ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
-    chosen = logprobs.gather(1, ids)
+    chosen = logits.gather(1, ids) - log_total
     return Drawn(ids[:, 0].tolist(), chosen[:, 0].tolist())
+
+
+def _choose_in_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """As `_choose`: of a large vocabulary first a block, then one of its tokens. Cumulative sums in float64
+    over all tokens would take the larger part of a draw."""
+    if weights.shape[1] <= MIN_BLOCKS * BLOCK:
+        return _choose(weights, uniforms)[0]
+    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
+    block, within = _choose(blocks.sum(-1, dtype=torch.float64), uniforms)
+    chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
+    return (block * BLOCK + _choose(chosen, within)[0]).clamp_(max=weights.shape[1] - 1)
+
+
+def _choose(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose an index of each row with a probability proportional to its weight.
+
+    Args:
+        weights: [T, N]
+        uniforms: [T, 1], float64, in [0, 1).
+
+    Returns:
+        The first indices whose cumulative weight exceeds the uniform share of the sum, [T, 1]: never one of
+        weight zero. And where the share lies within the weight: uniform numbers in [0, 1), [T, 1].
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    targets = uniforms * cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=weights.shape[1] - 1)
+    own = weights.gather(1, ids).double()
+    within = (targets - (cumulative.gather(1, ids) - own)) / own
+    return ids, within.clamp_(0.0, 1.0 - 2.0**-53)
 
 
 def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
