@@ -105,7 +105,7 @@ def test_a_token_of_a_large_vocabulary_is_chosen_as_from_one_cumulative_sum():
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     ids, logprobs = drawn(logits.expand(num, -1), uniforms)
     cumulative = logits[0].double().softmax(0).cumsum(0)
-    wanted = torch.searchsorted(cumulative, uniforms, right=True)
+    wanted = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
     near = (cumulative[ids] - uniforms).abs().minimum((cumulative[wanted] - uniforms).abs()) < 1e-6
     assert torch.equal(ids[~near], wanted[~near]) and (~near).sum() > 0.99 * num
     assert logits[0, ids].isfinite().all()
