@@ -8,17 +8,15 @@ lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps
 april  april against serial (APRIL, Tables 2 and 5 to 7)
 order  rolloutpipe, which trains short groups first, against serial
 kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
-episodes
-       in-flight updates within episodes of several turns (PipelineRL 7): pipelinerl against serial, on
-       examples/tools.toml in place of the quickstart
+episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
+       the task are those of examples/tools.toml
 
 Each run trains the quickstart's model on as many samples as the others of its study. Printed, mean over the
 seeds and the half-width of its 95% interval (Student's t): the reward of the samples of each quarter of the
 run, held-out accuracy at the end, effective sample size, KL of the behaviour policy, largest and mean lag in
 optimizer steps, versions of the weights in a sample, share of the steps after which the KV cache was
-recomputed, waste and seconds.
-Seconds hold for one engine and one trainer of one thread each. --folder keeps the runs, and a run that has
-ended there is not repeated.
+recomputed, waste and seconds. Seconds hold for one engine and one trainer of one thread each. --folder keeps
+the runs, and a run that has ended there is not repeated.
 """
 
 import json as jsons

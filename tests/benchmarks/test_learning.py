@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from common import QUICKSTART
 from learning import STUDIES, figures, interval
 from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
@@ -48,4 +47,4 @@ def test_an_interval_is_that_of_students_t() -> None:
 def test_each_schedule_of_a_study_is_one_of_the_registry(name: str) -> None:
     study = STUDIES[name]
     for schedule in study.schedules.values():
-        resolve(load_config(QUICKSTART, study.settings).model_copy(update={"schedule": schedule}))
+        resolve(load_config(study.config, study.settings).model_copy(update={"schedule": schedule}))
