@@ -86,7 +86,7 @@ class Study:
         """Of each tenth, then with each decay, [16, parameters]. `whole`: of all tokens, [1, parameters]."""
         samples = {sample.id: sample for group in groups for sample in group.samples if sample.advantage}
         total = torch.zeros(1, sum(self.sizes))
-        for batch in self.policy.micro_batches(list(map(TrainingSample.of, samples.values())), 16_384):
+        for batch in self.policy.micro_batches(list(map(TrainingSample.of, samples.values())), 4_096):
             lags = [-version for id in batch.ids for version, size in samples[id].spans for _ in range(size)]
             tenth = torch.cat([torch.arange(n) * TENTHS // n for n in batch.num_tokens.tolist()])
             logprobs = self.policy.logprobs(batch).logprobs
