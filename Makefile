@@ -103,6 +103,9 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/learning.py lag
 	$(BIN)/python benchmarks/learning.py april
 	$(BIN)/python benchmarks/learning.py order
+	$(BIN)/python benchmarks/learning.py kv
+	$(BIN)/python benchmarks/learning.py episodes
+	$(BIN)/python benchmarks/lag_gradient.py
 	$(BIN)/tailrace compare benchmarks/race.toml
 
 # torch is named first and pinned: a plain `pip install torch` may choose a build with gigabytes of CUDA.

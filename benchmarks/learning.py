@@ -1,17 +1,22 @@
 """What schedules learn from equally many samples, from several seeds.
 
-    python benchmarks/learning.py [lag|april|order] [--seeds 3] [--samples N] [--folder DIR] [--figure F]
+    python benchmarks/learning.py [lag|april|order|kv|episodes] [--seeds 3] [--samples N] [--folder DIR]
+                                  [--figure F]
 
 lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps a round (PipelineRL,
        Figs. 5a, 5b, 6b and 10), with its loss: REINFORCE, token weights truncated at 5
 april  april against serial (APRIL, Tables 2 and 5 to 7)
 order  rolloutpipe, which trains short groups first, against serial
+kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
+episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
+       the task are those of examples/tools.toml
 
 Each run trains the quickstart's model on as many samples as the others of its study. Printed, mean over the
 seeds and the half-width of its 95% interval (Student's t): the reward of the samples of each eighth of the
-run, held-out accuracy at the end, effective sample size, largest lag in optimizer steps, waste and seconds.
-Seconds hold for one engine and one trainer of one thread each. --folder keeps the runs, and a run that has
-ended there is not repeated.
+run, held-out accuracy at the end, effective sample size, KL of the behaviour policy, largest and mean lag in
+optimizer steps, versions of the weights in a sample, share of the steps after which the KV cache was
+recomputed, waste and seconds. Seconds hold for one engine and one trainer of one thread each. --folder keeps
+the runs, and a run that has ended there is not repeated.
 """
 
 import json as jsons
@@ -21,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
-from common import QUICKSTART, run, write
+from common import EXAMPLES, QUICKSTART, run, write
 from tailrace.api import load_config, train
 
 PARTS = 8
@@ -32,6 +37,7 @@ class Study(NamedTuple):
 
     settings: dict[str, str]
     schedules: dict[str, dict[str, Any]]
+    config: Path = QUICKSTART
 
 
 WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
@@ -56,20 +62,32 @@ STUDIES = {
         {"trainer.learning_rate": "2e-4"},
         {name: {"name": name, **WHOLE, "groups_per_step": 4} for name in ("serial", "rolloutpipe")},
     ),
+    "kv": Study(
+        {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"},
+        {f"kv={kv}": {"name": "pipelinerl", **RING, "kv": kv} for kv in ("keep", "recompute", 0.01)},
+    ),
+    "episodes": Study(
+        {"trainer.learning_rate": "2e-4"},
+        {
+            "serial": {"name": "serial", "groups_per_round": 8, "groups_per_step": 8},
+            "pipelinerl": {"name": "pipelinerl", **RING, "groups_per_step": 8, "ring_groups": 16},
+        },
+        EXAMPLES / "tools.toml",
+    ),
 }
 
 
 def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> None:
-    """Train the quickstart's model; the files of the run are in the folder."""
+    """Train the model of the study; the files of the run are in the folder."""
     if (folder / "summary.json").exists():
         return
     schedule = study.schedules[name]
     groups = schedule.get(
         "groups_per_round", schedule.get("groups_per_step", 1) * schedule.get("steps_per_round", 1)
     )
-    rounds = samples // load_config(QUICKSTART).run.group_size // groups
+    rounds = samples // load_config(study.config).run.group_size // groups
     always = {"run.seed": seed, "run.rounds": rounds, "run.eval_every": rounds, "run.checkpoint_every": 0}
-    config = load_config(QUICKSTART, {**always, **study.settings})
+    config = load_config(study.config, {**always, **study.settings})
     train(config.model_copy(update={"schedule": schedule}), folder)
 
 
@@ -94,7 +112,11 @@ def figures(folder: Path) -> dict[str, float]:
         **found,
         "accuracy": [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1],
         "ess": fmean(row["ess"] for row in steps),
+        "kl": fmean(row["mismatch_kl"] for row in steps),
         "lag": max(row["lag/max"] for row in steps),
+        "lag_mean": fmean(row["lag/mean"] for row in steps),
+        "versions": fmean(row["versions/mean"] for row in steps),
+        "recomputed": sum(row.get("kv/recomputed", 0.0) for row in rows) / len(steps),
         "waste": wasted / sum(row.get("tokens/generated", 0.0) for row in rows),
         "samples": sum(samples),
         "seconds": sum(row.get("round/time_s", 0.0) for row in rows),
@@ -128,7 +150,7 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
 
 
 def main(
-    study: Literal["lag", "april", "order"] = "lag",
+    study: Literal["lag", "april", "order", "kv", "episodes"] = "lag",
     seeds: int = 3,
     samples: int = 8192,
     folder: Path | None = None,

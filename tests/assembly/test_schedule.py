@@ -1,6 +1,7 @@
 """From the [schedule] section to a schedule that can run, or to one message before anything starts."""
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,20 @@ def test_what_cannot_work_is_said_with_key_value_and_remedy(
     name: str, parameters: dict[str, Any], said: str
 ) -> None:
     assert message(name, **parameters).startswith(said)
+
+
+@pytest.mark.parametrize("kv", [0, -0.1, math.nan, math.inf, True, "0.1", "maybe", [1]])
+def test_a_rule_for_the_kv_cache_that_is_none_is_refused_by_its_key(kv: object) -> None:
+    said = message("tailrace", groups_per_step=2, groups_in_flight=4, staleness=1, kv=kv)
+    assert (
+        said == f"schedule.kv = {kv!r}: it must be 'keep', 'recompute' or a finite number above 0; change it"
+    )
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute", 1, 0.25])
+def test_a_rule_for_the_kv_cache_is_a_word_or_a_number(kv: object) -> None:
+    bound = resolve(config("tailrace", groups_per_step=2, groups_in_flight=4, staleness=1, kv=kv))
+    assert bound.keywords["kv"] == kv
 
 
 def test_a_frontier_of_no_group_is_refused_by_its_key() -> None:

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from common import QUICKSTART
 from learning import STUDIES, figures, interval
 from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 
-STEP = {"loss": 0.1, "ess": 0.5, "lag/max": 3.0, "tokens/generated": 10.0, "round/time_s": 2.0}
+STEP = {"loss": 0.1, "ess": 0.5, "mismatch_kl": 0.2, "lag/max": 3.0, "lag/mean": 1.5, "versions/mean": 2.0}
+STEP |= {"tokens/generated": 10.0, "round/time_s": 2.0}
 
 
 def written(folder: Path, rewards: list[float]) -> Path:
     rows: list[dict[str, float]] = [
         {**STEP, "reward": reward, "samples/trained": 8, "tail/wasted_tokens/deferred": number}
+        | ({"kv/recomputed": 1} if number % 4 == 3 else {})
         for number, reward in enumerate(rewards)
     ]
     lines = map(json.dumps, [*rows, {"eval/accuracy": 0.25}, {"eval/accuracy": 0.75}])
@@ -27,7 +28,8 @@ def test_the_figures_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     found = figures(written(tmp_path, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.5] * 2))
     rewards = [found.pop(f"reward/{part}") for part in range(1, 9)]
     assert rewards == pytest.approx([0.1, 0.5, 0.9, 0.5] * 2)
-    others = {"accuracy": 0.75, "ess": 0.5, "lag": 3.0, "waste": 120 / 160, "samples": 128, "seconds": 32.0}
+    others = {"accuracy": 0.75, "ess": 0.5, "kl": 0.2, "lag": 3.0, "lag_mean": 1.5, "versions": 2.0}
+    others |= {"recomputed": 0.25, "waste": 120 / 160, "samples": 128, "seconds": 32.0}
     assert found == pytest.approx(others)
 
 
@@ -45,4 +47,4 @@ def test_an_interval_is_that_of_students_t() -> None:
 def test_each_schedule_of_a_study_is_one_of_the_registry(name: str) -> None:
     study = STUDIES[name]
     for schedule in study.schedules.values():
-        resolve(load_config(QUICKSTART, study.settings).model_copy(update={"schedule": schedule}))
+        resolve(load_config(study.config, study.settings).model_copy(update={"schedule": schedule}))

@@ -119,3 +119,15 @@ def test_the_share_of_changed_weights_is_a_mean_over_publications() -> None:
     published = [Published(20.0, 21.0, version, share) for version, share in enumerate((0.25, None, 0.75))]
     play([*events, *published, last], summary)
     assert [row["round/changed_weights"] for row in rounds_of(summary.rows)] == [0.5]
+
+
+def test_publications_that_recompute_the_cache_are_counted() -> None:
+    *events, last = pipelined_round().events
+    summary = Summary()
+    published = [
+        Published(20.0, 21.0, 1, None, "recompute"),
+        Published(21.0, 22.0, 2),
+        Published(22.0, 23.0, 3, kv="recompute"),
+    ]
+    play([*events, *published, last], summary)
+    assert sum(row.get("kv/recomputed", 0) for row in summary.rows) == 2

@@ -107,8 +107,8 @@ def test_a_reward_that_times_out_is_zero_and_is_marked() -> None:
     clock.run(main(), virtual=True)
 
 
-def test_a_step_reports_the_effective_sample_size_of_its_own_tokens() -> None:
-    """Ten tokens of age 0 and ten of age 2: 20 / (10 + 10 exp((0.5 * 2)^2))."""
+def test_a_step_reports_the_effective_sample_size_and_the_kl_of_its_own_tokens() -> None:
+    """Ten tokens of age 0 and ten of age 2: 20 / (10 + 10 exp((0.5 * 2)^2)), and half of (0.5 * 2)^2 / 2."""
 
     async def main() -> None:
         trainer = SimTrainer(SimTrainerSettings(drift=0.5))
@@ -116,8 +116,10 @@ def test_a_step_reports_the_effective_sample_size_of_its_own_tokens() -> None:
         fresh.grow(10, version=3)
         stale.grow(10, version=1)
         await trainer.accumulate([[fresh], [stale]], version=3)
-        assert (await trainer.step()).ess == pytest.approx(20 / (10 + 10 * math.e))
-        assert (await trainer.step()).ess == 1.0
+        stats = await trainer.step()
+        assert (stats.ess, stats.kl) == (pytest.approx(20 / (10 + 10 * math.e)), 0.25)
+        stats = await trainer.step()
+        assert (stats.ess, stats.kl) == (1.0, 0.0)
 
     clock.run(main(), virtual=True)
 

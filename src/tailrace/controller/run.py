@@ -131,6 +131,7 @@ class Run:
         self.promised: float | None = None
         """The bound on staleness that the schedule has promised, in publications."""
         self._bound, self._lags = inf, Lags()
+        self._drift = 0.0  # since the KV cache was last recomputed
         self._accumulated: dict[SampleId, Sample] = {}
         self._update: WeightUpdate | None = None
         self._ledger = Ledger(recorder, start.totals, journal)
@@ -265,6 +266,7 @@ class Run:
             with self._interruption.protected():
                 stats = await self._parts.trainer.step()
                 self._state.stepped(stats)
+                self._drift += stats.kl / max(1.0, lags.mean)
                 samples = tuple(self._accumulated.pop(id) for id in stats.samples)
                 self._ledger.train(samples, stats.num_steps)
         for group in dict.fromkeys(sample.group for sample in samples):
@@ -283,23 +285,27 @@ class Run:
         await self.accumulate(batch)
         await self.step()
 
-    async def publish(self, *, kv: KV = "keep") -> None:
+    async def publish(self, *, kv: KV | float = "keep") -> None:
         """Send the weights to every engine. Engines load them between two decode steps; no request ends.
 
         Returns when the weights are on their way. Requests launched from now on get the new weights, and
         training may go on while engines load. The next publication waits until this one has arrived.
 
         Args:
-            kv: whether engines keep or recompute the KV cache of requests in flight.
+            kv: whether engines keep or recompute the KV cache of requests in flight. A number: they keep it
+                while the drift since they last recomputed it is below, in nats a token. The drift is a sum
+                over optimizer steps: the KL of the behaviour policy to the current one over the tokens of the
+                step, divided by their mean lag if that is above 1.
         """
         version = self.version + 1
         start_s = clock.now()
         weights = await self._parts.trainer.publish(version)
         await self._update_arrived()
         self._state.publish(version)
+        kv = self._keep_or_recompute(kv)
         self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.ages)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
-        self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed))
+        self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
         await self._placement.published()
 
     async def ess(self, groups: Sequence[Group]) -> float:
@@ -390,6 +396,13 @@ class Run:
         num_tokens = sum(sample.num_tokens for sample in samples)
         ids = tuple(sample.id for sample in samples)
         self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
+
+    def _keep_or_recompute(self, kv: KV | float) -> KV:
+        if not isinstance(kv, str):
+            kv = "keep" if self._drift < kv else "recompute"  # a KL that is not a number recomputes, too
+        if kv == "recompute":
+            self._drift = 0.0
+        return kv
 
     def _refuse_to_go_on(self) -> None:
         num, steps = self._state.num_not_finite, self._state.num_steps

@@ -14,7 +14,7 @@ import msgspec
 from tailrace.engine.base import DecodeSums
 from tailrace.record.figures import Lags, Row
 from tailrace.trainer.base import StepStats
-from tailrace.types import FinishReason, Sample, SampleId
+from tailrace.types import KV, FinishReason, Sample, SampleId
 
 
 class Moment(msgspec.Struct, frozen=True, tag_field="event", tag=True):
@@ -180,6 +180,8 @@ class Published(Interval, frozen=True):
     version: int
     changed_weights: float | None = None
     """Share of the weights whose bfloat16 value is not that of the version before; None in a simulation."""
+    kv: KV = "keep"
+    """What engines do with the KV cache of requests in flight."""
 
 
 class RoundEnded(Moment, frozen=True):

@@ -208,6 +208,8 @@ groups/filtered/ | groups | summed | - | Groups that were filtered, by reason.
 groups/dropped/ | groups | summed | - | Groups that were dropped, by reason.
 rows/skipped/ | rows | summed | - | Rows of the data that could not become a prompt, by reason.
 engines/died/ | deaths | summed | - | Deaths of engines, by engine.
+kv/recomputed | publications | summed | - | Publications with which engines recomputed the KV cache of
+    requests in flight.
 engines/preempted/ | requests | summed | - | Requests preempted because the KV cache was full, by engine.
 groups/parked | groups | summed | - | Neither trained nor given up at the end of the run; only in the last
     row.
@@ -467,12 +469,17 @@ class Lags:
         return {
             "staleness/mean": _mean_of(self.publications),
             "staleness/max": max(self.publications, default=0),
-            "lag/mean": _mean_of(self.steps),
+            "lag/mean": self.mean,
             "lag/max": max(self.steps, default=0),
             **in_family("lag/tenth/", enumerate(self.profile)),
             "carried/tokens": 1.0 - self.publications[0] / total if total else 0.0,
             "carried/samples": self.carried / num_samples,
         }
+
+    @property
+    def mean(self) -> float:
+        """Mean lag of a token, in optimizer steps."""
+        return _mean_of(self.steps)
 
     @property
     def profile(self) -> list[float]:

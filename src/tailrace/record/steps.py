@@ -243,6 +243,8 @@ class StepMeter:
                 counts["groups/filtered/" + _slug(event.reason)] += 1
             case events.GroupEnded():
                 counts["groups/dropped/" + _slug(event.reason)] += 1
+            case events.Published(kv="recompute"):
+                counts["kv/recomputed"] += 1
             case events.EngineStateChanged(state="dead"):
                 counts["engines/died/" + event.engine] += 1
             case events.Preempted():

@@ -13,9 +13,9 @@ from math import inf
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import earliest
-from tailrace.schedules.parameters import Bound, Count, require
+from tailrace.schedules.parameters import Bound, Count, KVRule, require
 from tailrace.schedules.window import window
-from tailrace.types import KV, Group
+from tailrace.types import Group
 
 
 async def april(
@@ -23,7 +23,7 @@ async def april(
     groups_per_round: Count,
     groups_launched: Count,
     staleness: Bound | None = None,
-    kv: KV = "recompute",
+    kv: KVRule = "recompute",
 ) -> None:
     """Train the first groups to complete, park the others, and continue them in the next round.
 
@@ -35,7 +35,9 @@ async def april(
         groups_launched: groups in service at the start of a round (N'), at least groups_per_round.
         staleness: bound on the age of a trained token, in publications; None: no bound. With a bound, the
             trainer waits for the groups that are due.
-        kv: "recompute" (as published) or "keep" the KV cache of a parked response.
+        kv: "keep" or "recompute" (as published) the KV cache of parked responses when the weights change;
+            a number: recompute it when the drift since then, the sum over steps of mismatch_kl / lag/mean,
+            reaches it.
     """
     N = groups_per_round
     require(groups_launched >= N, "groups_launched", groups_launched, f"{N} groups are trained", "raise it")
@@ -50,7 +52,9 @@ async def april(
         await run.publish(kv=kv)
 
 
-async def april_dapo(run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KV = "recompute") -> None:
+async def april_dapo(
+    run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KVRule = "recompute"
+) -> None:
     """With dynamic sampling as in the published code: prompts are drawn in batches until N groups pass the
     filter, and what is left over comes first in the next batch. No bound on staleness.
 

@@ -1,10 +1,12 @@
 """Types of schedule parameters, and checks between them."""
 
+from math import inf
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tailrace.errors import ConfigError
+from tailrace.types import KV
 
 Count = Annotated[int, Field(ge=1)]
 """At least one."""
@@ -13,6 +15,19 @@ Bound = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]
 """A multiple of what is wanted."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _known_rule(value: object) -> object:
+    if value in ("keep", "recompute") or (
+        isinstance(value, int | float) and value is not True and 0 < value < inf
+    ):
+        return value
+    raise ValueError("it must be 'keep', 'recompute' or a finite number above 0")
+
+
+KVRule = Annotated[KV | float, BeforeValidator(_known_rule)]
+"""Keep or recompute the KV cache of sequences in flight when the weights change; a number: recompute it at
+this drift, in nats a token (`Run.publish`)."""
 
 
 def require(true: bool, name: str, value: object, problem: str, remedy: str) -> None:

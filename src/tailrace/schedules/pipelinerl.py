@@ -20,8 +20,8 @@ from math import inf
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import AtMost, Full
-from tailrace.schedules.parameters import Count, Share, require
-from tailrace.types import KV, Group
+from tailrace.schedules.parameters import Count, KVRule, Share, require
+from tailrace.types import Group
 
 
 async def pipelinerl(
@@ -31,7 +31,7 @@ async def pipelinerl(
     ring_groups: Count,
     ring_full: Full = "drop_oldest",
     scoring_groups: Count | None = None,
-    kv: KV = "keep",
+    kv: KVRule = "keep",
     min_ess: Share = 0.0,
 ) -> None:
     """Generation never stops; the weights are updated after every optimizer step. The lag has no bound.
@@ -44,7 +44,8 @@ async def pipelinerl(
         ring_full: "drop_oldest" group, or "block": draw no new prompts.
         scoring_groups: generated groups that the scorers have at a time. None: as ring_groups. At least what
             they score in the time that a reward takes.
-        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change; a number:
+            recompute it when the drift since then, the sum over steps of mismatch_kl / lag/mean, reaches it.
         min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with
             older tokens, until a batch of the current weights is complete; that batch is always trained.
             0: no guard.

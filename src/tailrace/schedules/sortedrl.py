@@ -10,12 +10,13 @@ samples, here groups, because advantages need whole groups.
 """
 
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Count, require_divisible
+from tailrace.schedules.parameters import Count, KVRule, require_divisible
 from tailrace.schedules.window import window
-from tailrace.types import KV
 
 
-async def sortedrl(run: Run, groups_per_round: Count, groups_per_step: Count, kv: KV = "recompute") -> None:
+async def sortedrl(
+    run: Run, groups_per_round: Count, groups_per_step: Count, kv: KVRule = "recompute"
+) -> None:
     """Partial mode: a batch is trained from its shortest groups to its longest, one step a round.
 
     No token is thrown away. The last groups of a batch are groups_per_round / groups_per_step - 1
@@ -24,7 +25,7 @@ async def sortedrl(run: Run, groups_per_round: Count, groups_per_step: Count, kv
     Args:
         groups_per_round: groups of a rollout batch (R).
         groups_per_step: groups of an optimizer step (U).
-        kv: "recompute" or "keep" the KV cache of an interrupted response.
+        kv: as in pipelinerl, of an interrupted response.
     """
     require_divisible(groups_per_round, groups_per_step)
     bound = groups_per_round // groups_per_step - 1

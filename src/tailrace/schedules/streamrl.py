@@ -13,8 +13,8 @@ engine. A group is handed to the trainer when all its samples are complete, beca
 
 from tailrace.controller.run import Run
 from tailrace.schedules.one_step_off import next_batch
-from tailrace.schedules.parameters import Count
-from tailrace.types import KV, Group
+from tailrace.schedules.parameters import Count, KVRule
+from tailrace.types import Group
 
 
 async def streamrl(run: Run, groups_per_round: Count) -> None:
@@ -32,7 +32,7 @@ async def streamrl(run: Run, groups_per_round: Count) -> None:
         await run.publish()
 
 
-async def streamrl_async(run: Run, groups_per_round: Count, kv: KV = "keep") -> None:
+async def streamrl_async(run: Run, groups_per_round: Count, kv: KVRule = "keep") -> None:
     """The asynchronous mode: the next batch starts when the last group of this one is complete.
 
     The paper's service takes new weights between two batches. Here the sequences in flight get them, too, so
@@ -40,7 +40,7 @@ async def streamrl_async(run: Run, groups_per_round: Count, kv: KV = "keep") -> 
 
     Args:
         groups_per_round: groups of a batch, and of its optimizer step.
-        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+        kv: as in pipelinerl.
     """
     run.promise(staleness=1)
     async for _ in run.rounds():

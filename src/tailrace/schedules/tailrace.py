@@ -8,13 +8,13 @@ et al. 2025, 3): what is known of the lengths decides who races.
 from math import ceil
 
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Bound, Count, Factor
+from tailrace.schedules.parameters import Bound, Count, Factor, KVRule
 from tailrace.schedules.window import window
-from tailrace.types import KV, Group
+from tailrace.types import Group
 
 
 async def tailrace(
-    run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound, kv: KV = "keep"
+    run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound, kv: KVRule = "keep"
 ) -> None:
     """APRIL without the stop: generation never ends, and the weights change in flight.
 
@@ -25,7 +25,7 @@ async def tailrace(
         groups_per_step: groups of an optimizer step (U = B/K).
         groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
-        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+        kv: as in pipelinerl.
     """
     run.promise(staleness=staleness)
     select = window(run, groups_per_step, groups_in_flight, staleness)

@@ -15,12 +15,12 @@ from collections.abc import Collection
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
-from tailrace.schedules.parameters import Count, require
-from tailrace.types import KV, Group
+from tailrace.schedules.parameters import Count, KVRule, require
+from tailrace.types import Group
 
 
 async def windowed_fifo(
-    run: Run, groups_per_step: Count, groups_in_flight: Count, window: Count, kv: KV = "keep"
+    run: Run, groups_per_step: Count, groups_in_flight: Count, window: Count, kv: KVRule = "keep"
 ) -> None:
     """Generation never stops; the oldest groups are trained first, in any order within a window.
 
@@ -28,7 +28,7 @@ async def windowed_fifo(
         groups_per_step: groups of an optimizer step (U = B/K).
         groups_in_flight: groups that are active, at least groups_per_step.
         window: groups, from the oldest active one on, that may be trained. 1: strict FIFO.
-        kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change.
+        kv: as in pipelinerl.
     """
     U, B = groups_per_step, groups_in_flight
     require(B >= U, "groups_in_flight", B, f"{U} groups are trained in a step", "raise it")

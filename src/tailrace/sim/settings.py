@@ -75,8 +75,8 @@ class SimTrainerSettings(Settings):
     early_swap_s: float = Field(default=0.0, ge=0)
     """The same for what training during the rollout needs: at most swap_s."""
     drift: float = Field(default=0.5, ge=0)
-    """Standard deviation that the log importance weight of a token gains with each version: a model of the
-    effective sample size."""
+    """Standard deviation that the log importance weight of a token gains with each version: a model of
+    ess and mismatch_kl."""
 
 
 class SimReferenceSettings(Settings):

@@ -1,4 +1,4 @@
-"""A simulated trainer, with a model of the ESS, and a simulated reference model."""
+"""A simulated trainer, with a model of the ESS and the KL, and a simulated reference model."""
 
 import asyncio
 import math
@@ -60,6 +60,7 @@ class SimTrainer:
             samples=tuple(sample.id for sample in samples),
             num_tokens=sum(sample.num_tokens for sample in samples),
             compute_s=busy_s,
+            kl=_kl(log_weights),
             ess=_ess(log_weights),
         )
 
@@ -130,6 +131,12 @@ def _ess(log_weights: Sequence[tuple[int, float]]) -> float:
     num_tokens = sum(count for count, _ in log_weights)
     squares = sum(count * math.exp(min(variance, 700.0)) for count, variance in log_weights)
     return num_tokens / squares if num_tokens else 1.0
+
+
+def _kl(log_weights: Sequence[tuple[int, float]]) -> float:
+    """KL(mu || pi) = -E[log w] of the same weights: half the variance, mean over the tokens."""
+    num_tokens = sum(count for count, _ in log_weights)
+    return sum(count * variance / 2 for count, variance in log_weights) / max(1, num_tokens)
 
 
 class SimReference:

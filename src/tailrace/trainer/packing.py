@@ -21,6 +21,8 @@ rank that has none left computes a filler, which counts for nothing.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +131,13 @@ MAX_KEYS = 2
 """Of all sequences of a micro-batch, for each token that it may have."""
 
 
+class _Item(NamedTuple):
+    sample: TrainingSample
+    num_tokens: int
+    contexts: dict[int, int]
+    """The lengths of the contexts of its sequences; equal contexts have one number."""
+
+
 class _Bin:
     """The samples of a micro-batch while it is packed."""
 
@@ -137,53 +146,34 @@ class _Bin:
         self.num_tokens = self.num_keys = 0
         self.contexts: set[int] = set()
 
-    def num_tokens_with(self, item: "_Item") -> int:
+    def num_tokens_with(self, item: _Item) -> int:
         """Input tokens with one more sample: contexts that are here already cost nothing."""
         known = sum(length for name, length in item.contexts.items() if name in self.contexts)
         return self.num_tokens + item.num_tokens - known
 
-    def has_room(self, item: "_Item", max_tokens: int) -> bool:
+    def has_room(self, item: _Item, max_tokens: int) -> bool:
         """Whether the sample fits. The keys and values of a shared context are copied for each sequence, so
         they are bounded, too."""
         few_keys = self.num_keys + item.num_tokens <= MAX_KEYS * max_tokens
         return few_keys and self.num_tokens_with(item) <= max_tokens
 
-    def add(self, item: "_Item") -> None:
+    def add(self, item: _Item) -> None:
         self.num_tokens = self.num_tokens_with(item)
         self.num_keys += item.num_tokens
         self.samples.append(item.sample)
         self.contexts |= item.contexts.keys()
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    sample: TrainingSample
-    num_tokens: int
-    """Input tokens of the sample alone."""
-    contexts: dict[int, int]
-    """The lengths of the contexts of its sequences; equal contexts have one number."""
-
-
 def _items(samples: Sequence[TrainingSample]) -> list[_Item]:
     """The samples with a completion: those of a prompt together, the longest first."""
     names: dict[tuple[int, ...], int] = {}
-    items = []
-    for sample in samples:
-        if sample.completion_ids:
-            ids = [tuple(each) for each in (sample.prompt_ids, *(ids for _, ids in sample.branches))]
-            contexts = {names.setdefault(each, len(names)): len(each) for each in ids}
-            repeated = sum(map(len, ids)) - sum(contexts.values())
-            items.append(_Item(sample, sample.num_input_tokens - repeated, contexts))
-    longest: dict[int, int] = {}
-    for item in items:
-        prompt = next(iter(item.contexts))
-        longest[prompt] = max(longest.get(prompt, 0), item.num_tokens)
-
-    def place(item: _Item) -> tuple[int, int, int]:
-        prompt = next(iter(item.contexts))
-        return -longest[prompt], prompt, -item.num_tokens
-
-    return sorted(items, key=place)
+    groups: dict[tuple[int, ...], list[_Item]] = {}
+    complete = [sample for sample in samples if sample.completion_ids]
+    for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
+        prompt, *others = (tuple(ids) for ids in (sample.prompt_ids, *(ids for _, ids in sample.branches)))
+        contexts = {names.setdefault(each, len(names)): len(each) for each in (prompt, *others)}
+        groups.setdefault(prompt, []).append(_Item(sample, sample.num_input_tokens, contexts))
+    return list(itertools.chain.from_iterable(groups.values()))
 
 
 def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
@@ -231,17 +221,11 @@ def share(
     bins = _pack(items, max_tokens)
     if num_ranks > 1:
         num_bins = -(-len(bins) // num_ranks) * num_ranks
-        even = _divide_evenly(items, num_bins)
+        even = [_Bin() for _ in range(num_bins)]
+        for item in items:
+            min(even, key=partial(_Bin.num_tokens_with, item=item)).add(item)
         if all(len(bin.samples) == 1 or bin.num_tokens <= max_tokens for bin in even if bin.samples):
             bins = even
         bins = sorted(bins, key=lambda bin: bin.num_tokens, reverse=True)
         bins += [_Bin() for _ in range(num_bins - len(bins))]
     return [bin.samples for bin in bins[rank::num_ranks]]
-
-
-def _divide_evenly(items: Sequence[_Item], num_bins: int) -> list[_Bin]:
-    """Put each sample into the bin that has the fewest tokens then."""
-    bins = [_Bin() for _ in range(num_bins)]
-    for item in items:
-        min(bins, key=lambda bin: bin.num_tokens_with(item)).add(item)
-    return bins

@@ -75,7 +75,7 @@ def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
     """Also of a load that followed sleep."""
     monkeypatch.setattr(model_module, "MIN_PACKED", 1)
     engine = make_engine(family)
-    assert all(matrix._packed is not None for matrix in engine._model._matrices())
+    assert all(matrix.packed is not None for matrix in engine._model._matrices())
     new = tiny_model(family, seed=1)
     for version, model in enumerate((models[family][1], new), 1):
         engine.load(model.state_dict(), version=version, kv="keep")
@@ -83,7 +83,7 @@ def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
         for id, output in finish(engine).items():
             assert_close(output, reference(model, PROMPTS[id], output.ids))
     engine.sleep()
-    assert all(matrix._packed is None for matrix in engine._model._matrices())
+    assert all(matrix.packed is None for matrix in engine._model._matrices())
     engine.wake()
     submit_all(engine, PROMPTS)
     for id, output in finish(engine).items():
