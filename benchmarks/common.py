@@ -1,4 +1,4 @@
-"""What the benchmarks share: a command line from the parameters of `main`, results as JSON, memory, random models."""
+"""What the benchmarks share: the command line of `main`, results as JSON, peaks of memory, random models."""
 
 import json
 import subprocess

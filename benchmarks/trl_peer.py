@@ -4,22 +4,20 @@
     python benchmarks/trl_peer.py [--steps 8] [--seeds 3] [--cores one|two|both] [--json FILE] [--search]
 
 Not trl.py, which would shadow the package. Both sides have the model, the prompts and their order, 8 prompts
-x 8 samples a step, GRPO (mean over samples of the mean over tokens, clip 0.2, no KL), AdamW with learning rate
-2e-5, at most 32 tokens at temperature 1, and the cores. They run in turn. --search times each candidate of
-both sides instead, with one seed; BEST has the fastest of them.
+x 8 samples a step, GRPO (mean over samples of the mean over tokens, clip 0.2, no KL), AdamW with learning
+rate 2e-5, at most 32 tokens at temperature 1, and the cores. They run in turn. The first of CANDIDATES is the
+fastest of each side; --search measures all of them, with one seed.
 
-    step_s           seconds a step, without the first
-    tokens_s         completion tokens a second
-    parts            seconds a step of each part; in an overlapping schedule they add up to more than step_s
-    accuracy         held-out prompts, of 128, that the trained model solves: greedy, by one program for both
-    peak_bytes       the largest sum of the processes' proportional set sizes
-    zero_groups      share of groups with equal rewards: tailrace trains them without a backward pass
-    gradient_s       seconds of forward and backward passes for each sample that had them
+    step_s        seconds a step, without the first
+    tokens_s      completion tokens a second
+    parts         seconds a step of each part; in an overlapping schedule their sum exceeds step_s
+    zero_groups   share of groups of equal rewards, which tailrace trains without a backward pass
+    gradient_s    seconds of forward and backward passes for each sample that had both
+    accuracy      share of 128 held-out prompts that the trained model solves, greedy, by one program
+    peak_bytes    the largest sum of the processes' proportional set sizes
 
-Ratios are TRL's mean over tailrace's: above 1, tailrace is faster. No side computes log-probs of the old policy:
-TRL takes those of the forward pass, tailrace those of the engine.
-
-AsyncGRPOTrainer of TRL 1.16 is not among the candidates. ASYNC
+A ratio is TRL's mean over tailrace's: above 1, tailrace is faster. Neither side computes log-probs of the old
+policy: TRL takes those of the forward pass, tailrace those of the engine.
 """
 
 import json as jsons
@@ -35,156 +33,118 @@ from tailrace.api import load_config
 from tailrace.data.encoding import load_tokenizer
 from tailrace.data.open import open_prompts
 
-ROOT = Path(__file__).parents[1]
-TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-CONFIG = EXAMPLES / "smollm2" / "first_run.toml"
+SUMS = EXAMPLES / "smollm2"
+MODEL = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"
+TRL_PYTHON = EXAMPLES.parent / ".venv-trl" / "bin" / "python"
 GROUPS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE, HELD_OUT = 8, 8, 32, 2e-5, 128
 CORES = {"one": "1", "two": "0,1"}
-Settings = dict[str, Any]
+PARTS = {"Accumulated": "passes", "OptimizerStep": "optimizer", "Published": "publish"}
+Figures = dict[str, Any]
 
-TRL = {"batch": 16, "dtype": "autocast", "attention": "sdpa"}
-TRL_CANDIDATES: list[Settings] = [
-    TRL,
-    *({**TRL, "batch": batch} for batch in (8, 32, 64)),
-    {**TRL, "dtype": "float32"},
-    {**TRL, "dtype": "pure bfloat16"},
-    {**TRL, "attention": "eager"},
-    {**TRL, "cache": "static"},
-    {**TRL, "continuous": True},
-    {**TRL, "checkpointing": True},
-]
-SERIAL = {"name": "serial", "dtype": "bfloat16"}
-TAILRACE_CANDIDATES: dict[str, list[Settings]] = {
-    "one": [SERIAL, {**SERIAL, "dtype": "float32"}],
-    "two": [
-        {**SERIAL, "threads": 2},
-        {**SERIAL, "threads": 2, "dtype": "float32"},
-        *({"name": name, "dtype": "bfloat16"} for name in ("rolloutpipe_eager", "one_step_off")),
-    ],
+
+def threads(number: int, dtype: str) -> Figures:
+    """Settings of tailrace: those of its engine and its trainer."""
+    values = {"threads": number, "dtype": dtype}
+    return {f"{part}.{key}": value for part in ("engine", "trainer") for key, value in values.items()}
+
+
+TRL: list[Figures] = [{"dtype": dtype} for dtype in ("float32", "autocast", "bfloat16")]
+TRL += [{"batch": 8}, {"batch": 64}, {"attention": "eager"}]
+OTHERS = ("use_transformers_continuous_batching", "gradient_checkpointing")
+TRL += [{"others": {name: True}} for name in OTHERS]
+EAGER = {"schedule.name": "rolloutpipe_eager", **threads(1, "bfloat16")}
+CANDIDATES: dict[str, dict[str, list[Figures]]] = {
+    "one": {"trl": TRL, "tailrace": [threads(1, "bfloat16"), threads(1, "float32")]},
+    "two": {"trl": TRL, "tailrace": [threads(2, "bfloat16"), threads(2, "float32"), EAGER]},
 }
-BEST: dict[str, dict[str, Settings]] = {
-    "one": {"trl": TRL, "tailrace": SERIAL},
-    "two": {"trl": TRL, "tailrace": {**SERIAL, "threads": 2}},
-}
+BEST = {name: {side: tried[0] for side, tried in sides.items()} for name, sides in CANDIDATES.items()}
+"""The first of each."""
 
 
-def missing(model: Path) -> list[str]:
-    """What is not there, and the command that makes it."""
-    needed = {TRL_PYTHON: "make .venv-trl/stamp", model / "config.json": "make models/SmolLM2-135M-Instruct"}
+def missing(model: Path, python: Path) -> list[str]:
+    """What is not there, each with the command that makes it."""
+    needed = {python: "make .venv-trl/stamp", model / "config.json": "make models/SmolLM2-135M-Instruct"}
     return [f"{path} is missing: {remedy}" for path, remedy in needed.items() if not path.exists()]
 
 
-def overrides(model: Path, settings: Settings, steps: int, seed: int) -> dict[str, Any]:
-    """The settings of a run of tailrace, by dotted key."""
-    size = {"rounds": steps, "seed": seed, "group_size": GROUP_SIZE, "eval_every": 0, "checkpoint_every": 0}
-    found: dict[str, Any] = {f"run.{key}": value for key, value in size.items()}
-    found |= {"model.path": model.resolve(), "trainer.learning_rate": LEARNING_RATE}
-    found |= {"sampling.max_completion_tokens": MAX_TOKENS, "schedule.name": settings["name"]}
-    for part in ("engine", "trainer"):
-        found |= {f"{part}.dtype": settings["dtype"], f"{part}.threads": settings.get("threads", 1)}
-    return found
-
-
-def rows(model: Path, number: int, *, seed: int, held_out: bool) -> list[dict[str, Any]]:
-    """Prompts and answers, in the order in which tailrace draws them."""
-    config = load_config(CONFIG)
-    tokenizer = load_tokenizer(model)
-    prompts = open_prompts(config.data, tokenizer, seed=seed, split="eval" if held_out else "train")
+def rows(model: Path, number: int, *, seed: int, split: Literal["train", "eval"]) -> list[Figures]:
+    """Prompts and answers in tailrace's order."""
+    data = load_config(SUMS / "first_run.toml").data
+    prompts = open_prompts(data, load_tokenizer(model), seed=seed, split=split)
     found = [prompts[index] for index in range(number)]
     return [{"prompt": prompt.given, "answer": prompt.row["answer"]} for prompt in found]
 
 
-def trl(mode: str, spec: Settings, cores: str, folder: Path) -> tuple[dict[str, Any], int]:
-    """Run TRL's side. Returns its result and its peak of memory."""
+def ask_trl(verb: str, spec: Figures, cores: str, folder: Path) -> Figures:
+    """What TRL's side writes, and its peak of memory."""
     asked, given = folder / "spec.json", folder / "result.json"
-    asked.write_text(jsons.dumps({"threads": cores.count(",") + 1, "max_tokens": MAX_TOKENS, **spec}))
+    asked.write_text(jsons.dumps({"threads": len(cores.split(",")), "max_tokens": MAX_TOKENS, **spec}))
     command = ["taskset", "-c", cores, str(TRL_PYTHON), "-P", str(Path(__file__).with_name("trl_grpo.py"))]
-    peak = peak_pss([*command, mode, str(asked), str(given)], os.environ | {"HF_HUB_OFFLINE": "1"})
-    return jsons.loads(given.read_text()), peak
+    command += [verb, str(asked), str(given)]
+    peak = peak_pss(command, os.environ | {"HF_HUB_OFFLINE": "1"}, period_s=1)
+    return {"peak_bytes": peak, **jsons.loads(given.read_text())}
 
 
-def trl_figures(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of TRL's side, from the second step on."""
-    first, last, later = steps[0], steps[-1], steps[1:]
-    seconds = last["end_s"] - first["end_s"]
-    parts = {part: (last["parts"][part] - first["parts"][part]) / len(later) for part in last["parts"]}
-    groups = [
-        step["rewards"][at : at + GROUP_SIZE]
-        for step in later
-        for at in range(0, len(step["rewards"]), GROUP_SIZE)
-    ]
+def tailrace_steps(folder: Path) -> list[Figures]:
+    """What trl_grpo.py writes of each step, from the files of a run."""
+    found = map(jsons.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    events = list(map(jsons.loads, (folder / "events.jsonl").read_text().splitlines()))
+    steps: list[Figures] = []
+    for row in (row for row in found if "loss" in row):
+        begin, zero = steps[-1]["end_s"] if steps else 0.0, row["frac_reward_zero_std"]
+        parts = {"generation": row["round/rollout_time_s"]}
+        for event in events:
+            if event["event"] in PARTS and begin < event["end_s"] <= row["time"]:
+                part = PARTS[event["event"]]
+                parts[part] = parts.get(part, 0.0) + event["end_s"] - event["start_s"]
+        sums = {"tokens": row["tokens/trained"], "passes": row["samples/trained"] * (1 - zero)}
+        shares = {"reward": row["reward"], "zero_groups": zero}
+        steps.append({"end_s": row["time"], "parts": parts, **sums, **shares})
+    return steps
+
+
+def figures(steps: list[Figures]) -> Figures:
+    """The figures of one run, from its second step on."""
+    later, seconds = steps[1:], steps[-1]["end_s"] - steps[0]["end_s"]
+    parts = {name: fmean(step["parts"][name] for step in later) for name in later[0]["parts"]}
     return {
         "step_s": seconds / len(later),
         "tokens_s": sum(step["tokens"] for step in later) / seconds,
         "parts": parts,
-        "reward": [fmean(step["rewards"]) for step in steps],
-        "zero_groups": fmean(len(set(group)) == 1 for group in groups),
-        "gradient_s": (parts["forward"] + parts["backward"]) / len(steps[0]["rewards"]),
+        "reward": [step["reward"] for step in steps],
+        "zero_groups": fmean(step["zero_groups"] for step in later),
+        "gradient_s": parts["passes"] / fmean(step["passes"] for step in later),
     }
 
 
-def tailrace_figures(folder: Path) -> dict[str, Any]:
-    """The figures of tailrace's side, from the second step on."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(jsons.loads, lines) if "loss" in row]
-    begin, later = steps[0]["time"], steps[1:]
-    seconds = steps[-1]["time"] - begin
-    parts = {"generation": sum(row.get("round/rollout_time_s", 0.0) for row in later)}
-    names = {"Accumulated": "forward and backward", "OptimizerStep": "optimizer", "Published": "publish"}
-    for line in (folder / "events.jsonl").read_text().splitlines():
-        event = jsons.loads(line)
-        if event["event"] in names and event["start_s"] >= begin and event["end_s"] <= steps[-1]["time"]:
-            part = names[event["event"]]
-            parts[part] = parts.get(part, 0.0) + event["end_s"] - event["start_s"]
-    zero = fmean(row["frac_reward_zero_std"] for row in later)
-    trained = sum(row["samples/trained"] for row in later) * (1 - zero)
-    return {
-        "step_s": seconds / len(later),
-        "tokens_s": sum(row["tokens/trained"] for row in later) / seconds,
-        "parts": {part: spent / len(later) for part, spent in parts.items()},
-        "reward": [row["reward"] for row in steps],
-        "zero_groups": zero,
-        "gradient_s": parts["forward and backward"] / trained,
-    }
+def ratio(runs: dict[str, list[Figures]], name: str) -> float:
+    """TRL's mean of a figure over tailrace's."""
+    return fmean(each[name] for each in runs["trl"]) / fmean(each[name] for each in runs["tailrace"])
 
 
-def measure(side: str, settings: Settings, cores: str, model: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Train with one side; its figures."""
+def measure(side: str, settings: Figures, cores: str, model: Path, steps: int, seed: int) -> Figures:
+    """Train with one side, then evaluate its model."""
     with tempfile.TemporaryDirectory() as scratch:
-        trained = Path(scratch, "run")
+        folder = Path(scratch, "run")
         if side == "trl":
-            spec = {
-                "model": str(model),
-                "settings": settings,
-                "steps": steps,
-                "seed": seed,
-                "folder": str(trained),
-            }
-            spec |= {"learning_rate": LEARNING_RATE, "group_size": GROUP_SIZE, "samples": GROUPS * GROUP_SIZE}
-            spec["rows"] = rows(model, GROUPS * steps, seed=seed, held_out=False)
-            result, peak = trl("train", spec, cores, Path(scratch))
-            found = trl_figures(result["steps"])
+            spec = {"model": str(model), "folder": str(folder), "settings": settings, "steps": steps}
+            spec |= {"seed": seed, "learning_rate": LEARNING_RATE, "group_size": GROUP_SIZE, "groups": GROUPS}
+            spec["rows"] = rows(model, GROUPS * steps, seed=seed, split="train")
+            result = ask_trl("train", spec, cores, Path(scratch))
+            found = {"peak_bytes": result["peak_bytes"], **figures(result["steps"])}
         else:
-            command = ["taskset", "-c", cores, sys.executable, "-m", "tailrace.cli", "train", str(CONFIG)]
-            for key, value in overrides(model, settings, steps, seed).items():
-                command += [f"--{key}", str(value)]
-            peak = peak_pss([*command, "--output-dir", str(trained)])
-            found = tailrace_figures(trained)
-            trained /= "model"
-        asked = {"model": str(trained), "rows": rows(model, HELD_OUT, seed=0, held_out=True)}
-        accuracy, _ = trl("evaluate", asked, cores, Path(scratch))
-    found |= {"peak_bytes": peak, **accuracy}
-    print(side, settings, {key: value for key, value in found.items() if key != "reward"}, flush=True)
+            keys = {"run.rounds": steps, "run.seed": seed, "run.group_size": GROUP_SIZE, **settings}
+            keys |= {"trainer.learning_rate": LEARNING_RATE, "sampling.max_completion_tokens": MAX_TOKENS}
+            keys |= {"model.path": model.resolve(), "schedule.groups_per_step": GROUPS}
+            command = ["taskset", "-c", cores, sys.executable, "-m", "tailrace.cli", "train"]
+            command += [str(SUMS / "first_run.toml"), "--output-dir", str(folder)]
+            command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+            found = {"peak_bytes": peak_pss(command, period_s=1), **figures(tailrace_steps(folder))}
+            folder /= "model"
+        asked = {"model": str(folder), "rows": rows(model, HELD_OUT, seed=0, split="eval")}
+        found["accuracy"] = ask_trl("evaluate", asked, cores, Path(scratch))["accuracy"]
+    print(side, settings, found, flush=True)
     return {**found, "settings": settings}
-
-
-def compared(sides: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """TRL's mean over tailrace's of step_s and gradient_s."""
-    return {
-        key: fmean(found[key] for found in sides["trl"]) / fmean(found[key] for found in sides["tailrace"])
-        for key in ("step_s", "gradient_s")
-    }
 
 
 def main(
@@ -195,31 +155,27 @@ def main(
     search: bool = False,
     json: Path | None = None,
 ) -> None:
-    if problems := missing(model):
+    if problems := missing(model, TRL_PYTHON):
         sys.exit("\n".join(problems))
-    if steps < 2:
-        sys.exit("--steps: at least 2, because the first step is left out")
-    peak_pss([sys.executable, str(EXAMPLES / "smollm2" / "make_sums.py")])
-    results: dict[str, Any] = {"accuracy": {}, "runs": {}}
+    if steps < 2 or seeds < 1:
+        sys.exit("--steps must be 2 or more, because the first is left out; --seeds 1 or more")
+    peak_pss([sys.executable, str(SUMS / "make_sums.py")])
+    results: Figures = {"accuracy": {}, "gradient": {}, "runs": {}}
     for name in CORES if cores == "both" else [cores]:
-        tried = {"trl": TRL_CANDIDATES, "tailrace": TAILRACE_CANDIDATES[name]}
-        chosen = tried if search else {side: [BEST[name][side]] * seeds for side in tried}
-        sides: dict[str, list[dict[str, Any]]] = {side: [] for side in chosen}
-        for turn in range(max(map(len, chosen.values()))):
-            for side, found in sides.items():
-                if turn < len(chosen[side]):
-                    seed = 0 if search else turn
-                    found.append(measure(side, chosen[side][turn], CORES[name], model, steps, seed))
-        results["runs"][f"{name}_core{'s' * (name == 'two')}"] = sides
+        runs: dict[str, list[Figures]] = {"trl": [], "tailrace": []}
+        for turn in range(max(map(len, CANDIDATES[name].values())) if search else seeds):
+            for side, found in runs.items():
+                tried = CANDIDATES[name][side][turn : turn + 1] if search else [BEST[name][side]]
+                seed = 0 if search else turn
+                found += [measure(side, settings, CORES[name], model, steps, seed) for settings in tried]
+        results["runs"][name] = runs
         if not search:
-            ratios = compared(sides)
-            results[f"{name}_core{'s' * (name == 'two')}"] = ratios["step_s"]
-            print(
-                f"{name}: tailrace is {ratios['step_s']:.2f} x as fast as TRL; passes {ratios['gradient_s']:.2f} x"
-            )
-            results["accuracy"][name] = {
-                side: fmean(each["accuracy"] for each in found) for side, found in sides.items()
+            key = {"one": "one_core", "two": "two_cores"}[name]
+            results[key], results["gradient"][key] = ratio(runs, "step_s"), ratio(runs, "gradient_s")
+            results["accuracy"][key] = {
+                side: fmean(each["accuracy"] for each in found) for side, found in runs.items()
             }
+            print({key: results[key], "gradient": results["gradient"], "accuracy": results["accuracy"]})
     write(json, results)
 
 
