@@ -58,7 +58,7 @@ class Marks(TrainerCallback):
 def train(spec: Spec) -> Spec:
     """`settings`: batch (per_device_train_batch_size), dtype ("autocast": float32 weights, computed in
     bfloat16), attention, and others of GRPOConfig."""
-    settings = {"batch": 16, "dtype": "float32", "attention": "sdpa", "others": {}} | spec["settings"]
+    settings = {"batch": 16, "dtype": "autocast", "attention": "sdpa", "others": {}} | spec["settings"]
     batch, dtype = settings["batch"], settings["dtype"].replace("autocast", "float32")
     given = {"output_dir": spec["folder"], "max_steps": spec["steps"], "seed": spec["seed"]}
     given |= {"learning_rate": spec["learning_rate"], "lr_scheduler_type": "constant", "use_cpu": True}

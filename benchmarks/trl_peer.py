@@ -17,7 +17,11 @@ fastest of each side; --search measures all of them, with one seed.
     peak_bytes    the largest sum of the processes' proportional set sizes
 
 A ratio is TRL's mean over tailrace's: above 1, tailrace is faster. Neither side computes log-probs of the old
-policy: TRL takes those of the forward pass, tailrace those of the engine.
+policy: TRL takes those of the forward pass, tailrace those of the engine. TRL's dtype "autocast" is tailrace's
+"bfloat16", with float32 weights; with weights in bfloat16 TRL is faster and rounds the updates.
+
+AsyncGRPOTrainer of TRL 1.16 is no candidate: it sends weights to vLLM by NCCL, and vLLM for CPUs answers "NCCL
+only supports CUDA and ROCm backends".
 """
 
 import json as jsons
@@ -48,8 +52,8 @@ def threads(number: int, dtype: str) -> Figures:
     return {f"{part}.{key}": value for part in ("engine", "trainer") for key, value in values.items()}
 
 
-TRL: list[Figures] = [{"dtype": dtype} for dtype in ("float32", "autocast", "bfloat16")]
-TRL += [{"batch": 8}, {"batch": 64}, {"attention": "eager"}]
+TRL: list[Figures] = [{"dtype": dtype} for dtype in ("autocast", "float32", "bfloat16")]
+TRL += [{"batch": 8}, {"batch": 32}, {"attention": "eager"}]
 OTHERS = ("use_transformers_continuous_batching", "gradient_checkpointing")
 TRL += [{"others": {name: True}} for name in OTHERS]
 EAGER = {"schedule.name": "rolloutpipe_eager", **threads(1, "bfloat16")}
@@ -136,6 +140,7 @@ def measure(side: str, settings: Figures, cores: str, model: Path, steps: int, s
             keys = {"run.rounds": steps, "run.seed": seed, "run.group_size": GROUP_SIZE, **settings}
             keys |= {"trainer.learning_rate": LEARNING_RATE, "sampling.max_completion_tokens": MAX_TOKENS}
             keys |= {"model.path": model.resolve(), "schedule.groups_per_step": GROUPS}
+            keys["schedule.groups_per_round"] = GROUPS
             command = ["taskset", "-c", cores, sys.executable, "-m", "tailrace.cli", "train"]
             command += [str(SUMS / "first_run.toml"), "--output-dir", str(folder)]
             command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
