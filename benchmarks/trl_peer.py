@@ -16,12 +16,12 @@ fastest of each side; --search measures all of them, with one seed.
     accuracy      share of 128 held-out prompts that the trained model solves, greedy, by one program
     peak_bytes    the largest sum of the processes' proportional set sizes
 
-A ratio is TRL's mean over tailrace's: above 1, tailrace is faster. Neither side computes log-probs of the old
-policy: TRL takes those of the forward pass, tailrace those of the engine. TRL's dtype "autocast" is tailrace's
-"bfloat16", with float32 weights; with weights in bfloat16 TRL is faster and rounds the updates.
+A ratio is TRL's mean over tailrace's: above 1, tailrace is faster. Neither side computes log-probs of the
+old policy: TRL takes those of the forward pass, tailrace those of the engine. TRL's dtype "autocast" is
+tailrace's "bfloat16", with float32 weights. With weights in bfloat16 TRL is faster and rounds the updates.
 
-AsyncGRPOTrainer of TRL 1.16 is no candidate: it sends weights to vLLM by NCCL, and vLLM for CPUs answers "NCCL
-only supports CUDA and ROCm backends".
+AsyncGRPOTrainer of TRL 1.16 is no candidate: it sends weights to vLLM by NCCL, and vLLM for CPUs answers
+"NCCL only supports CUDA and ROCm backends".
 """
 
 import json as jsons
