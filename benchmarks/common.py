@@ -1,8 +1,11 @@
-"""What the benchmarks share: a command line from the parameters of `main`, results as JSON, random models."""
+"""What the benchmarks share: the command line of `main`, results as JSON, peaks of memory, random models."""
 
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,39 @@ def write(path: Path | None, results: object) -> None:
     """Write results as JSON; None: nowhere."""
     if path:
         path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for each in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def pss(pid: int) -> int:
+    """The proportional set size of a process; 0: it has ended."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return 0
+
+
+def peak_pss(command: Sequence[str], env: Mapping[str, str] | None = None, period_s: float = 0.1) -> int:
+    """Run a command, or exit with its status if that is not 0. Linux only.
+
+    Returns:
+        The largest sum of the proportional set sizes of its processes, looked at each `period_s`.
+    """
+    process, peak = subprocess.Popen(command, env=env), 0
+    while process.poll() is None:
+        peak = max(peak, sum(map(pss, tree(process.pid))))
+        time.sleep(period_s)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return peak
 
 
 def save_model(folder: Path, *, kind: str = "qwen3", dtype: str = "float32", **shape: Any) -> int:

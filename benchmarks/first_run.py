@@ -19,35 +19,15 @@ import json as jsons
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from common import EXAMPLES, run, write
+from common import EXAMPLES, peak_pss, run, write
 
 FIXED = "--engine.dtype float32 --engine.threads 1 --trainer.dtype float32 --trainer.threads 1"
-
-
-def tree(pid: int) -> list[int]:
-    """A process and its descendants."""
-    found = [pid]
-    for each in found:
-        with suppress(OSError):
-            for task in Path(f"/proc/{each}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def pss(pid: int) -> int:
-    """The proportional set size of a process; 0: it has ended."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return 0
 
 
 def measure(model: Path, words: Sequence[str]) -> dict[str, Any]:
@@ -56,12 +36,7 @@ def measure(model: Path, words: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tailrace.cli", "train", str(EXAMPLES / "smollm2/first_run.toml")]
         command += ["--output-dir", f"{folder}/run", "--model.path", str(model.resolve()), *words]
-        process, peak = subprocess.Popen(command), 0
-        while process.poll() is None:
-            peak = max(peak, sum(map(pss, tree(process.pid))))
-            time.sleep(0.1)
-        if process.returncode:
-            sys.exit(process.returncode)
+        peak = peak_pss(command)
         rows = [jsons.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     seconds = steps[-1]["time"] - steps[0]["time"]

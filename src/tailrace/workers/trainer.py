@@ -137,7 +137,8 @@ class TrainerWorker(Worker):
     @override
     @classmethod
     def run(cls, job: TrainerJob, connection: WorkerConnection) -> None:
-        return_freed_tensors()
+        if job.trainer.lora:
+            return_freed_tensors()
         if not job.listens:
             connection.end_process_with_controller()
             cls(job, connection, None)._join_others()

@@ -1,0 +1,188 @@
+"""TRL's GRPOTrainer beside tailrace: SmolLM2-135M-Instruct learns sums (examples/smollm2), on a CPU.
+
+    make models/SmolLM2-135M-Instruct .venv-trl/stamp
+    python benchmarks/trl_peer.py [--steps 8] [--seeds 3] [--cores one|two|both] [--json FILE] [--search]
+
+Not trl.py, which would shadow the package. Both sides have the model, the prompts and their order, 8 prompts
+x 8 samples a step, GRPO (mean over samples of the mean over tokens, clip 0.2, no KL), AdamW with learning
+rate 2e-5, at most 32 tokens at temperature 1, and the cores. They run in turn. The first of CANDIDATES is the
+fastest of each side; --search measures all of them, with one seed.
+
+    step_s        seconds a step, without the first
+    tokens_s      completion tokens a second
+    parts         seconds a step of each part; in an overlapping schedule their sum exceeds step_s
+    zero_groups   share of groups of equal rewards, which tailrace trains without a backward pass
+    gradient_s    seconds of forward and backward passes for each sample that had both
+    accuracy      share of 128 held-out prompts that the trained model solves, greedy, by one program
+    peak_bytes    the largest sum of the processes' proportional set sizes
+
+A ratio is TRL's mean over tailrace's: above 1, tailrace is faster. Neither side computes log-probs of the
+old policy: TRL takes those of the forward pass, tailrace those of the engine. TRL's dtype "autocast" is
+tailrace's "bfloat16", with float32 weights. With weights in bfloat16 TRL is faster and rounds the updates.
+
+AsyncGRPOTrainer of TRL 1.16 is no candidate: it sends weights to vLLM by NCCL, and vLLM for CPUs answers
+"NCCL only supports CUDA and ROCm backends".
+"""
+
+import json as jsons
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from common import EXAMPLES, peak_pss, run, write
+from tailrace.api import load_config
+from tailrace.data.encoding import load_tokenizer
+from tailrace.data.open import open_prompts
+
+SUMS = EXAMPLES / "smollm2"
+MODEL = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"
+TRL_PYTHON = EXAMPLES.parent / ".venv-trl" / "bin" / "python"
+GROUPS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE, HELD_OUT = 8, 8, 32, 2e-5, 128
+CORES = {"one": "1", "two": "0,1"}
+PARTS = {"Accumulated": "passes", "OptimizerStep": "optimizer", "Published": "publish"}
+Figures = dict[str, Any]
+
+
+def threads(number: int, dtype: str) -> Figures:
+    """Settings of tailrace: those of its engine and its trainer."""
+    values = {"threads": number, "dtype": dtype}
+    return {f"{part}.{key}": value for part in ("engine", "trainer") for key, value in values.items()}
+
+
+TRL: list[Figures] = [{"dtype": dtype} for dtype in ("autocast", "float32", "bfloat16")]
+TRL += [{"batch": 8}, {"batch": 32}, {"attention": "eager"}]
+OTHERS = ("use_transformers_continuous_batching", "gradient_checkpointing")
+TRL += [{"others": {name: True}} for name in OTHERS]
+EAGER = {"schedule.name": "rolloutpipe_eager", **threads(1, "bfloat16")}
+CANDIDATES: dict[str, dict[str, list[Figures]]] = {
+    "one": {"trl": TRL, "tailrace": [threads(1, "bfloat16"), threads(1, "float32")]},
+    "two": {"trl": TRL, "tailrace": [threads(2, "bfloat16"), threads(2, "float32"), EAGER]},
+}
+BEST = {name: {side: tried[0] for side, tried in sides.items()} for name, sides in CANDIDATES.items()}
+"""The first of each."""
+
+
+def missing(model: Path, python: Path) -> list[str]:
+    """What is not there, each with the command that makes it."""
+    needed = {python: "make .venv-trl/stamp", model / "config.json": "make models/SmolLM2-135M-Instruct"}
+    return [f"{path} is missing: {remedy}" for path, remedy in needed.items() if not path.exists()]
+
+
+def rows(model: Path, number: int, *, seed: int, split: Literal["train", "eval"]) -> list[Figures]:
+    """Prompts and answers in tailrace's order."""
+    data = load_config(SUMS / "first_run.toml").data
+    prompts = open_prompts(data, load_tokenizer(model), seed=seed, split=split)
+    found = [prompts[index] for index in range(number)]
+    return [{"prompt": prompt.given, "answer": prompt.row["answer"]} for prompt in found]
+
+
+def ask_trl(verb: str, spec: Figures, cores: str, folder: Path) -> Figures:
+    """What TRL's side writes, and its peak of memory."""
+    asked, given = folder / "spec.json", folder / "result.json"
+    asked.write_text(jsons.dumps({"threads": len(cores.split(",")), "max_tokens": MAX_TOKENS, **spec}))
+    command = ["taskset", "-c", cores, str(TRL_PYTHON), "-P", str(Path(__file__).with_name("trl_grpo.py"))]
+    command += [verb, str(asked), str(given)]
+    peak = peak_pss(command, os.environ | {"HF_HUB_OFFLINE": "1"}, period_s=1)
+    return {"peak_bytes": peak, **jsons.loads(given.read_text())}
+
+
+def tailrace_steps(folder: Path) -> list[Figures]:
+    """What trl_grpo.py writes of each step, from the files of a run."""
+    found = map(jsons.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    events = list(map(jsons.loads, (folder / "events.jsonl").read_text().splitlines()))
+    steps: list[Figures] = []
+    for row in (row for row in found if "loss" in row):
+        begin, zero = steps[-1]["end_s"] if steps else 0.0, row["frac_reward_zero_std"]
+        parts = {"generation": row["round/rollout_time_s"]}
+        for event in events:
+            if event["event"] in PARTS and begin < event["end_s"] <= row["time"]:
+                part = PARTS[event["event"]]
+                parts[part] = parts.get(part, 0.0) + event["end_s"] - event["start_s"]
+        sums = {"tokens": row["tokens/trained"], "passes": row["samples/trained"] * (1 - zero)}
+        shares = {"reward": row["reward"], "zero_groups": zero}
+        steps.append({"end_s": row["time"], "parts": parts, **sums, **shares})
+    return steps
+
+
+def figures(steps: list[Figures]) -> Figures:
+    """The figures of one run, from its second step on."""
+    later, seconds = steps[1:], steps[-1]["end_s"] - steps[0]["end_s"]
+    parts = {name: fmean(step["parts"][name] for step in later) for name in later[0]["parts"]}
+    return {
+        "step_s": seconds / len(later),
+        "tokens_s": sum(step["tokens"] for step in later) / seconds,
+        "parts": parts,
+        "reward": [step["reward"] for step in steps],
+        "zero_groups": fmean(step["zero_groups"] for step in later),
+        "gradient_s": parts["passes"] / fmean(step["passes"] for step in later),
+    }
+
+
+def ratio(runs: dict[str, list[Figures]], name: str) -> float:
+    """TRL's mean of a figure over tailrace's."""
+    return fmean(each[name] for each in runs["trl"]) / fmean(each[name] for each in runs["tailrace"])
+
+
+def measure(side: str, settings: Figures, cores: str, model: Path, steps: int, seed: int) -> Figures:
+    """Train with one side, then evaluate its model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "run")
+        if side == "trl":
+            spec = {"model": str(model), "folder": str(folder), "settings": settings, "steps": steps}
+            spec |= {"seed": seed, "learning_rate": LEARNING_RATE, "group_size": GROUP_SIZE, "groups": GROUPS}
+            spec["rows"] = rows(model, GROUPS * steps, seed=seed, split="train")
+            result = ask_trl("train", spec, cores, Path(scratch))
+            found = {"peak_bytes": result["peak_bytes"], **figures(result["steps"])}
+        else:
+            keys = {"run.rounds": steps, "run.seed": seed, "run.group_size": GROUP_SIZE, **settings}
+            keys |= {"trainer.learning_rate": LEARNING_RATE, "sampling.max_completion_tokens": MAX_TOKENS}
+            keys |= {"model.path": model.resolve(), "schedule.groups_per_step": GROUPS}
+            keys["schedule.groups_per_round"] = GROUPS
+            command = ["taskset", "-c", cores, sys.executable, "-m", "tailrace.cli", "train"]
+            command += [str(SUMS / "first_run.toml"), "--output-dir", str(folder)]
+            command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+            found = {"peak_bytes": peak_pss(command, period_s=1), **figures(tailrace_steps(folder))}
+            folder /= "model"
+        asked = {"model": str(folder), "rows": rows(model, HELD_OUT, seed=0, split="eval")}
+        found["accuracy"] = ask_trl("evaluate", asked, cores, Path(scratch))["accuracy"]
+    print(side, settings, found, flush=True)
+    return {**found, "settings": settings}
+
+
+def main(
+    model: Path = MODEL,
+    steps: int = 8,
+    seeds: int = 3,
+    cores: Literal["one", "two", "both"] = "both",
+    search: bool = False,
+    json: Path | None = None,
+) -> None:
+    if problems := missing(model, TRL_PYTHON):
+        sys.exit("\n".join(problems))
+    if steps < 2 or seeds < 1:
+        sys.exit("--steps must be 2 or more, because the first is left out; --seeds 1 or more")
+    peak_pss([sys.executable, str(SUMS / "make_sums.py")])
+    results: Figures = {"accuracy": {}, "gradient": {}, "runs": {}}
+    for name in CORES if cores == "both" else [cores]:
+        runs: dict[str, list[Figures]] = {"trl": [], "tailrace": []}
+        for turn in range(max(map(len, CANDIDATES[name].values())) if search else seeds):
+            for side, found in runs.items():
+                tried = CANDIDATES[name][side][turn : turn + 1] if search else [BEST[name][side]]
+                seed = 0 if search else turn
+                found += [measure(side, settings, CORES[name], model, steps, seed) for settings in tried]
+        results["runs"][name] = runs
+        if not search:
+            key = {"one": "one_core", "two": "two_cores"}[name]
+            results[key], results["gradient"][key] = ratio(runs, "step_s"), ratio(runs, "gradient_s")
+            results["accuracy"][key] = {
+                side: fmean(each["accuracy"] for each in found) for side, found in runs.items()
+            }
+            print({key: results[key], "gradient": results["gradient"], "accuracy": results["accuracy"]})
+    write(json, results)
+
+
+if __name__ == "__main__":
+    run(main)
