@@ -370,9 +370,9 @@ def give_memory_back() -> None:
 
 
 def return_freed_tensors() -> None:
-    """Let glibc map blocks of 1 MiB and more apart: when freed, they return to the system, at the cost of page
-    faults. By default glibc takes activations from its heap, where small tensors that stay, such as an adapter's
-    moments, divide the freed memory: the next step then needs new memory."""
+    """Let glibc map blocks of 1 MiB and more apart: freed, they return to the system. Page faults cost time.
+    By default glibc takes activations from its heap, where small tensors that stay, an adapter's moments,
+    divide the freed memory: the next step then needs new memory."""
     _call_glibc("mallopt", _M_MMAP_THRESHOLD, 2**20)
 
 
