@@ -173,7 +173,7 @@ class EngineWorker(Worker):
         """
         try:
             self._engine.wake(self.ping)
-        except RuntimeError as why:  # CUDA's OutOfMemoryError is one, and so is that of the host's allocator
+        except (RuntimeError, MemoryError) as why:  # of torch's allocators, and of a mapped file
             self._engine.sleep()
             raise NotWoken(str(why)) from why
 

@@ -224,7 +224,7 @@ class TrainerWorker(Worker):
         """
         try:
             self._trainer.wake(early=early)
-        except RuntimeError as why:  # of torch's allocators
+        except (RuntimeError, MemoryError) as why:  # of torch's allocators, and of a mapped file
             raise NotWoken(str(why)) from why
 
     def save(self, folder: str) -> None:
