@@ -406,9 +406,10 @@ def crash(kills: int, seed: int, options: Mapping[str, str], papers: bool = Fals
     """Kill and resume runs; what was found, summed over the runs."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        victims = [Victim(schedule, KILLED[schedule], Path(name), options) for schedule in KILLED]
         if papers:
             victims = [Victim(paper, None, Path(name), options, f"{paper}.toml") for paper in PAPERS]
+        else:
+            victims = [Victim(schedule, KILLED[schedule], Path(name), options) for schedule in KILLED]
         for number in range(kills):
             victim = victims[number % len(victims)]
             victim.live_and_die(chance)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "smollm2"))
-from rewards import near
+from rewards import exact, near
 
 Spec = dict[str, Any]
 
@@ -101,7 +101,7 @@ def evaluate(spec: Spec) -> Spec:
     with torch.inference_mode():
         found = model.generate(**encoded, max_new_tokens=spec["max_tokens"], do_sample=False)
     texts = tokenizer.batch_decode(found[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    solved = [near(text, row["answer"]) == 1.0 for text, row in zip(texts, spec["rows"], strict=True)]
+    solved = [exact(text, row["answer"]) for text, row in zip(texts, spec["rows"], strict=True)]
     return {"accuracy": sum(solved) / len(solved)}
 
 

@@ -5,8 +5,8 @@
 
 Not trl.py, which would shadow the package. Both sides have the model, the prompts and their order, 8 prompts
 x 8 samples a step, GRPO (mean over samples of the mean over tokens, clip 0.2, no KL), AdamW with learning
-rate 2e-5, at most 32 tokens at temperature 1, and the cores. They run in turn. The first of CANDIDATES is the
-fastest of each side; --search measures all of them, with one seed.
+rate 2e-5, at most 32 tokens at temperature 1, and the cores. They run in turn. The first of CANDIDATES is
+measured; --search measures all of them, with one seed.
 
     step_s        seconds a step, without the first
     tokens_s      completion tokens a second
@@ -26,6 +26,7 @@ AsyncGRPOTrainer of TRL 1.16 is no candidate: it sends weights to vLLM by NCCL, 
 
 import json as jsons
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -164,7 +165,7 @@ def main(
         sys.exit("\n".join(problems))
     if steps < 2 or seeds < 1:
         sys.exit("--steps must be 2 or more, because the first is left out; --seeds 1 or more")
-    peak_pss([sys.executable, str(SUMS / "make_sums.py")])
+    subprocess.run([sys.executable, SUMS / "make_sums.py"], check=True)
     results: Figures = {"accuracy": {}, "gradient": {}, "runs": {}}
     for name in CORES if cores == "both" else [cores]:
         runs: dict[str, list[Figures]] = {"trl": [], "tailrace": []}

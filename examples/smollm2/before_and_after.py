@@ -21,9 +21,9 @@ def evaluations(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 def main(run: Path) -> None:
     found = evaluations(run)
-    for round, samples in found.items():
-        accuracy = sum(sample["reward"] for sample in samples) / len(samples)
-        print(f"round {round:3}  {accuracy:.3f} {'█' * int(WIDTH * accuracy)}")
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if (accuracy := row.get("eval/accuracy")) is not None:
+            print(f"round {row['round']:3}  {accuracy:.3f} {'█' * int(WIDTH * accuracy)}")
     first, last = ({each["prompt"]: each for each in found[round]} for round in (min(found), max(found)))
     for prompt in list(first)[:ANSWERS]:
         print(f"\n{prompt!r}")

@@ -18,6 +18,18 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return query, key, value, boundaries
 
 
+def same_sequence(lengths: list[int]) -> torch.Tensor:
+    """[T, T] bool of packed sequences."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return sequence[:, None] == sequence[None, :]
+
+
+def causal(positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[T, T] bool: not after the token, and not before its window."""
+    distance = positions[:, None] - positions[None, :]
+    return (distance >= 0) & (distance < (window or len(positions)))
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_packed_attention_equals_one_masked_attention_over_all_tokens(window: int | None) -> None:
     lengths = [5, 1, 7]
@@ -33,10 +45,7 @@ def test_packed_attention_equals_one_masked_attention_over_all_tokens(window: in
         cu_seq_lens_q=boundaries,
         sequence_lengths=lengths,
     )
-    place = torch.arange(13)
-    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    distance = place[:, None] - place[None, :]
-    seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0) & (distance < (window or 13))
+    seen = same_sequence(lengths) & causal(torch.arange(13), window)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(out, wanted.transpose(1, 2))
     assert weights is None
@@ -62,11 +71,9 @@ def test_sequences_that_share_a_context_attend_to_it(window: int | None) -> None
         key_lengths=key_lengths,
     )
     places = torch.tensor([0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4])
-    distance = places[:, None] - places[None, :]
-    sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    same = sequence[:, None] == sequence[None, :]
+    same = same_sequence(lengths)
     same[6:9, :4] = True
-    seen = same & (distance >= 0) & (distance < (window or 13))
+    seen = same & causal(places, window)
     wanted = scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
     torch.testing.assert_close(out, wanted.transpose(1, 2))
 

@@ -112,6 +112,13 @@ def test_a_shared_prompt_is_copied_for_a_bounded_number_of_sequences() -> None:
     assert [len(batch) for batch in pack(samples, 95)] == [9]
 
 
+def test_even_shares_of_a_prompt_have_a_bounded_number_of_sequences_too() -> None:
+    samples = make_samples([(20, 2)] * 8)
+    shares = [share(samples, 40, rank=rank, num_ranks=2) for rank in (0, 1)]
+    assert [[len(batch) for batch in own] for own in shares] == [[2, 2], [2, 2]]
+    assert [len(batch) for batch in share(samples, 95, rank=0, num_ranks=2)] == [4]
+
+
 def test_a_group_that_exceeds_the_limit_is_computed_with_its_prompt_in_each_micro_batch() -> None:
     samples = make_samples([(5, 4)] * 4)
     assert [[s.id.number for s in batch] for batch in pack(samples, 11)] == [[0, 1], [2, 3]]

@@ -252,7 +252,7 @@ def engine_memory(
     loading, host = {"new weights": shape.stored_bytes}, {"process": TORCH_BYTES}
     computing = {"KV cache": kv, "computation": max(prefill, decode)}
     if settings.device == "cpu":
-        weights |= {"weights for few rows": weights["weights"]}  # native/model.py: Matrix
+        weights |= {"weights for oneDNN": weights["weights"]}  # Matrix of native/model.py
         phases = {"load": host | weights | loading, "generate": host | weights | computing}
         return ProcessMemory("engine", "cpu", largest_phase(phases), {}, num, host)
     asleep = {"CUDA": CUDA_BYTES}

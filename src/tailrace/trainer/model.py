@@ -149,22 +149,11 @@ def packed_causal_attention(
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        window = (
-            -1 if sliding_window is None else sliding_window - 1,
-            0,
-        )  # aligned at the last query and key
         longest = max(sequence_lengths), max(key_lengths)
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            *longest,
-            scale=scaling,
-            window_size=window,
-            enable_gqa=True,
-        )
+        boundaries = cu_seq_lens_q, cu_seq_lens_k
+        # The window is aligned at the last query and the last key.
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = varlen_attn(q, k, v, *boundaries, *longest, scale=scaling, window_size=window, enable_gqa=True)
         assert isinstance(out, Tensor)
         return out[None], None
     key, value = for_fused_attention(query, key, value)

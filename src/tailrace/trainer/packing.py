@@ -151,11 +151,12 @@ class _Bin:
         known = sum(length for name, length in item.contexts.items() if name in self.contexts)
         return self.num_tokens + item.num_tokens - known
 
-    def has_room(self, item: _Item, max_tokens: int) -> bool:
-        """Whether the sample fits. The keys and values of a shared context are copied for each sequence, so
-        they are bounded, too."""
-        few_keys = self.num_keys + item.num_tokens <= MAX_KEYS * max_tokens
-        return few_keys and self.num_tokens_with(item) <= max_tokens
+    def fits(self, max_tokens: int, item: _Item | None = None) -> bool:
+        """Whether it may be a micro-batch, with one more sample. The keys and values of a shared context are
+        copied for each sequence, so they are bounded, too."""
+        num_tokens = self.num_tokens_with(item) if item else self.num_tokens
+        num_keys = self.num_keys + (item.num_tokens if item else 0)
+        return num_tokens <= max_tokens and num_keys <= MAX_KEYS * max_tokens
 
     def add(self, item: _Item) -> None:
         self.num_tokens = self.num_tokens_with(item)
@@ -180,7 +181,7 @@ def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
     """First fit; a micro-batch with the sample's prompt comes first."""
     bins: list[_Bin] = []
     for item in items:
-        fitting = [bin for bin in bins if bin.has_room(item, max_tokens)]
+        fitting = [bin for bin in bins if bin.fits(max_tokens, item)]
         bin = min(fitting, key=lambda bin: bin.contexts.isdisjoint(item.contexts), default=None)
         if bin is None:
             bins.append(bin := _Bin())
@@ -224,7 +225,7 @@ def share(
         even = [_Bin() for _ in range(num_bins)]
         for item in items:
             min(even, key=partial(_Bin.num_tokens_with, item=item)).add(item)
-        if all(len(bin.samples) == 1 or bin.num_tokens <= max_tokens for bin in even if bin.samples):
+        if all(len(bin.samples) <= 1 or bin.fits(max_tokens) for bin in even):
             bins = even
         bins = sorted(bins, key=lambda bin: bin.num_tokens, reverse=True)
         bins += [_Bin() for _ in range(num_bins - len(bins))]

@@ -90,6 +90,21 @@ def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
         assert_close(output, reference(models[family][1], PROMPTS[id], output.ids))
 
 
+def test_an_adapter_reaches_the_layout_for_few_rows(make_engine, monkeypatch):
+    monkeypatch.setattr(model_module, "MIN_PACKED", 1)
+    model = make_engine()._model
+    before = [matrix.packed for matrix in model._matrices()]
+    name = "model.layers.0.mlp.down_proj"
+    outputs, inputs = model._weights[f"{name}.weight"].shape
+    factors = {"A": torch.ones(2, inputs), "B": torch.ones(outputs, 2)}
+    model.load_adapter({f"{name}.lora_{key}.weight": factor for key, factor in factors.items()}, 0.5)
+    x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(0))
+    adapted = model._layers[0].down
+    torch.testing.assert_close(adapted(x), x @ adapted.weight.T)
+    changed = [a is not b for a, b in zip(before, (m.packed for m in model._matrices()), strict=True)]
+    assert changed == [matrix is adapted for matrix in model._matrices()]
+
+
 @pytest.mark.parametrize(
     ("rank", "more_inputs", "more_outputs", "has_b"),
     [(2, 0, 0, False), (2, 1, 0, True), (2, 0, 1, True), (3, 0, 0, True)],

@@ -46,16 +46,18 @@ class Matrix:
 
     def pack(self) -> None:
         """Take the new values of the weight."""
-        is_large = self.weight.numel() >= MIN_PACKED
-        if is_large and self.weight.device.type == "cpu" and torch._C._has_mkldnn:
-            weight = self.weight.contiguous()
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        if _has_copy(self.weight):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.packed is None:
             return F.linear(x, self.weight, bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
         return out
+
+
+def _has_copy(weight: Tensor) -> bool:
+    return weight.numel() >= MIN_PACKED and weight.device.type == "cpu" and torch._C._has_mkldnn
 
 
 @dataclass(slots=True)
@@ -180,7 +182,9 @@ class CausalLM:
         return torch.empty(shape, device=self.device, dtype=self._dtype)
 
     def _matrix(self, num_out: int, num_in: int) -> Matrix:
-        return Matrix(self._empty(num_in, num_out).T)  # without a copy the faster layout for few rows
+        weight = self._empty(num_out, num_in)
+        # Without a copy [in, out] is the faster layout for few rows.
+        return Matrix(weight if _has_copy(weight) else self._empty(num_in, num_out).T)
 
     def _matrices(self) -> Iterator[Matrix]:
         for layer in self._layers:
@@ -246,8 +250,10 @@ class CausalLM:
                 self._base[name] = weight.clone()
             a, b = (factor.to(self.device, torch.float32) for factor in (a, b))
             weight.copy_(self._base[name].float() + scale * (b @ a))
+        changed = {self._weights[name].untyped_storage().data_ptr() for name in adapted}
         for matrix in self._matrices():
-            matrix.pack()
+            if matrix.weight.untyped_storage().data_ptr() in changed:
+                matrix.pack()
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""
