@@ -90,6 +90,7 @@ def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
         assert_close(output, reference(models[family][1], PROMPTS[id], output.ids))
 
 
+@torch.inference_mode()
 def test_an_adapter_reaches_the_layout_for_few_rows(make_engine, monkeypatch):
     monkeypatch.setattr(model_module, "MIN_PACKED", 1)
     model = make_engine()._model
