@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -123,10 +124,13 @@ def compare(
     return rounds
 
 
-def report(bars: dict[str, float], where: str, rounds: dict[str, list[Round]]) -> dict[str, float | None]:
-    """Print the figures of one model; returns the medians by the wall clock."""
+def report(
+    bars: dict[str, float], where: str, rounds: dict[str, list[Round]], asked: Sequence[str]
+) -> dict[str, float | None]:
+    """Print the figures of one model; returns the medians by the wall clock of the `asked` engines."""
     medians: dict[str, float | None] = {}
-    for engine, missing in HOW_TO_INSTALL.items():
+    for engine in asked:
+        missing = HOW_TO_INSTALL[engine]
         if engine not in rounds:
             medians[engine] = None
             print(f"  {engine:16} {missing}")
@@ -170,7 +174,7 @@ def main(
             where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 core, 1 thread"
             print(f"{name}: {NUM_REQUESTS[name]} requests, {where}")
             rounds = compare(Path(folder), NUM_REQUESTS[name], pythons, repeats, core, "float32")
-            results[name] = report(BARS[name], where, rounds)
+            results[name] = report(BARS[name], where, rounds, tuple(HOW_TO_INSTALL))
     write(json, results)
 
 
@@ -180,7 +184,8 @@ def compare_model(model: Path, pythons: dict[str, str], repeats: int, core: int)
     own = {name: python for name, python in pythons.items() if not name.endswith("_http")}
     for dtype in ("bfloat16", "float32"):
         where = f"{model.name}, {dtype}, cpu, 1 core, 1 thread"
-        results[dtype] = report({}, where, compare(model, NUM_OF_MODEL, own, repeats, core, dtype))
+        rounds = compare(model, NUM_OF_MODEL, own, repeats, core, dtype)
+        results[dtype] = report({}, where, rounds, ("native", "vllm"))
     best = {name: max(results[dtype][name] or 0 for dtype in results) for name in ("native", "vllm")}
     results["ratio"] = best["native"] / best["vllm"] if best["vllm"] else None
     if best["vllm"]:
