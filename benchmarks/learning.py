@@ -1,7 +1,7 @@
 """What schedules learn from equally many samples, from several seeds.
 
-    python benchmarks/learning.py [lag|april|order|kv|episodes] [--seeds 3] [--samples N] [--folder DIR]
-                                  [--figure F]
+    python benchmarks/learning.py [lag|april|order|kv|episodes|real] [--seeds 3] [--samples N]
+                                  [--only NAME,NAME] [--folder DIR] [--figure F]
 
 lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps a round (PipelineRL,
        Figs. 5a, 5b, 6b and 10), with its loss: REINFORCE, token weights truncated at 5
@@ -10,20 +10,23 @@ order  rolloutpipe, which trains short groups first, against serial
 kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
        the task are those of examples/tools.toml
+real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml)
 
-Each run trains the quickstart's model on as many samples as the others of its study. Printed, mean over the
-seeds and the half-width of its 95% interval (Student's t): the reward of the samples of each eighth of the
-run, held-out accuracy at the end, effective sample size, KL of the behaviour policy, largest and mean lag in
-optimizer steps, versions of the weights in a sample, share of the steps after which the KV cache was
-recomputed, waste and seconds. Seconds hold for one engine and one trainer of one thread each. --folder keeps
-the runs, and a run that has ended there is not repeated.
+Each run trains the model of its study, the quickstart's unless another is named, on as many samples as the
+others. Printed, mean over the seeds and the half-width of its 95% interval (Student's t): the reward of the
+samples of each eighth of the run and the seconds of training until its end, held-out accuracy at the start
+and at the end, effective sample size, KL of the behaviour policy, largest and mean lag in optimizer steps,
+versions of the weights in a sample, share of the steps after which the KV cache was recomputed, mean length
+of the trained responses, the spread of the steps' means over their mean, waste and seconds. Seconds hold for
+one engine and one trainer of one thread each. --folder keeps the runs, and a run that has ended there is not
+repeated.
 """
 
 import json as jsons
 import tempfile
 from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any, Literal, NamedTuple
 
 from common import EXAMPLES, QUICKSTART, run, write
@@ -41,6 +44,9 @@ class Study(NamedTuple):
 
 
 WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
+STEP, FLIGHT = {"groups_per_step": 8}, {"in_flight_per_engine": 96}
+RACE = {"groups_per_round": 8, "prompt_speculation": 1.25, "response_speculation": 1.0}
+SORTED = {"prompt_speculation": 1.0, "rounds_sorted": 5}
 RING = {"groups_per_step": 4, "in_flight_per_engine": 64, "ring_groups": 8}
 STUDIES = {
     "lag": Study(
@@ -74,6 +80,22 @@ STUDIES = {
         },
         EXAMPLES / "tools.toml",
     ),
+    "real": Study(
+        {},
+        {
+            "serial": {"name": "serial", **STEP, "groups_per_round": 8},
+            "rolloutpipe": {"name": "rolloutpipe", **STEP, "groups_per_round": 16},
+            "conventional": {"name": "conventional", **STEP, "steps_per_round": 2},
+            "april": {"name": "april", "groups_per_round": 8, "groups_launched": 12},
+            "pipelinerl": {"name": "pipelinerl", **STEP, **FLIGHT, "ring_groups": 16, "ring_full": "block"},
+            "tailrace": {"name": "tailrace", **STEP, "groups_in_flight": 12, "staleness": 2},
+            "one_step_off": {"name": "one_step_off", **STEP, "groups_per_round": 8},
+            "tailbatch": {"name": "tailbatch", **RACE},
+            "rollpacker": {"name": "rollpacker", **RACE},
+            "tailrace_on_policy": {"name": "tailrace_on_policy", "groups_per_round": 8, **SORTED},
+        },
+        EXAMPLES / "smollm2" / "long_tail.toml",
+    ),
 }
 
 
@@ -97,26 +119,34 @@ def figures(folder: Path) -> dict[str, float]:
     steps = [row for row in rows if "loss" in row]
     samples = [row["samples/trained"] for row in steps]
     parts: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]
-    trained = 0.0
+    trained, seconds, until = 0.0, 0.0, [0.0] * PARTS
     for row, number in zip(steps, samples, strict=True):
-        parts[min(PARTS - 1, int(PARTS * trained / sum(samples)))].append((row["reward"], number))
-        trained += number
+        part = min(PARTS - 1, int(PARTS * trained / sum(samples)))
+        parts[part].append((row["reward"], number))
+        trained, seconds = trained + number, seconds + row["time/step"]
+        until[part] = seconds
     if not all(parts):
         raise SystemExit(f"a run of {len(steps)} steps has an eighth without one; raise --samples")
     found = {
         f"reward/{place}": sum(reward * number for reward, number in part) / sum(number for _, number in part)
         for place, part in enumerate(parts, 1)
     }
+    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    lengths = [row["tokens/trained"] / number for row, number in zip(steps, samples, strict=True)]
     wasted = sum(value for row in rows for key, value in row.items() if key.startswith("tail/wasted_tokens/"))
     return {
         **found,
-        "accuracy": [row["eval/accuracy"] for row in rows if "eval/accuracy" in row][-1],
+        **{f"seconds/{place}": value for place, value in enumerate(until, 1)},
+        "accuracy/start": accuracies[0],
+        "accuracy": accuracies[-1],
         "ess": fmean(row["ess"] for row in steps),
         "kl": fmean(row["mismatch_kl"] for row in steps),
         "lag": max(row["lag/max"] for row in steps),
         "lag_mean": fmean(row["lag/mean"] for row in steps),
         "versions": fmean(row["versions/mean"] for row in steps),
         "recomputed": sum(row.get("kv/recomputed", 0.0) for row in rows) / len(steps),
+        "length": sum(row["tokens/trained"] for row in steps) / sum(samples),
+        "spread": pstdev(lengths) / fmean(lengths),
         "waste": wasted / sum(row.get("tokens/generated", 0.0) for row in rows),
         "samples": sum(samples),
         "seconds": sum(row.get("round/time_s", 0.0) for row in rows),
@@ -133,34 +163,46 @@ def interval(values: list[float]) -> float:
 
 
 def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -> None:
-    """The reward over samples of each run, with its interval."""
+    """The reward of each run, with its interval, over samples and over seconds."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
-    for name, found in results.items():
-        rewards = [found[f"reward/{number}"] for number in range(1, PARTS + 1)]
-        axes.errorbar(places, list(map(fmean, rewards)), list(map(interval, rewards)), label=name, capsize=3)
-    axes.set(xlabel="trained samples", ylabel="reward")
-    axes.legend()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    for color, (name, found) in zip(colors, results.items(), strict=False):
+        rewards, seconds = (
+            [found[f"{key}/{number}"] for number in range(1, PARTS + 1)] for key in ("reward", "seconds")
+        )
+        means = list(map(fmean, rewards))
+        places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
+        left.errorbar(places, means, list(map(interval, rewards)), label=name, color=color, capsize=3)
+        right.plot(list(map(fmean, seconds)), means, color=color, marker="o", markersize=3)
+    left.set(xlabel="trained samples", ylabel="reward")
+    right.set(xlabel="seconds of training")
+    left.legend(fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def main(
-    study: Literal["lag", "april", "order", "kv", "episodes"] = "lag",
+    study: Literal["lag", "april", "order", "kv", "episodes", "real"] = "lag",
     seeds: int = 3,
     samples: int = 8192,
+    only: str = "",
     folder: Path | None = None,
     json: Path | None = None,
     figure: Path | None = None,
 ) -> None:
     chosen = STUDIES[study]
+    names = only.split(",") if only else list(chosen.schedules)
+    if unknown := set(names) - set(chosen.schedules):
+        raise SystemExit(
+            f"--only: {', '.join(unknown)}: not in {study}; it has {', '.join(chosen.schedules)}"
+        )
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name in chosen.schedules:
+        for name in names:
             found = []
             for seed in range(seeds):
                 place = (folder or Path(scratch)) / f"{study}-{name}-{seed}"

@@ -10,7 +10,7 @@ from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 
 STEP = {"loss": 0.1, "ess": 0.5, "mismatch_kl": 0.2, "lag/max": 3.0, "lag/mean": 1.5, "versions/mean": 2.0}
-STEP |= {"tokens/generated": 10.0, "round/time_s": 2.0}
+STEP |= {"tokens/generated": 10.0, "round/time_s": 2.0, "time/step": 1.0, "tokens/trained": 40}
 
 
 def written(folder: Path, rewards: list[float]) -> Path:
@@ -28,7 +28,18 @@ def test_the_figures_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     found = figures(written(tmp_path, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.5, 0.5] * 2))
     rewards = [found.pop(f"reward/{part}") for part in range(1, 9)]
     assert rewards == pytest.approx([0.1, 0.5, 0.9, 0.5] * 2)
-    others = {"accuracy": 0.75, "ess": 0.5, "kl": 0.2, "lag": 3.0, "lag_mean": 1.5, "versions": 2.0}
+    assert [found.pop(f"seconds/{part}") for part in range(1, 9)] == [2.0 * part for part in range(1, 9)]
+    others = {
+        "accuracy/start": 0.25,
+        "accuracy": 0.75,
+        "length": 5.0,
+        "spread": 0.0,
+        "ess": 0.5,
+        "kl": 0.2,
+        "lag": 3.0,
+        "lag_mean": 1.5,
+        "versions": 2.0,
+    }
     others |= {"recomputed": 0.25, "waste": 120 / 160, "samples": 128, "seconds": 32.0}
     assert found == pytest.approx(others)
 
