@@ -1,7 +1,7 @@
 """A simulation that is fitted to one schedule's live run, against the live runs of other schedules.
 
     python benchmarks/sim_vs_live.py [--config F.toml] [--rounds 3] [--repeats 3] [--fit-on serial]
-                                    [--groups 64] [--only NAME,NAME] [--folder DIR] [--json F]
+                                    [--groups 64] [--step 2] [--only NAME,NAME] [--folder DIR] [--json F]
 
 Each schedule runs live from the same weights, on the same prompts, with the same seeds: those of
 examples/rolloutpipe.toml, or of another config. Before its laps, a lap of one round is not counted.
@@ -118,13 +118,14 @@ def main(
     config: Path = EXAMPLE,
     rounds: int = 3,
     groups: int = 64,
+    step: int = 2,
     repeats: int = 3,
     fit_on: str = "serial",
     only: str = "",
     folder: Path | None = None,
     json: Path | None = None,
 ) -> None:
-    race = racers(load_config(config, {"run.rounds": str(rounds)}), groups, step=2)
+    race = racers(load_config(config, {"run.rounds": str(rounds)}), groups, step)
     if only:
         race = {name: racer for name, racer in race.items() if name in {*only.split(","), fit_on}}
     with tempfile.TemporaryDirectory() as scratch:
