@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer beside tailrace: SmolLM2-135M-Instruct learns sums (examples/smollm2), on a CPU.
 
     make models/SmolLM2-135M-Instruct .venv-trl/stamp
-    python benchmarks/trl_peer.py [--steps 8] [--seeds 3] [--cores one|two|both] [--json FILE] [--search]
+    python benchmarks/trl_peer.py [--steps 8] [--seeds 3] [--cores one|two|both] [--json FILE] [--figure FILE]
+                                  [--search]
 
 Not trl.py, which would shadow the package. Both sides have the model, the prompts and their order, 8 prompts
 x 8 samples a step, GRPO (mean over samples of the mean over tokens, clip 0.2, no KL), AdamW with learning
@@ -11,6 +12,7 @@ measured; --search measures all of them, with one seed.
     step_s        seconds a step, without the first
     tokens_s      completion tokens a second
     parts         seconds a step of each part; in an overlapping schedule their sum exceeds step_s
+    reward, minutes  mean reward of each step, and its end after that of the first step
     zero_groups   share of groups of equal rewards, which tailrace trains without a backward pass
     gradient_s    seconds of forward and backward passes for each sample that had both
     accuracy      share of 128 held-out prompts that the trained model solves, greedy, by one program
@@ -117,6 +119,7 @@ def figures(steps: list[Figures]) -> Figures:
         "tokens_s": sum(step["tokens"] for step in later) / seconds,
         "parts": parts,
         "reward": [step["reward"] for step in steps],
+        "minutes": [(step["end_s"] - steps[0]["end_s"]) / 60 for step in steps],
         "zero_groups": fmean(step["zero_groups"] for step in later),
         "gradient_s": parts["passes"] / fmean(step["passes"] for step in later),
     }
@@ -160,6 +163,7 @@ def main(
     cores: Literal["one", "two", "both"] = "both",
     search: bool = False,
     json: Path | None = None,
+    figure: Path | None = None,
 ) -> None:
     if problems := missing(model, TRL_PYTHON):
         sys.exit("\n".join(problems))
@@ -183,6 +187,26 @@ def main(
             }
             print({key: results[key], "gradient": results["gradient"], "accuracy": results["accuracy"]})
     write(json, results)
+    if figure:
+        draw(results["runs"], figure)
+
+
+def draw(runs: dict[str, dict[str, list[Figures]]], path: Path) -> None:
+    """The reward over minutes, mean over the seeds."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    picture, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for cores, sides in runs.items():
+        for side, found in sides.items():
+            points = zip(*(zip(each["minutes"], each["reward"], strict=True) for each in found), strict=True)
+            minutes, rewards = zip(*(map(fmean, zip(*point, strict=True)) for point in points), strict=True)
+            axes.plot(minutes, rewards, marker="o", label=f"{side}, cores: {cores}")
+    axes.set(xlabel="minutes after the first step", ylabel="reward")
+    axes.legend()
+    picture.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
