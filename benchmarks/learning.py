@@ -10,16 +10,17 @@ order  rolloutpipe, which trains short groups first, against serial
 kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
        the task are those of examples/tools.toml
-real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml)
+real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml);
+       tailbatch and rollpacker also train the prompts that they have deferred, in one more round
 
 Each run trains the model of its study, the quickstart's unless another is named, on as many samples as the
 others. Printed, mean over the seeds and the half-width of its 95% interval (Student's t): the reward of the
-samples of each eighth of the run and the seconds of training until its end, held-out accuracy at the start
-and at the end, effective sample size, KL of the behaviour policy, largest and mean lag in optimizer steps,
-versions of the weights in a sample, share of the steps after which the KV cache was recomputed, mean length
-of the trained responses, the spread of the steps' means over their mean, waste and seconds. Seconds hold for
-one engine and one trainer of one thread each. --folder keeps the runs, and a run that has ended there is not
-repeated.
+samples of each eighth of the run and the seconds until its end, without publications, held-out accuracy at
+the start and at the end, effective sample size, KL of the behaviour policy, largest and mean lag in optimizer
+steps, versions of the weights in a sample, share of the steps after which the KV cache was recomputed, mean
+length of the trained responses, the spread of the steps' means over their mean, waste, samples and seconds.
+Seconds hold for one engine and one trainer on two cores: each has one, or both in turn where the schedule
+never trains while it generates. --folder keeps the runs, and a run that has ended there is not repeated.
 """
 
 import json as jsons
@@ -44,9 +45,8 @@ class Study(NamedTuple):
 
 
 WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
-STEP, FLIGHT = {"groups_per_step": 8}, {"in_flight_per_engine": 96}
-RACE = {"groups_per_round": 8, "prompt_speculation": 1.25, "response_speculation": 1.0}
-SORTED = {"prompt_speculation": 1.0, "rounds_sorted": 5}
+STEP, ROUND = {"groups_per_step": 8}, {"groups_per_round": 8}
+RACE = {**ROUND, "prompt_speculation": 1.25, "response_speculation": 1.0}
 RING = {"groups_per_step": 4, "in_flight_per_engine": 64, "ring_groups": 8}
 STUDIES = {
     "lag": Study(
@@ -83,16 +83,27 @@ STUDIES = {
     "real": Study(
         {},
         {
-            "serial": {"name": "serial", **STEP, "groups_per_round": 8},
+            "serial": {"name": "serial", **STEP, **ROUND},
             "rolloutpipe": {"name": "rolloutpipe", **STEP, "groups_per_round": 16},
             "conventional": {"name": "conventional", **STEP, "steps_per_round": 2},
-            "april": {"name": "april", "groups_per_round": 8, "groups_launched": 12},
-            "pipelinerl": {"name": "pipelinerl", **STEP, **FLIGHT, "ring_groups": 16, "ring_full": "block"},
+            "april": {"name": "april", **ROUND, "groups_launched": 12},
+            "pipelinerl": {
+                "name": "pipelinerl",
+                **STEP,
+                "in_flight_per_engine": 96,
+                "ring_groups": 16,
+                "ring_full": "block",
+            },
             "tailrace": {"name": "tailrace", **STEP, "groups_in_flight": 12, "staleness": 2},
-            "one_step_off": {"name": "one_step_off", **STEP, "groups_per_round": 8},
+            "one_step_off": {"name": "one_step_off", **STEP, **ROUND},
             "tailbatch": {"name": "tailbatch", **RACE},
             "rollpacker": {"name": "rollpacker", **RACE},
-            "tailrace_on_policy": {"name": "tailrace_on_policy", "groups_per_round": 8, **SORTED},
+            "tailrace_on_policy": {
+                "name": "tailrace_on_policy",
+                **ROUND,
+                "prompt_speculation": 1.0,
+                "rounds_sorted": 4,  # of 8 rounds: a batch that the run's end cuts is trained to its end
+            },
         },
         EXAMPLES / "smollm2" / "long_tail.toml",
     ),
@@ -170,15 +181,14 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    for color, (name, found) in zip(colors, results.items(), strict=False):
+    places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
+    for name, found in results.items():
         rewards, seconds = (
             [found[f"{key}/{number}"] for number in range(1, PARTS + 1)] for key in ("reward", "seconds")
         )
         means = list(map(fmean, rewards))
-        places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
-        left.errorbar(places, means, list(map(interval, rewards)), label=name, color=color, capsize=3)
-        right.plot(list(map(fmean, seconds)), means, color=color, marker="o", markersize=3)
+        line, *_ = left.errorbar(places, means, list(map(interval, rewards)), label=name, capsize=3)
+        right.plot(list(map(fmean, seconds)), means, color=line.get_color(), marker="o", markersize=3)
     left.set(xlabel="trained samples", ylabel="reward")
     right.set(xlabel="seconds of training")
     left.legend(fontsize="small")

@@ -167,6 +167,8 @@ def main(
 ) -> None:
     if problems := missing(model, TRL_PYTHON):
         sys.exit("\n".join(problems))
+    if search and figure:
+        sys.exit("--figure shows one setting of each side: leave --search out")
     if steps < 2 or seeds < 1:
         sys.exit("--steps must be 2 or more, because the first is left out; --seeds 1 or more")
     subprocess.run([sys.executable, SUMS / "make_sums.py"], check=True)
@@ -201,8 +203,10 @@ def draw(runs: dict[str, dict[str, list[Figures]]], path: Path) -> None:
     picture, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     for cores, sides in runs.items():
         for side, found in sides.items():
-            points = zip(*(zip(each["minutes"], each["reward"], strict=True) for each in found), strict=True)
-            minutes, rewards = zip(*(map(fmean, zip(*point, strict=True)) for point in points), strict=True)
+            minutes, rewards = (
+                [fmean(step) for step in zip(*(each[key] for each in found), strict=True)]
+                for key in ("minutes", "reward")
+            )
             axes.plot(minutes, rewards, marker="o", label=f"{side}, cores: {cores}")
     axes.set(xlabel="minutes after the first step", ylabel="reward")
     axes.legend()

@@ -3,7 +3,7 @@
 python examples/smollm2/make_sums.py
 
 train.jsonl      each asks for the number only
-long_tail.jsonl  one in eight asks to explain each step, responses have up to 20 times the median length
+long_tail.jsonl  one in eight asks to explain each step, which takes ten times as many tokens
 """
 
 import json

@@ -26,6 +26,7 @@ def test_steps_have_the_seconds_of_their_own_parts(tmp_path: Path) -> None:
     assert found["parts"] == {"generation": 2.0, "publish": 1.0, "passes": 6.0, "optimizer": 1.0}
     assert (found["step_s"], found["tokens_s"], found["reward"]) == (10.0, 10.0, [0.5, 0.5])
     assert (found["zero_groups"], found["gradient_s"]) == (0.25, 6 / 48)
+    assert found["minutes"] == [0.0, 10 / 60]
 
 
 def test_the_ratio_is_that_of_the_means() -> None:
