@@ -1,6 +1,6 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers|real]
                                [--kills N] [--colocated] [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
@@ -14,6 +14,7 @@ itself after its last round.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
+--task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
 was trained, and a sink that writes every request down.
@@ -75,6 +76,11 @@ KILLED: dict[str, dict[str, object]] = {
     "rolloutpipe": {"groups_per_round": 8, "groups_per_step": 4},
 }
 """Schedules whose runs are killed."""
+REAL: dict[str, dict[str, object]] = {
+    "april": {"groups_per_round": 8, "groups_launched": 12},
+    "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16, "ring_full": "block"},
+}
+"""Schedules whose runs of a real model are killed."""
 LOSING: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 16},
     "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 48, "ring_groups": 16, "ring_full": "block"},
@@ -94,8 +100,10 @@ ASLEEP = {f"trainer.offload.{part}": "disk" for part in ("weights", "gradients",
 """The trainer gives all memory of its state back while engines generate on its devices."""
 ENDLESS = 100_000
 KEPT_CHECKPOINTS = 3
-LIFE_S, START_S = 2.5, 6.0
+LIFE_S, REAL_LIFE_S, START_S = 2.5, 25.0, 6.0
 """A kill comes within so many seconds after a life began to train; or, one in eight, after it was spawned."""
+PATHS = (("model", "path"), ("data", "path"), ("reward", "function"))
+"""Settings that are relative to the example."""
 KILL_S = 0.5
 """An engine is killed within so many seconds after the start of a round."""
 ROUNDS_PER_KILL, LAST_ROUNDS = 5, 4
@@ -137,19 +145,25 @@ class Victim:
             return
         settings = tomllib.loads(self._config.read_text())
         settings["schedule"] = {"name": name, **schedule}
-        settings["model"]["path"] = str((EXAMPLES / example).parent / settings["model"]["path"])
+        for table, key in PATHS:
+            if key in settings[table]:
+                settings[table][key] = str(self._config.parent / settings[table][key])
         self._config = folder / f"{name}.toml"
         self._config.write_text(tomli_w.dumps(settings))
 
-    def live_and_die(self, chance: random.Random) -> None:
-        """One life, killed with all its workers at a random moment."""
+    def live_and_die(self, chance: random.Random, life_s: float = LIFE_S) -> None:
+        """One life, killed with all its workers at a random moment.
+
+        Args:
+            life_s: longest time between its first prompt and the kill.
+        """
         process = self._start(ENDLESS)
         if chance.random() < 1 / 8:
             time.sleep(chance.uniform(0, START_S))
         else:
             before = self._lives_that_drew()
             self._wait(process, lambda: self._lives_that_drew() > before, "it did not come back to life")
-            time.sleep(chance.uniform(0, LIFE_S))
+            time.sleep(chance.uniform(0, life_s))
         kill(process)
         self._compare()
         for old in sorted((self.folder / "checkpoints").glob("round_??????"))[:-KEPT_CHECKPOINTS]:
@@ -402,17 +416,20 @@ def found_in(victims: Sequence[Victim]) -> Counter[str]:
     return results
 
 
-def crash(kills: int, seed: int, options: Mapping[str, str], papers: bool = False) -> dict[str, float]:
+def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[str, float]:
     """Kill and resume runs; what was found, summed over the runs."""
-    chance = random.Random(seed)
+    chance, life_s = random.Random(seed), REAL_LIFE_S if task == "real" else LIFE_S
     with tempfile.TemporaryDirectory() as name:
-        if papers:
+        if task == "papers":
             victims = [Victim(paper, None, Path(name), options, f"{paper}.toml") for paper in PAPERS]
         else:
-            victims = [Victim(schedule, KILLED[schedule], Path(name), options) for schedule in KILLED]
+            schedules, example = (
+                (REAL, "smollm2/long_tail.toml") if task == "real" else (KILLED, EXAMPLE["native"])
+            )
+            victims = [Victim(each, schedules[each], Path(name), options, example) for each in schedules]
         for number in range(kills):
             victim = victims[number % len(victims)]
-            victim.live_and_die(chance)
+            victim.live_and_die(chance, life_s)
             print(f"kill {number + 1:3} of {kills}: {victim.folder.name}", flush=True)
         for victim in victims:
             victim.live_to_the_end()
@@ -505,7 +522,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 def main(
     kill: Literal["all", "engines"] = "all",
-    task: Literal["sums", "tools", "papers"] = "sums",
+    task: Literal["sums", "tools", "papers", "real"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
@@ -520,7 +537,7 @@ def main(
         results = crash_tools(kills, seed)
     elif kills:
         asleep = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
-        results |= crash(kills, seed, OPTIONS | asleep, task == "papers")
+        results |= crash(kills, seed, OPTIONS | asleep, task)
     if kill == "all" and task == "sums" and repeats:
         results |= cost(repeats)
     for key, value in results.items():

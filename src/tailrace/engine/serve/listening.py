@@ -78,6 +78,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=shutdown_timeout_s,
         )
         super().__init__(config)
+        bound.listen(config.backlog)  # its URL may be told before it serves: connections wait
         self._bound = bound
         self.signal: int | None = None
         """That has stopped it."""
