@@ -29,9 +29,10 @@ Generate = Callable[[Requests], int]
 def native(model: str, dtype: str = "float32") -> Generate:
     import torch
 
-    from tailrace.engine.base import GenerationRequest, SamplingParams
+    from tailrace.engine.base import GenerationRequest
     from tailrace.engine.native.engine import NativeEngine
     from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+    from tailrace.types import SamplingParams
 
     torch.set_num_threads(1)
     settings = NativeEngineSettings(dtype=dtype, max_num_seqs=MAX_REQUESTS, kv_cache_tokens=KV_TOKENS)

@@ -1,6 +1,6 @@
 """The structure of the package, checked by a table of rooms.
 
-    ground <- rooms <- controller <- config <- schedules <- assembly <- plan <- fit <- page <- commands <- cli
+    ground <- rooms <- controller <- config <- schedules <- assembly <- tinker <- plan <- fit <- page <- commands <- cli
 
 A room may import the ground and the contracts (`base.py`) of the rooms in its row of the table. Everything
 else that it imports from another room stands in INSIDES, with a reason.
@@ -38,7 +38,19 @@ ROOMS: Mapping[str, set[str]] = {
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
 }
 """Each room, and the rooms whose contracts it may import."""
-ABOVE = ("controller", "config", "schedules", "assembly", "plan", "fit", "page", "commands", "api", "cli")
+ABOVE = (
+    "controller",
+    "config",
+    "schedules",
+    "assembly",
+    "tinker",
+    "plan",
+    "fit",
+    "page",
+    "commands",
+    "api",
+    "cli",
+)
 """In this order: each may import those before it, and every room."""
 INSIDES = {
     # The pool writes down the fate of every sample.

@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "serve": (
         "commands.serve:serve",
-        "serve a model over HTTP: OpenAI's routes, and vLLM's for tokens, pauses and new weights",
+        "serve a model over HTTP: OpenAI's routes and vLLM's for tokens, pauses and weights; or Tinker's API",
     ),
 }
 """The function of each command, and what `tailrace --help` says of it without importing it."""

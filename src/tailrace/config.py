@@ -197,6 +197,11 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
     _make_paths_absolute(tree, [RunConfig], path.parent)
     if isinstance(schedule := tree.get("schedule"), dict) and isinstance(name := schedule.get("name"), str):
         schedule["name"] = absolute_function(path.parent, name)
+    return config_of(tree, overrides)
+
+
+def config_of(tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
+    """Return the config of a tree of sections. Raises as `load_config`."""
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
     config: RunConfig = validated(RunConfig, _with_tasks_as_data(tree))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from tailrace.turns import Branch, branches_of, messages_of
 from tailrace.turns import FinishReason as FinishReason  # exported again: it flows, too
 from tailrace.turns import Turn as Turn
@@ -75,6 +77,22 @@ class Prompt:
     """Name of the data source; empty where the data name none."""
 
 
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How one request is sampled; `SamplingSettings` says what each means.
+
+    Args:
+        ignore_end_of_text: the model's own end-of-text tokens do not end the completion.
+    """
+
+    max_completion_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_end_of_text: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class Sample:
     """One response to a prompt: one turn of the policy, or an episode of several turns with an environment.
@@ -92,6 +110,8 @@ class Sample:
     """Each token is the most likely one. There is no sampling noise."""
     temperature: float | None = None
     """Sampling temperature in place of the engine's, for evaluations. None: the engine's."""
+    sampling: SamplingParams | None = None
+    """In place of the engine's settings. The embedded engine alone takes it. None: the engine's."""
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)

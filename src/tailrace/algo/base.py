@@ -19,6 +19,8 @@ AdvantageName = Literal["group", "none", "rloo", "gae"]
 Normalize = Literal["sample_mean", "token_mean", "sample_sum", "fixed_length"]
 Correction = Literal["none", "truncate", "mask", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
+TokenLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+"""Losses of Tinker's `forward_backward`, which are sums over tokens (losses.token_loss)."""
 Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo"]
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailrace.algo.base import Correction, KLEstimator, Normalize
+from tailrace.algo.base import Correction, KLEstimator, Normalize, TokenLossName
 
 
 def kl(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -152,6 +152,44 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_hi
 def reinforce(logprobs: Tensor, advantages: Tensor) -> PolicyLoss:
     """loss = -A log pi for each token (Williams 1992, with the advantage in place of the reward)."""
     return PolicyLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+
+
+def token_loss(
+    name: TokenLossName,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    beta: float,
+) -> Tensor:
+    """Compute a loss of Tinker for each token: [C], differentiable. Tinker sums it over a batch.
+
+        rho = pi / pi_old
+        cross_entropy         -A log pi, with the weight of the token as A
+        importance_sampling   -rho A
+        ppo                   -min(rho A, clip(rho, clip_low, clip_high) A)
+        cispo                 -sg(clip(rho, clip_low, clip_high)) A log pi
+        dro                   -(A log pi - beta / 2 (log rho)^2)
+
+    Args:
+        logprobs, old_logprobs, advantages: [C]
+        clip_low, clip_high: bounds of rho itself, not distances from 1.
+    """
+    match name:
+        case "cross_entropy":
+            return reinforce(logprobs, advantages).per_token
+        case "importance_sampling":
+            return -(logprobs - old_logprobs).exp() * advantages
+        case "ppo":
+            ratio = (logprobs - old_logprobs).exp()
+            return _surrogate(ratio, advantages, 1 - clip_low, clip_high - 1).per_token
+        case "cispo":
+            ratio = (logprobs.detach() - old_logprobs).exp()
+            return -ratio.clamp(clip_low, clip_high) * advantages * logprobs
+        case "dro":
+            return beta / 2 * (logprobs - old_logprobs).square() - advantages * logprobs
 
 
 def value_loss(values: Tensor, returns: Tensor) -> Tensor:

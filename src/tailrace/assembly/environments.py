@@ -72,7 +72,8 @@ def prompts_of_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: Prompt
 
 def calls_reward_functions(config: RunConfig) -> bool:
     """Return whether the run has reward functions. An environment may give the rewards instead."""
-    assert config.data
+    if config.data is None:
+        return False
     given = isinstance(config.environment, EpisodeSettings) and config.environment.gives_rewards
     scorers = all(isinstance(source, ProceduralSettings) for source in sources_of(config.data))
     return config.reward.calls_functions and bool(not given or config.reward.named() or scorers)

@@ -87,11 +87,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
             raise ConfigError(name, None, problem, f"add [{name}] to the config")
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
-    path = config.model.path
-    remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
-    verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
-    _check_engine(config)
-    _check_trainer(config)
+    check_policy(config)
     for source in sources_of(config.data):
         check_lengths(
             max_context_tokens=context_length(config.model.path),
@@ -109,10 +105,25 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     check_trackers(config.record.trackers)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights)
-    if config.host.kind != "local":
-        return Fitted(config)
     prompt_tokens = max((len(prompt.ids) for prompt in usable_prompts(prompts, MEASURED_PROMPTS)), default=0)
     overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
+    return fitted_to_machine(config, prompt_tokens=prompt_tokens, overlaps=overlaps)
+
+
+def check_policy(config: RunConfig) -> None:
+    """Check the model, and what generates and trains with it. Raises as `check_live`."""
+    assert config.model
+    path = config.model.path
+    remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
+    verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
+    _check_engine(config)
+    _check_trainer(config)
+
+
+def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
+    """Choose what a checked config leaves to this machine, where the workers are on it. Raises as `fit`."""
+    if config.host.kind != "local":
+        return Fitted(config)
     machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
     return fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
 

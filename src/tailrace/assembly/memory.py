@@ -82,11 +82,12 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
 
 def longest_sample(config: RunConfig, prompt_tokens: int) -> int:
     """Tokens of the longest sample. Those of an environment fill the context."""
-    assert config.model and config.data and config.sampling
+    assert config.model and config.sampling
     context = context_length(config.model.path)
     if isinstance(config.environment, EpisodeSettings):
         return context
-    limits = [source.max_prompt_tokens or context for source in sources_of(config.data)]
+    sources = sources_of(config.data) if config.data else ()
+    limits = [source.max_prompt_tokens or context for source in sources] or [context]
     return min(context, min(prompt_tokens, max(limits)) + config.sampling.max_completion_tokens)
 
 

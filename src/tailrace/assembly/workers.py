@@ -88,7 +88,7 @@ async def _started(
     devices: DeviceMap,
     spawner: Spawner,
 ) -> AsyncIterator[Workers]:
-    assert config.model and config.data and config.sampling
+    assert config.model and config.sampling
     model, data, engine, sampling = config.model.path, config.data, config.engine, config.sampling
     trainer, algorithm = config.trainer, config.algorithm
     reward = where_workers_run(config.host, config.reward)
@@ -130,17 +130,21 @@ async def _started(
     reference_job = ReferenceJob(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
-    reward_job = RewardJob(reward=reward, data=data)
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     closing = [each.close for each in engines]
     try:
         num_scorers = reward.workers if calls_reward_functions(config) else 0
-        scorers = [await start(RewardWorker, f"scorer-{i}", reward_job) for i in range(num_scorers)]
+        scorers = [
+            await start(RewardWorker, f"scorer-{i}", RewardJob(reward=reward, data=data))
+            for i in range(num_scorers)
+            if data
+        ]
         ranks = zip(trainer_jobs(trainer_job), devices.trainer, strict=True)
         processes = [await start(TrainerWorker, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes, trainer_job)
         closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
+            assert data
             context, fills_context = context_length(model), isinstance(config.environment, EpisodeSettings)
             longest = partial(
                 longest_sequence,

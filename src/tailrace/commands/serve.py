@@ -1,18 +1,22 @@
-"""`tailrace serve`: the embedded engine behind HTTP."""
+"""`tailrace serve`: the embedded engine behind HTTP, or a trainer and engines behind Tinker's API."""
 
 import asyncio
 import os
 import re
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from tailrace import clock
+from tailrace.assembly.live import check_policy, fitted_to_machine
+from tailrace.assembly.workers import open_workers
 from tailrace.commands.signals import signals_received
+from tailrace.config import RunConfig, config_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer
 from tailrace.devices import check_device
 from tailrace.engine.http import TOKEN_VARIABLE
@@ -27,6 +31,12 @@ OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout
 """Settings of an engine are options, but for those that only a run has a use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
+OF_A_SERVICE: Mapping[str, Any] = {
+    "run": {"rounds": 1, "group_size": 2},
+    "schedule": {"name": "serial"},
+    "weights": {"transport": "filesystem"},
+}
+"""The config of a service: its clients say what a run would."""
 SHUTDOWN_TIMEOUT_S = 2
 """Seconds that replies under way have to end after a signal."""
 
@@ -36,8 +46,11 @@ def serve(
     /,
     *,
     token_file: Path | None = None,
+    tinker: bool = False,
+    state_folder: Path = Path("runs/tinker"),
     settings: Annotated[ServeSettings, Parameter("*")] = ServeSettings(),  # noqa: B008 (frozen)
     engine: Annotated[NativeEngineSettings, OF_ENGINE] = NativeEngineSettings(),  # noqa: B008
+    overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Serve a model until a signal comes.
 
@@ -45,15 +58,27 @@ def serve(
         model: a Hugging Face folder with a tokenizer.
         token_file: has the bearer token, or receives a new one. Without it: $TAILRACE_TOKEN, or a new one is
             printed.
+        tinker: train and sample for clients of Tinker's SDK, in place of the other routes. Settings of a
+            config can be given, for example --trainer.lora.rank 16; without that all weights are trained.
+        state_folder: of checkpoints, with --tinker.
     """
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
+
+        if tinker:
+            import tinker as sdk  # noqa: F401
     except ImportError as why:
-        remedy = "pip install 'tailrace[serve]'"
+        remedy = f"pip install 'tailrace[{'tinker' if tinker else 'serve'}]'"
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
+    if tinker:
+        _serve_tinker(model, settings, engine, token_file, state_folder, overrides)
+        return
+    if overrides:
+        (key, value), *_ = overrides.items()
+        raise ConfigError(f"--{key}", value, "serve has no config to override without --tinker", "remove it")
     check_model(model)
     check_device("--device", engine.device)
     tokenizer = load_tokenizer(model)
@@ -69,6 +94,67 @@ def serve(
     )
     token = bearer_token(token_file)
     clock.run(_serve(served, engine, settings, tokenizer, token), virtual=False)
+
+
+def _serve_tinker(
+    model: Path,
+    settings: ServeSettings,
+    engine: NativeEngineSettings,
+    token_file: Path | None,
+    folder: Path,
+    overrides: Mapping[str, str],
+) -> None:
+    """Check the config that the options make, and serve it."""
+    from tailrace.tinker.app import KEY_PREFIX
+
+    tree = {
+        **OF_A_SERVICE,
+        "model": {"path": str(model.absolute())},
+        "engine": engine.model_dump(mode="json", exclude_unset=True),
+        "sampling": {"max_completion_tokens": context_length(model) - 1},
+    }
+    config = config_of(tree, overrides)
+    if config.engine.kind != "native":
+        raise ConfigError("engine.kind", config.engine.kind, "each request has its sampling", 'use "native"')
+    if config.trainer.adapter:
+        problem, remedy = "the engines of this service take whole weights", 'set it to "merged"'
+        raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
+    check_policy(config)
+    config = fitted_to_machine(config, prompt_tokens=context_length(model), overlaps=True).config
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise ConfigError("--state-folder", str(folder), str(why), "name another folder") from why
+    key = bearer_token(token_file, KEY_PREFIX)
+    clock.run(_serve_policy(config, settings, key, folder.absolute()), virtual=False)
+
+
+async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, folder: Path) -> None:
+    """Serve a trainer and engines until a signal comes or a worker ends."""
+    from tailrace.engine.serve.listening import HttpServer, bind
+    from tailrace.tinker.app import make_app
+    from tailrace.tinker.service import ServedPolicy, TinkerService
+
+    assert config.model
+    path = config.model.path
+    policy = ServedPolicy(
+        settings.served_model_name,
+        path,
+        read_config(path)["vocab_size"],
+        context_length(path),
+        config.trainer.lora,
+    )
+    with bind(settings.host, settings.port, "--host, --port") as bound:
+        async with open_workers(config, folder, load_tokenizer(path)) as workers:
+            service = TinkerService(workers, policy, folder)
+            await service.open()
+            app = make_app(service, settings, key)
+            server = HttpServer(app, bound, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+            with signals_received(server.stop):
+                print(f"serving   {server.url}", flush=True)
+                await server.serve()
+    if server.signal is not None:
+        raise Interrupted("the server was stopped", server.signal)
 
 
 async def _serve(
@@ -115,11 +201,12 @@ async def _serve(
         raise WorkerDied(await died)
 
 
-def bearer_token(file: Path | None) -> str:
+def bearer_token(file: Path | None, prefix: str = "") -> str:
     """The bearer token of the server.
 
     Args:
         file: has the token, or receives a new one. None: it is $TAILRACE_TOKEN, or a new one that is printed.
+        prefix: of a new one.
 
     Raises:
         ConfigError: the file cannot be read or written, or the token is too weak.
@@ -130,12 +217,12 @@ def bearer_token(file: Path | None) -> str:
             source = str(file)
             if not file.exists():
                 with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-                    opened.write(secrets.token_urlsafe(32) + "\n")
+                    opened.write(prefix + secrets.token_urlsafe(32) + "\n")
             token = file.read_text().strip()
     except (OSError, ValueError) as why:
         raise ConfigError("--token-file", str(file), str(why), "name another file") from why
     if not token and file is None:
-        token = secrets.token_urlsafe(32)
+        token = prefix + secrets.token_urlsafe(32)
         print(f"token     {token}", file=sys.stderr, flush=True)
     if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
         problem = "a token has at least 16 printable ASCII characters without spaces"

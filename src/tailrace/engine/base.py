@@ -19,27 +19,11 @@ import msgspec
 from msgspec.structs import astuple
 
 from tailrace.errors import LedgerError
-from tailrace.types import KV, FinishReason, Sample
+from tailrace.types import KV, FinishReason, Sample, SamplingParams
 from tailrace.weights.base import Weights
 
 EngineState = Literal["open", "asleep", "dead"]
 """open: serves requests. asleep: its device is lent. dead: it does not answer; it may come back."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True):
-    """How one request is sampled; `SamplingSettings` says what each means.
-
-    Args:
-        ignore_end_of_text: the model's own end-of-text tokens do not end the completion.
-    """
-
-    max_completion_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_end_of_text: bool = False
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

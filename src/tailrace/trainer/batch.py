@@ -4,6 +4,7 @@ import itertools
 
 import msgspec
 
+from tailrace.algo.base import TokenLossName
 from tailrace.turns import Branch
 from tailrace.types import Sample, SampleId
 
@@ -82,3 +83,59 @@ class TrainingSample(msgspec.Struct, frozen=True):
         num_observed = sum(len(ids) for _, ids in (*self.observations, *self.branches))
         num_targets = len(self.completion_ids)
         return len(self.prompt_ids) + num_observed + max(0, num_targets - 1 - len(self.branches))
+
+
+class TokenLoss(msgspec.Struct, frozen=True):
+    """A loss that is a sum over tokens (`losses.token_loss`), with its parameters."""
+
+    name: TokenLossName
+    clip_low: float = 0.8
+    clip_high: float = 1.2
+    beta: float = 0.05
+
+
+class LossDatum(msgspec.Struct, frozen=True):
+    """A sequence with an advantage for each token.
+
+    Args:
+        ids: [1 + num_tokens]; the first token is not a target.
+        advantages: [num_tokens]; under cross_entropy the weights of the tokens.
+        old_logprobs: [num_tokens]; empty where the loss has no ratio.
+    """
+
+    ids: list[int]
+    advantages: list[float]
+    old_logprobs: list[float] = []
+
+    def sample(self, number: int) -> TrainingSample:
+        """The sequence as the trainer packs it."""
+        prompt, *targets = self.ids
+        old_logprobs = self.old_logprobs or [0.0] * len(targets)
+        return TrainingSample(SampleId(number, 0, 0), [prompt], targets, old_logprobs, 0.0)
+
+
+class LossOutput(msgspec.Struct, frozen=True):
+    """What a pass found for one datum.
+
+    Args:
+        number: of the datum in the call.
+        logprobs, losses: [num_tokens]
+    """
+
+    number: int
+    logprobs: list[float]
+    losses: list[float]
+
+
+class AdamStep(msgspec.Struct, frozen=True):
+    """Parameters of one AdamW step, in place of those of TrainerSettings.
+
+    Args:
+        max_grad_norm: 0: the gradient is not clipped.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float

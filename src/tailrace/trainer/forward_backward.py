@@ -26,8 +26,8 @@ from torch import Tensor
 
 from tailrace.algo import losses
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.algo.losses import importance_weights, kl, spread, sums, weight_sums
-from tailrace.trainer.batch import TrainingSample
+from tailrace.algo.losses import importance_weights, kl, spread, sums, token_loss, weight_sums
+from tailrace.trainer.batch import LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.trainer.critic import Critic, token_advantages
 from tailrace.trainer.distributed import Ranks, local
 from tailrace.trainer.model import PolicyModel
@@ -175,6 +175,40 @@ class ForwardBackward:
                     loss.backward()  # type: ignore[no-untyped-call]
                 statistics.append(batch_sums)
         return statistics
+
+    def run_tokens(
+        self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
+    ) -> list[LossOutput]:
+        """Compute a loss that is a sum over tokens, and add its gradients to their sum. Returns the outputs
+        of the data that this rank computed."""
+        outputs: list[LossOutput] = []
+        samples = [datum.sample(number) for number, datum in enumerate(data)]
+        for batch in self.policy.own_micro_batches(samples, self.max_tokens_per_microbatch):
+            if batch.is_filler:
+                self._fill(batch, with_gradient)
+                continue
+            numbers = [id.prompt for id in batch.ids]
+            advantages = torch.tensor(
+                [each for number in numbers for each in data[number].advantages], device=self.policy.device
+            )
+            with torch.set_grad_enabled(with_gradient):
+                logprobs = self.policy.logprobs(batch).logprobs
+                per_token = token_loss(
+                    loss.name,
+                    logprobs,
+                    batch.behavior_logprobs,
+                    advantages,
+                    clip_low=loss.clip_low,
+                    clip_high=loss.clip_high,
+                    beta=loss.beta,
+                )
+            if with_gradient:
+                per_token.sum().backward()  # type: ignore[no-untyped-call]
+            lengths = batch.num_tokens.tolist()
+            parts = (torch.split(values.detach().cpu(), lengths) for values in (logprobs, per_token))
+            for number, found, terms in zip(numbers, *parts, strict=True):
+                outputs.append(LossOutput(number, found.tolist(), terms.tolist()))
+        return outputs
 
     def _fill(self, batch: MicroBatch, with_gradient: bool) -> None:
         """Make the passes of `run` with a gradient of zero, because other ranks make them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.batch import AdamStep
 from tailrace.trainer.distributed import Ranks, gather, local
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
@@ -62,11 +63,14 @@ class Optimizer:
         """Add up the gradients of all replicas."""
         ranks.sum_over_replicas([local(gradient) for gradient in self.gradients()])
 
-    def step(self, count: int) -> float:
+    def step(self, count: int, adam: AdamStep | None = None) -> float:
         """Do one step on gradient / count and reset the gradient.
 
         A gradient that is not finite changes neither the weights nor AdamW's moments and step count; the
         step is counted.
+
+        Args:
+            adam: parameters of this step in place of the settings'.
 
         Returns:
             The norm of gradient / count before clipping.
@@ -79,9 +83,16 @@ class Optimizer:
         norm = float(total_norm)
         if math.isfinite(norm):
             self._num_updates += 1
-            clip_grads_with_norm_(self._parameters.values(), self._settings.max_grad_norm, total_norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = self.learning_rate
+            max_norm = adam.max_grad_norm if adam else self._settings.max_grad_norm
+            if max_norm:
+                clip_grads_with_norm_(self._parameters.values(), max_norm, total_norm)
+            matrices, others = self._adamw.param_groups
+            for group in (matrices, others):
+                group["lr"] = adam.learning_rate if adam else self.learning_rate
+                if adam:
+                    group.update(betas=adam.betas, eps=adam.eps)
+            if adam:
+                matrices["weight_decay"] = adam.weight_decay
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=False)
         return norm

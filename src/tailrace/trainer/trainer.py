@@ -24,7 +24,7 @@ from tailrace.algo.losses import effective_sample_size, weight_sums
 from tailrace.errors import ScheduleError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.trainer.checkpoint import prefixed, section
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.distributed import Ranks, gather
@@ -82,6 +82,22 @@ class TorchTrainer:
             self._statistics.add_unit(unit)
             full, self._waiting = take_full([*self._waiting, *unit], least, self._max_tokens)
             self._compute(full)
+
+    def run_tokens(
+        self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
+    ) -> list[LossOutput]:
+        """As `ForwardBackward.run_tokens`. The gradients are part of the next `step_sum`."""
+        self._check_awake("run_tokens", "weights")
+        with self._parts["gradients"].added_to(self._optimizer.parameters):
+            return self._forward_backward.run_tokens(data, loss, with_gradient=with_gradient)
+
+    def step_sum(self, adam: AdamStep) -> float:
+        """Step on the sum of the gradients of `run_tokens`, as Tinker's `optim_step`. Returns the norm of the
+        sum before clipping."""
+        self._check_awake("step_sum", *self._parts)
+        self._optimizer.add_replicas(self._ranks)
+        self._weights_published = False
+        return self._optimizer.step(1, adam)
 
     def step(self) -> StepStats:
         """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
@@ -190,12 +206,17 @@ class TorchTrainer:
             folder, self._policy, state, self._tokenizer_from, self._ranks, copied=copied
         )
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
-        discarded. Raises as `checkpoint.read`."""
+        discarded. Raises as `checkpoint.read`.
+
+        Args:
+            optimizer: False: AdamW begins anew.
+        """
         parameters = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy, parameters, self._ranks)
-        self._optimizer.restore(section("policy.", state))
+        begun_anew = {"counts": torch.zeros(2, dtype=torch.int64)}
+        self._optimizer.restore(section("policy.", state) if optimizer else begun_anew)
         if self._critic:
             self._critic.optimizer.restore(section("critic.", state))
         if self._published:

@@ -282,7 +282,7 @@ class RemoteEngine(EngineClient):
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
         are in the sample. Cancelling it again in the meantime has no effect."""
         id = str(sample.id)
-        limit = min(self.job.sampling.max_completion_tokens, sample.turn_limit)
+        limit = min((sample.sampling or self.job.sampling).max_completion_tokens, sample.turn_limit)
         with _deaths():
             request = GenerationRequest(
                 id,
@@ -290,6 +290,7 @@ class RemoteEngine(EngineClient):
                 sample.turn_ids,
                 sample.turn_seed,
                 sample.greedy,
+                sampling=sample.sampling,
                 temperature=sample.temperature,
                 max_completion_tokens=int(limit) - sample.turn_start,
             )

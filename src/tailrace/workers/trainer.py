@@ -27,7 +27,7 @@ from tailrace.clock import waiting
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.batch import TrainingSample
+from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.types import Sample
 from tailrace.weights.base import (
     DTYPE,
@@ -166,6 +166,14 @@ class TrainerWorker(Worker):
         """
         return self._trainer.step()
 
+    def run_tokens(self, data: list[LossDatum], loss: TokenLoss, with_gradient: bool) -> list[LossOutput]:
+        """As TorchTrainer.run_tokens."""
+        return self._trainer.run_tokens(data, loss, with_gradient=with_gradient)
+
+    def step_sum(self, adam: AdamStep) -> float:
+        """As TorchTrainer.step_sum."""
+        return self._trainer.step_sum(adam)
+
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """The log-probs of a sample: [num_tokens]."""
         with self._trainer.present("weights"):
@@ -250,14 +258,14 @@ class TrainerWorker(Worker):
         """
         self._written.result()
 
-    def restore(self, folder: str) -> None:
-        """Continue from a checkpoint.
+    def restore(self, folder: str, optimizer: bool) -> None:
+        """Continue from a checkpoint, as TorchTrainer.restore.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         with self._trainer.present("weights", "gradients", "optimizer"):
-            self._trainer.restore(Path(folder))
+            self._trainer.restore(Path(folder), optimizer=optimizer)
 
     def join(self, host: str, port: int) -> None:
         """Find the other processes at an address. It comes before the start."""
@@ -458,6 +466,34 @@ class RemoteTrainer:
         samples = tuple(chain.from_iterable(stats.samples for stats in firsts))
         return replace(firsts[0], samples=samples, compute_s=max(stats.compute_s for stats in answers))
 
+    async def run_tokens(
+        self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
+    ) -> list[LossOutput]:
+        """Compute a loss that is a sum over tokens, and add its gradients to their sum, which `step_sum`
+        consumes. The replicas share the data.
+
+        Returns:
+            One output for each datum, in their order.
+        """
+        shares = [range(number, len(data), len(self._replicas)) for number in range(len(self._replicas))]
+        answers = await asyncio.gather(
+            *(
+                _begin(ranks, TrainerWorker.run_tokens, [data[i] for i in share], loss, with_gradient)
+                for ranks, share in zip(self._replicas, shares, strict=True)
+                if share
+            )
+        )
+        found = {
+            share[output.number]: output
+            for ranks, share in zip(answers, shares, strict=False)  # replicas without data did not answer
+            for output in chain.from_iterable(ranks)
+        }
+        return [found[number] for number in range(len(data))]
+
+    async def step_sum(self, adam: AdamStep) -> float:
+        """Step on the sum of the gradients of `run_tokens`; return its norm before clipping."""
+        return (await _begin(self.workers, TrainerWorker.step_sum, adam))[0]
+
     async def publish(self, version: int) -> Weights:
         """As Trainer.publish, by the configured transport."""
         answers = await _begin(self.workers, TrainerWorker.publish, version)
@@ -500,9 +536,13 @@ class RemoteTrainer:
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
         return completed
 
-    async def restore(self, folder: Path) -> None:
-        """As Trainer.restore. The engines get the weights with the next publication."""
-        await _begin(self.workers, TrainerWorker.restore, str(folder))
+    async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
+        """As Trainer.restore. The engines get the weights with the next publication.
+
+        Args:
+            optimizer: False: AdamW begins anew.
+        """
+        await _begin(self.workers, TrainerWorker.restore, str(folder), optimizer)
 
     async def close(self) -> None:
         """End all processes and remove the published weights."""

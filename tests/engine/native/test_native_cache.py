@@ -7,8 +7,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tailrace.engine.base import SamplingParams
 from tailrace.engine.native.cache import Cache, Sequence
+from tailrace.types import SamplingParams
 
 LAYERS, HEADS, DIM = 6, 1, 2
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
-from tailrace.engine.base import GenerationRequest, SamplingParams
+from tailrace.engine.base import GenerationRequest
 from tailrace.engine.native.sampler import draw, noise, noise_stream
 from tailrace.engine.settings import SamplingSettings
+from tailrace.types import SamplingParams
 
 MASK = 2**64 - 1
 

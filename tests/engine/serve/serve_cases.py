@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from tailrace.engine.base import GenerationOutput, GenerationRequest, SamplingParams
+from tailrace.engine.base import GenerationOutput, GenerationRequest
 from tailrace.engine.native.engine import NativeEngine
+from tailrace.types import SamplingParams
 
 TOKEN, MODEL_NAME = "a-token-of-the-tests", "tiny"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

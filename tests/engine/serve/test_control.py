@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from serve_cases import TOKEN, generated, restore, update
 
-from tailrace.engine.base import GenerationRequest, SamplingParams
+from tailrace.engine.base import GenerationRequest
+from tailrace.types import SamplingParams
 from tailrace.weights.base import Link, ProcessGroupSettings
 from tailrace.weights.process_group import ProcessGroupSender
 

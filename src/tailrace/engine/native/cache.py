@@ -14,7 +14,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from tailrace.engine.base import SamplingParams
+from tailrace.types import SamplingParams
 
 SMALLEST = 80
 GROWTH = 1.6

@@ -21,14 +21,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tailrace.devices import attention_kernels
-from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, SamplingParams, Usage
+from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.native.cache import Block, Cache, Sequence
 from tailrace.engine.native.model import CausalLM, DecodeAttention, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
 from tailrace.engine.native.scheduler import Admitted, Scheduler
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.model_folder import end_of_text_ids, folder_error
-from tailrace.types import KV, FinishReason
+from tailrace.types import KV, FinishReason, SamplingParams
 
 
 class StopConditions:

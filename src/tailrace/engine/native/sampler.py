@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from tailrace.engine.base import SamplingParams
+from tailrace.types import SamplingParams
 
 BLOCK, MIN_BLOCKS = 128, 16
 """128 divides the vocabularies of most models, which then need no padding."""

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from typing_extensions import override
 
-from tailrace.engine.base import SamplingParams
+from tailrace.types import SamplingParams
 
 Json = dict[str, Any]
 T = TypeVar("T")

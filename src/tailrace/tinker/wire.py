@@ -1,0 +1,194 @@
+"""Tinker's messages, as the released SDK defines them, and what they are here.
+
+Passes and samples travel as protocol buffers, everything else as JSON.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from tailrace.algo.base import TokenLossName
+from tailrace.errors import TailraceError
+from tailrace.trainer.batch import LossDatum, LossOutput, TokenLoss
+from tailrace.types import Sample, SamplingParams
+
+INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
+"""`loss_fn_inputs` of a loss beside target_tokens."""
+OF_RATIO = ("advantages", "logprobs")
+"""Those of all other losses."""
+CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+CONFIGS: Mapping[str, Mapping[str, str]] = {"ppo": CLIPS, "cispo": CLIPS, "dro": {"beta": "beta"}}
+"""Keys of `loss_fn_config`, and our names of them."""
+
+
+class RequestRefused(TailraceError):
+    """A client asks for what this server does not do. The message says what, and what would do instead."""
+
+
+class Pass(NamedTuple):
+    """A request for a forward pass, or for a forward and backward pass."""
+
+    data: list[LossDatum]
+    loss: TokenLoss
+    with_gradient: bool
+
+
+def parse_pass(body: bytes) -> Any:
+    """Return the message of a pass. Raises RequestRefused if it is none."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as why:
+        raise RequestRefused(f"this is no ForwardBackwardRequest of the released SDK ({why})") from why
+    return message
+
+
+def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
+    """Return what a message asks for. Raises RequestRefused if it cannot be computed."""
+    name = message.loss_fn
+    if name not in get_args(TokenLossName):
+        has = ", ".join(get_args(TokenLossName))
+        raise RequestRefused(
+            f"loss_fn = {name!r}: this server has {has}; others can be computed by the client, with "
+            "forward_backward_custom"
+        )
+    known = CONFIGS.get(name, {})
+    given = {key: value.number for key, value in message.loss_fn_config_v2.items()}
+    if unknown := sorted(given.keys() - known.keys()):
+        has = ", ".join(known) or "none"
+        raise RequestRefused(f"loss_fn_config: {name} has no {unknown[0]!r}; its parameters are: {has}")
+    loss = TokenLoss(name, **{known[key]: value for key, value in given.items()})
+    try:
+        data = [_datum(each, name, vocabulary, context) for each in message.data]
+    except RequestRefused as why:
+        raise RequestRefused(f"data: {why}") from why
+    return Pass(data, loss, not message.forward_only)
+
+
+def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
+    ids = [id for chunk in datum.model_input for id in _tokens(chunk)]
+    inputs = INPUTS.get(loss, OF_RATIO)
+    found = {key: _values(key, tensor) for key, tensor in datum.loss_fn_inputs.items()}
+    if missing := [key for key in ("target_tokens", *inputs) if key not in found]:
+        raise RequestRefused(f"loss_fn_inputs: {loss} needs {missing[0]!r}")
+    if extra := sorted(found.keys() - {"target_tokens", *inputs}):
+        raise RequestRefused(f"loss_fn_inputs: {loss} of this server takes no {extra[0]!r}")
+    targets = found["target_tokens"]
+    if not ids or {len(each) for each in found.values()} != {len(ids)}:
+        lengths = ", ".join(f"{key} {len(each)}" for key, each in found.items())
+        raise RequestRefused(
+            f"all must have the length of model_input, {len(ids)}, and at least 1: {lengths}"
+        )
+    if ids[1:] != targets[:-1]:
+        raise RequestRefused("target_tokens must be model_input shifted by one token, then one more token")
+    whole = [*ids, targets[-1]]
+    if not all(0 <= id < vocabulary for id in whole):
+        raise RequestRefused(f"a token is not in the vocabulary of {vocabulary} tokens")
+    if len(ids) > context:
+        raise RequestRefused(f"{len(ids)} tokens; the context has {context}")
+    advantages, *old = (found[key] for key in inputs)
+    if not all(map(math.isfinite, (value for each in (advantages, *old) for value in each))):
+        raise RequestRefused(f"a value of {' or '.join(inputs)} is not finite")
+    return LossDatum(whole, advantages, *old)
+
+
+def _tokens(chunk: Any) -> list[int]:
+    if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+        raise RequestRefused(f"model_input: this server takes text, not {kind}")
+    found: list[int] = np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
+    return found
+
+
+def _values(key: str, tensor: Any) -> list[Any]:
+    """The values of a vector; those of target_tokens are integers."""
+    if len(tensor.shape) > 1 or tensor.WhichOneof("encoding") == "sparse_csr":
+        raise RequestRefused(f"loss_fn_inputs: {key}: this server takes one value for each token")
+    dtype = np.int64 if tensor.dtype == pb.DTYPE_INT64 else np.float32
+    values = np.frombuffer(tensor.dense, dtype)
+    found: list[Any] = values.astype(np.int64 if key == "target_tokens" else np.float64).tolist()
+    return found
+
+
+def pass_bytes(asked: Pass, outputs: Sequence[LossOutput]) -> bytes:
+    """Return the reply to a pass: log-probs, and under cross_entropy the loss, of each token."""
+    fields = {"logprobs": [each.logprobs for each in outputs]}
+    if asked.loss.name == "cross_entropy":
+        fields["elementwise_loss"] = [each.losses for each in outputs]
+    record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(outputs))
+    for name, rows in fields.items():
+        ends = np.cumsum([0, *map(len, rows)], dtype=np.int64) * np.dtype(np.float32).itemsize
+        record.fields[name].CopyFrom(
+            pb.BatchedTensor(
+                data=np.concatenate([np.asarray(row, np.float32) for row in rows]).tobytes(),
+                offsets=ends.tobytes(),
+                dtype=pb.DTYPE_FLOAT32,
+            )
+        )
+    total = math.fsum(loss for each in outputs for loss in each.losses)
+    reply = pb.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics={"loss:sum": total}
+    )
+    return bytes(reply.SerializeToString())
+
+
+def sampling_of(
+    request: types.SampleRequest, *, vocabulary: int, context: int
+) -> tuple[list[int], SamplingParams, bool]:
+    """Return the prompt of a request, how it is sampled, and whether greedily. Raises RequestRefused if this
+    server cannot."""
+    for key in (
+        "topk_prompt_logprobs",
+        "topk_sample_logprobs",
+        "target_prompt_logprobs",
+        "prompt_alt_tokens_k",
+    ):
+        if getattr(request, key):
+            raise RequestRefused(f"{key}: this server returns the log-probs of the tokens themselves only")
+    if request.record_stability_info:
+        raise RequestRefused("record_stability_info: this server has no stable_reinforce; leave it out")
+    try:
+        ids = request.prompt.to_ints()
+    except ValueError:
+        raise RequestRefused("prompt: this server takes text only") from None
+    if not all(0 <= id < vocabulary for id in ids):
+        raise RequestRefused(f"prompt: a token is not in the vocabulary of {vocabulary} tokens")
+    params = request.sampling_params
+    if not (0 <= params.temperature <= 1000 and 0 < params.top_p <= 1):
+        raise RequestRefused("sampling_params: temperature is 0 to 1000, and top_p above 0 and at most 1")
+    room = context - len(ids)
+    if not ids or room < 1:
+        raise RequestRefused(f"the prompt has {len(ids)} tokens; it must have 1 to {context - 1}")
+    stop: Sequence[Any] = (params.stop,) if isinstance(params.stop, str) else params.stop or ()
+    sampling = SamplingParams(
+        max_completion_tokens=min(room, room if params.max_tokens is None else max(1, params.max_tokens)),
+        temperature=params.temperature or 1.0,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
+        stop=tuple(each for each in stop if isinstance(each, str)),
+        ignore_end_of_text=params.stop is not None and not stop,
+    )
+    return ids, sampling, params.temperature == 0
+
+
+def sample_bytes(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | None) -> bytes:
+    """Return the reply to a request for samples.
+
+    Args:
+        prompt_logprobs: [tokens of the prompt - 1], of its second token and those after it.
+    """
+    reply = pb.SampleResponse()
+    for sample in samples:
+        reply.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if sample.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=np.asarray(sample.completion_ids, np.int32).tobytes(),
+            logprobs=np.asarray(sample.behavior_logprobs, np.float32).tobytes(),
+        )
+    if prompt_logprobs is not None:
+        reply.prompt_logprobs = np.asarray([math.nan, *prompt_logprobs], np.float32).tobytes()
+    return bytes(reply.SerializeToString())
