@@ -8,6 +8,7 @@
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
+# make test-tinker  clients of Tinker's SDK train and sample on `tailrace serve --tinker`: two minutes
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of the schedules
@@ -26,7 +27,7 @@ RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
 
-.PHONY: quickstart real test test-peers test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real test test-peers test-tinker test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -60,6 +61,9 @@ test-peers: $(VENV)/dev.stamp .peers/stamp
 
 test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
 	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
+
+test-tinker: $(VENV)/dev.stamp .tinker/stamp $(SMOLLM2)
+	PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker tests/tinker --durations 5
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "ray and not vllm" tests/commands/test_ray.py --durations 10
@@ -153,5 +157,10 @@ $(SUMS): | $(SMOLLM2)
 	$(PIP) install --no-deps --target .verifiers -r requirements-verifiers.txt
 	touch $@
 
+.tinker/stamp: requirements-tinker.txt
+	rm -rf .tinker
+	$(PIP) install --no-deps --target .tinker -r requirements-tinker.txt
+	touch $@
+
 clean:
-	rm -rf .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site
+	rm -rf .tinker .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site

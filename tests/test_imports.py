@@ -1,6 +1,7 @@
 """The structure of the package, checked by a table of rooms.
 
-    ground <- rooms <- controller <- config <- schedules <- assembly <- tinker <- plan <- fit <- page <- commands <- cli
+    ground <- rooms <- controller <- config <- schedules <- assembly <- tinker
+    <- plan <- fit <- page <- commands <- cli
 
 A room may import the ground and the contracts (`base.py`) of the rooms in its row of the table. Everything
 else that it imports from another room stands in INSIDES, with a reason.

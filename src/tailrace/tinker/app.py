@@ -8,13 +8,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from tinker import types
 
 from tailrace.engine.serve.app import is_loopback, names_this_machine, openai_app
 from tailrace.engine.settings import ServeSettings
 from tailrace.tinker.service import Failed, TinkerService, Unknown
 from tailrace.tinker.wire import RequestRefused, parse_pass, read_pass, sampling_of
 from tailrace.trainer.batch import AdamStep
+from tinker import types
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -40,11 +40,8 @@ def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastA
 
     async def user(request: Request) -> None:
         given = request.headers.get(KEY_HEADER, "")
-        known = (
-            bool(given)
-            if is_local and names_this_machine(request)
-            else secrets.compare_digest(given.encode(), key.encode())
-        )
+        is_near = is_local and names_this_machine(request)
+        known = bool(given) if is_near else secrets.compare_digest(given.encode(), key.encode())
         if not known:
             raise HTTPException(401, f"this server needs its key in {KEY_HEADER}: ServiceClient(api_key=KEY)")
 

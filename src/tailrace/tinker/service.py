@@ -4,10 +4,10 @@ One training client has the trainer at a time. Its requests are executed in the 
 
 The engines serve one version of the weights at a time:
 
-    base                            the model itself; any client may sample from it
-    tinker://MODEL/sampler_weights/NAME    saved by save_weights_for_sampler; served when a client is made for it
-    a snapshot                      of save_weights_and_get_sampling_client; loaded when no request runs
-    in flight                       of the same with kind="inflight"; loaded between two decode steps
+    base         the model itself; any client may sample from it
+    checkpoint   of save_weights_for_sampler; loaded when a client is made for it and no request runs
+    snapshot     of save_weights_and_get_sampling_client; loaded when no request runs
+    in flight    of the same with kind="inflight"; loaded between two decode steps
 
 A sampling client whose weights are served no longer is refused. The folder of the service keeps checkpoints
 over restarts:

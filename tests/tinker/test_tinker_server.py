@@ -1,0 +1,172 @@
+"""`tailrace serve --tinker`, used through the released SDK as it is."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_cases import BASE, QUICKSTART, Server, serving
+
+pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
+SMOLLM2 = os.environ.get("TAILRACE_SMOLLM2", "")
+
+
+def datum(prompt: list[int], completion: list[int], **inputs: list[float]) -> Any:
+    """A sequence whose completion is trained; `inputs` are of the completion's tokens."""
+    from tinker import types
+
+    ids, skipped = [*prompt, *completion], [0.0] * (len(prompt) - 1)
+    given = {key: [*skipped, *values] for key, values in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:], **given},
+    )
+
+
+def example(tokenizer: Any, question: str, answer: str) -> Any:
+    completion = tokenizer.encode(answer)
+    return datum(tokenizer.encode(question), completion, weights=[1.0] * len(completion))
+
+
+def train(client: Any, data: list[Any], loss: str, rate: float) -> dict[str, float]:
+    """One pass and one step. Returns the metrics of the pass."""
+    from tinker import types
+
+    passed = client.forward_backward(data, loss)
+    stepped = client.optim_step(types.AdamParams(learning_rate=rate))
+    stepped.result()
+    return passed.result().metrics
+
+
+def test_a_supervised_loop_learns(connect: Callable[[], Any]) -> None:
+    training = connect().create_lora_training_client(base_model=BASE).result()
+    data = [example(training.get_tokenizer(), f"{a}+{b}\n", f"{a - b}") for a in range(5) for b in range(5)]
+    losses = [train(training, data, "cross_entropy", 1e-3)["loss:sum"] for _ in range(12)]
+    assert losses[-1] < losses[0] / 4
+
+
+def sums(chance: random.Random, num: int) -> list[tuple[str, int]]:
+    """Questions of the quickstart's task, with their answers."""
+    rows = [[chance.randrange(10) for _ in range(chance.randrange(2, 8))] for _ in range(num)]
+    return [(" + ".join(map(str, row)) + " = ?\n", sum(row)) for row in rows]
+
+
+def test_a_loop_of_reinforcement_learning_raises_the_reward(connect: Callable[[], Any]) -> None:
+    from tinker import types
+
+    training = connect().create_lora_training_client(base_model=BASE).result()
+    tokenizer, chance, rewards = training.get_tokenizer(), random.Random(0), []
+    params = types.SamplingParams(max_tokens=100)
+    for _ in range(10):
+        sampling = training.save_weights_and_get_sampling_client().result()
+        questions = sums(chance, 16)
+        prompts = [tokenizer.encode(question) for question, _ in questions]
+        replies = [
+            sampling.sample(types.ModelInput.from_ints(ids), num_samples=8, sampling_params=params)
+            for ids in prompts
+        ]
+        data, total = [], 0.0
+        for ids, reply, (_, answer) in zip(prompts, replies, questions, strict=True):
+            samples = reply.result().sequences
+            scores = [float(tokenizer.decode(s.tokens).strip().endswith(f"{answer}")) for s in samples]
+            mean = sum(scores) / len(scores)
+            total += mean
+            for sample, score in zip(samples, scores, strict=True):
+                advantages = [(score - mean) / 128] * len(sample.tokens)
+                data.append(datum(ids, sample.tokens, advantages=advantages, logprobs=sample.logprobs))
+        rewards.append(total / len(questions))
+        train(training, data, "importance_sampling", 1e-3)
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6, rewards
+
+
+def test_64_requests_for_samples_are_served_while_the_trainer_works(connect: Callable[[], Any]) -> None:
+    from tinker import types
+
+    training = connect().create_lora_training_client(base_model=BASE).result()
+    tokenizer = training.get_tokenizer()
+    sampling = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(tokenizer.encode("1 + 2 + 3 = ?\n"))
+    scores = sampling.compute_logprobs(prompt).result()
+    params = types.SamplingParams(max_tokens=60, seed=5)
+    first = sampling.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0]
+    replies = [sampling.sample(prompt, num_samples=1, sampling_params=params) for _ in range(64)]
+    data = [example(tokenizer, "1 + 1 = ?\n", "3") for _ in range(8)]
+    for _ in range(4):
+        train(training, data, "cross_entropy", 1e-3)
+    found = [reply.result().sequences[0] for reply in replies]
+    assert [each.tokens for each in found] == [first.tokens] * 64  # of the snapshot, not of newer weights
+    assert len(scores) == prompt.length and scores[0] is None and all(each < 0 for each in scores[1:])
+
+
+def test_a_client_in_flight_gets_newer_weights_and_a_snapshot_is_refused(connect: Callable[[], Any]) -> None:
+    from tinker import types
+
+    training = connect().create_lora_training_client(base_model=BASE).result()
+    tokenizer = training.get_tokenizer()
+    prompt = types.ModelInput.from_ints(tokenizer.encode("7 + 1 = ?\n"))
+    params = types.SamplingParams(max_tokens=4, temperature=0)
+
+    def client(kind: str) -> Any:
+        return training.save_weights_and_get_sampling_client(kind=kind).result()
+
+    def text(sampling: Any) -> str:
+        (sequence,) = sampling.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+        return tokenizer.decode(sequence.tokens)
+
+    snapshot = client("snapshot")
+    text(snapshot)
+    in_flight = client("inflight")
+    for _ in range(12):
+        train(training, [example(tokenizer, "7 + 1 = ?\n", "5555")], "cross_entropy", 3e-3)
+    client("inflight")
+    assert text(in_flight).startswith("5555")
+    with pytest.raises(Exception, match="make a new sampling client"):
+        text(snapshot)
+
+
+def test_a_client_goes_on_from_its_saved_state_after_the_server_was_killed(tmp_path: Path) -> None:
+    tinker = pytest.importorskip("tinker")
+    server = Server(QUICKSTART, tmp_path)
+    server.start()
+
+    def connect() -> Any:
+        return tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+
+    def losses(training: Any, num: int) -> list[float]:
+        data = [example(training.get_tokenizer(), f"{a} + 1 = ?\n", f"{a + 2}") for a in range(8)]
+        return [train(training, data, "cross_entropy", 1e-3)["loss:sum"] for _ in range(num)]
+
+    try:
+        undisturbed = losses(connect().create_lora_training_client(base_model=BASE).result(), 5)
+        server.kill()
+        server.start()
+        training = connect().create_lora_training_client(base_model=BASE).result()
+        assert losses(training, 3) == pytest.approx(undisturbed[:3], rel=1e-5)
+        path = training.save_state("third").result().path
+        losses(training, 1)  # lost with the server
+        server.kill()
+        server.start()
+        resumed = connect().create_training_client_from_state_with_optimizer(path).result()
+        assert losses(resumed, 2) == pytest.approx(undisturbed[3:], rel=1e-5)
+    finally:
+        server.stop()
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="$TAILRACE_SMOLLM2 names no model")
+def test_a_real_model_is_trained_with_an_adapter_and_sampled(tmp_path: Path) -> None:
+    tinker = pytest.importorskip("tinker")
+    with serving(Path(SMOLLM2), tmp_path, "--trainer.lora.rank", "8") as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
+        training = client.create_lora_training_client(base_model=BASE, rank=8).result()
+        tokenizer = training.get_tokenizer()
+        assert training.get_info().lora_rank == 8
+        data = [example(tokenizer, "The password is", " swordfish.")] * 4
+        losses = [train(training, data, "cross_entropy", 1e-3)["loss:sum"] for _ in range(8)]
+        assert losses[-1] < losses[0] / 4
+        sampling = training.save_weights_and_get_sampling_client().result()
+        prompt = tinker.types.ModelInput.from_ints(tokenizer.encode("The password is"))
+        params = tinker.types.SamplingParams(max_tokens=4, temperature=0)
+        (sequence,) = sampling.sample(prompt, num_samples=1, sampling_params=params).result().sequences
+        assert tokenizer.decode(sequence.tokens).startswith(" swordfish")

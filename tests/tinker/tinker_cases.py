@@ -1,0 +1,57 @@
+"""A server of Tinker's API."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart" / "model"
+BASE = "quickstart"
+
+
+class Server:
+    """`tailrace serve --tinker` on one port, in one folder, over several lives."""
+
+    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.url, self.folder = f"http://127.0.0.1:{self._port}", folder
+        self._words = [str(model), "--tinker", "--served-model-name", BASE, "--port", str(self._port)]
+        self._words += ["--state-folder", str(folder), *options]
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        environment = {**os.environ, "TAILRACE_TOKEN": "tml-a-key-of-the-tests"}
+        command = [sys.executable, "-m", "tailrace.cli", "serve", *self._words]
+        self._process = process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().split() == ["serving", self.url]
+
+    def kill(self) -> None:
+        """SIGKILL; its workers end when they see that it is gone."""
+        self._ended().kill()
+        self._ended().wait()
+
+    def stop(self) -> int:
+        process = self._ended()
+        process.terminate()
+        return process.wait()
+
+    def _ended(self) -> "subprocess.Popen[str]":
+        assert self._process is not None
+        return self._process
+
+
+@contextmanager
+def serving(model: Path, folder: Path, *options: str) -> Iterator[Server]:
+    server = Server(model, folder, *options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
