@@ -1,7 +1,6 @@
 """The structure of the package, checked by a table of rooms.
 
-    ground <- rooms <- controller <- config <- schedules <- assembly <- tinker
-    <- plan <- fit <- page <- commands <- cli
+    ground <- rooms <- controller <- config <- schedules <- assembly <- plan <- fit <- page <- commands <- cli
 
 A room may import the ground and the contracts (`base.py`) of the rooms in its row of the table. Everything
 else that it imports from another room stands in INSIDES, with a reason.
@@ -37,21 +36,10 @@ ROOMS: Mapping[str, set[str]] = {
     "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
+    "tinker": {"algo", "engine", "record", "trainer", "weights"},
 }
 """Each room, and the rooms whose contracts it may import."""
-ABOVE = (
-    "controller",
-    "config",
-    "schedules",
-    "assembly",
-    "tinker",
-    "plan",
-    "fit",
-    "page",
-    "commands",
-    "api",
-    "cli",
-)
+ABOVE = ("controller", "config", "schedules", "assembly", "plan", "fit", "page", "commands", "api", "cli")
 """In this order: each may import those before it, and every room."""
 INSIDES = {
     # The pool writes down the fate of every sample.
@@ -83,6 +71,13 @@ INSIDES = {
     ("engine", "data.encoding"),
     # A vLLM server is told the name of our transfer backend.
     ("engine", "weights.vllm_plugin"),
+    # The server of Tinker's API has the guard of the engine's, and the trainer and engines of a run.
+    ("tinker", "engine.serve"),
+    ("tinker", "rollout.router"),
+    ("tinker", "trainer.batch"),
+    ("tinker", "workers.trainer"),
+    # A state at a service is a checkpoint of the run.
+    ("tinker", "trainer.checksums"),
     # A worker process is where the insides of these rooms run.
     ("workers", "data.encoding"),
     ("workers", "engine"),

@@ -154,6 +154,9 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> "RunConfig":
         check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
+        if (self.engine.kind == "tinker") != (self.trainer.kind == "tinker"):
+            problem, remedy = "engine and trainer are of one service", 'set both kinds to "tinker", or none'
+            raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)
         return self
 
     def toml(self, *, chosen: bool = True) -> str:

@@ -35,6 +35,7 @@ from tailrace.engine.settings import (
     PipelineRlEngineSettings,
     SamplingSettings,
     SglangEngineSettings,
+    TinkerEngineSettings,
     VllmEngineSettings,
 )
 from tailrace.engine.vllm import check_sampling
@@ -117,12 +118,13 @@ def check_policy(config: RunConfig) -> None:
     remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
     verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
     _check_engine(config)
-    _check_trainer(config)
+    if config.trainer.kind == "torch":
+        _check_trainer(config)
 
 
 def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
     """Choose what a checked config leaves to this machine, where the workers are on it. Raises as `fit`."""
-    if config.host.kind != "local":
+    if config.host.kind != "local" or config.trainer.kind == "tinker":
         return Fitted(config)
     machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
     return fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
@@ -196,11 +198,31 @@ def _check_engine(config: RunConfig) -> None:
                 raise ConfigError("weights.transport", transport, problem, remedy)
             if not config.engine.urls:
                 find_interpreter(config.engine)
+        case TinkerEngineSettings():
+            _check_service(config)
         case PipelineRlEngineSettings():
             check_files(config.model.path)
             if (transport := config.weights.transport) != "process_group":
                 problem = "such an engine takes weights over a process group"
                 raise ConfigError("weights.transport", transport, problem, 'set it to "process_group"')
+
+
+def _check_service(config: RunConfig) -> None:
+    """Check a run on a service with Tinker's API. The folder of the model has the tokenizer and the context;
+    its weights are not read."""
+    try:
+        from tailrace.tinker.client import check_algorithm_of_service
+    except ImportError as why:
+        problem, remedy = f"{why.name} is not installed", "pip install 'tailrace[tinker]'"
+        raise ConfigError("engine.kind", "tinker", problem, remedy) from why
+    check_algorithm_of_service(config.algorithm)
+    for section, kind, problem in (
+        ("environment", "single_turn", "a service plays no episodes"),
+        ("placement", "disaggregated", "the devices are the service's"),
+        ("host", "local", "nothing of the run is on other hosts"),
+    ):
+        if (given := getattr(config, section).kind) != kind:
+            raise ConfigError(f"{section}.kind", given, f'{problem} (engine.kind = "tinker")', "remove it")
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

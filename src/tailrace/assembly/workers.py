@@ -1,7 +1,7 @@
 """The workers of a run: engines, trainer, reward workers, judges and reference, each a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,13 @@ from tailrace.config import RunConfig
 from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
 from tailrace.devices import DeviceMap, Devices
-from tailrace.engine.base import COUNTS_FOLDER, EngineLife, TokenCounter
-from tailrace.engine.settings import NativeEngineSettings
+from tailrace.engine.base import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
+from tailrace.engine.settings import NativeEngineSettings, TinkerEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
 from tailrace.model_folder import context_length
-from tailrace.trainer.base import Reference
+from tailrace.trainer.base import LoraSettings, Reference, Trainer
 from tailrace.weights.base import in_run_folder
 from tailrace.workers.calls import Job, RemoteWorker, Spawner, Worker
 from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
@@ -37,8 +37,8 @@ from tailrace.workers.trainer import AdapterOff, RemoteTrainer, TrainerJob, Trai
 class Workers:
     """The worker processes of a run, ready for requests."""
 
-    engines: tuple[SupervisedEngine, ...]
-    trainer: RemoteTrainer
+    engines: tuple[Engine, ...]
+    trainer: Trainer
     rewards: RewardPool | None
     """None where no reward function is called."""
     judges: tuple[RemoteJudge, ...]
@@ -74,9 +74,73 @@ async def open_workers(
         needs_reference=config.algorithm.needs_reference,
         folder=folder,
     )
+    begun = _at_service if isinstance(config.engine, TinkerEngineSettings) else _started
     with trainer_cpus_reserved(devices):
-        async with opened as spawner, _started(config, folder, tokenizer, life, devices, spawner) as workers:
+        async with opened as spawner, begun(config, folder, tokenizer, life, devices, spawner) as workers:
             yield workers
+
+
+Start = Callable[..., Awaitable[RemoteWorker]]
+"""Starts a worker: its kind, name, job and devices."""
+
+
+def _starter(config: RunConfig, spawner: Spawner, started: list[RemoteWorker]) -> Start:
+    """Return what starts workers, which it adds to a list."""
+
+    async def start(kind: type[Worker], name: str, job: Job, devices: Devices | None = None) -> RemoteWorker:
+        job = job.model_copy(update={"health_timeout_s": config.host.health_timeout_s})
+        started.append(worker := await spawner.start(name, kind, job, devices))
+        return worker
+
+    return start
+
+
+async def _rewards(
+    config: RunConfig, tokenizer: Tokenizer, start: Start
+) -> tuple[RewardPool | None, tuple[RemoteJudge, ...]]:
+    """Start the reward workers, if reward functions are called, and the judges."""
+    reward, pool = where_workers_run(config.host, config.reward), None
+    if calls_reward_functions(config):
+        assert config.data
+        job = RewardJob(reward=reward, data=config.data)
+        scorers = [await start(RewardWorker, f"scorer-{i}", job) for i in range(reward.workers)]
+        pool = RewardPool(scorers, tokenizer, reward)
+    judges = [
+        RemoteJudge(await start(JudgeWorker, f"judge-{job.judge.name}", job), job.judge)
+        for job in judge_jobs(reward)
+    ]
+    return pool, tuple(judges)
+
+
+def _counter(folder: Path, name: str, life: int | None) -> TokenCounter:
+    return TokenCounter(folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None)
+
+
+@asynccontextmanager
+async def _at_service(
+    config: RunConfig,
+    folder: Path,
+    tokenizer: Tokenizer,
+    life: int | None,
+    devices: DeviceMap,
+    spawner: Spawner,
+) -> AsyncIterator[Workers]:
+    """Trainer and engine at a service with Tinker's API; rewards here."""
+    from tailrace.tinker.client import Service, TinkerEngine, TinkerTrainer
+
+    engine = config.engine
+    assert config.sampling and isinstance(engine, TinkerEngineSettings)
+    started: list[RemoteWorker] = []
+    service = await Service.open(engine, (config.trainer.lora or LoraSettings()).rank)
+    try:
+        rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
+        trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
+        await _all_done(trainer.open(), *(worker.ready() for worker in started))
+        served = TinkerEngine(service, engine, config.sampling, _counter(folder, "engine-0", life))
+        async with ended_by_death(started):
+            yield Workers((served,), trainer, rewards, judges, None)
+    finally:
+        await asyncio.gather(*(worker.close() for worker in started), service.close())
 
 
 @asynccontextmanager
@@ -91,17 +155,11 @@ async def _started(
     assert config.model and config.sampling
     model, data, engine, sampling = config.model.path, config.data, config.engine, config.sampling
     trainer, algorithm = config.trainer, config.algorithm
-    reward = where_workers_run(config.host, config.reward)
     started: list[RemoteWorker] = []
-
-    async def start(kind: type[Worker], name: str, job: Job, devices: Devices | None = None) -> RemoteWorker:
-        job = job.model_copy(update={"health_timeout_s": config.host.health_timeout_s})
-        started.append(worker := await spawner.start(name, kind, job, devices))
-        return worker
+    start = _starter(config, spawner, started)
 
     def supervised(number: int, devices: Devices | None) -> SupervisedEngine:
         name = f"engine-{number}"
-        count = folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None
 
         async def begin() -> EngineLife:
             if not isinstance(engine, NativeEngineSettings):
@@ -113,7 +171,8 @@ async def _started(
             remote.send = remote_trainer.send
             return remote
 
-        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, TokenCounter(count))
+        counter = _counter(folder, name, life)
+        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, counter)
         return supervised_engine
 
     trainer_job = TrainerJob(
@@ -133,18 +192,13 @@ async def _started(
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
     closing = [each.close for each in engines]
     try:
-        num_scorers = reward.workers if calls_reward_functions(config) else 0
-        scorers = [
-            await start(RewardWorker, f"scorer-{i}", RewardJob(reward=reward, data=data))
-            for i in range(num_scorers)
-            if data
-        ]
+        rewards, judges = await _rewards(config, tokenizer, start)
         ranks = zip(trainer_jobs(trainer_job), devices.trainer, strict=True)
         processes = [await start(TrainerWorker, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes, trainer_job)
         closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
-            assert data
+            assert data and not isinstance(engine, TinkerEngineSettings)
             context, fills_context = context_length(model), isinstance(config.environment, EpisodeSettings)
             longest = partial(
                 longest_sequence,
@@ -163,10 +217,6 @@ async def _started(
                 trainer=remote_trainer,
                 trainer_settings=trainer,
             )
-        judges = [
-            RemoteJudge(await start(JudgeWorker, f"judge-{job.judge.name}", job), job.judge)
-            for job in judge_jobs(reward)
-        ]
         reference: Reference | None = None
         if algorithm.needs_reference and trainer.lora:
             reference = AdapterOff(remote_trainer)
@@ -178,8 +228,7 @@ async def _started(
         await _all_done(*(each.open() for each in engines), *(worker.ready() for worker in started))
         watched = watch_engines(engines, engine.recovery_timeout_s)
         async with ended_by_death(started, watched):
-            rewards = RewardPool(scorers, tokenizer, reward) if scorers else None
-            yield Workers(tuple(engines), remote_trainer, rewards, tuple(judges), reference)
+            yield Workers(tuple(engines), remote_trainer, rewards, judges, reference)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), *(close() for close in closing))
 

@@ -27,6 +27,7 @@ from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.model_folder import context_length, read_config
 from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine
 from tailrace.workers.process import LocalSpawner
+from tailrace.workers.trainer import RemoteTrainer
 
 OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout_s)$)"))
 """Settings of an engine are options, but for those that only a run has a use for."""
@@ -147,7 +148,8 @@ async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, fo
     )
     with bind(settings.host, settings.port, "--host, --port") as bound:
         async with open_workers(config, folder, load_tokenizer(path)) as workers:
-            service = TinkerService(workers, policy, folder)
+            assert isinstance(workers.trainer, RemoteTrainer)
+            service = TinkerService(workers.trainer, workers.engines, policy, folder)
             await service.open()
             app = make_app(service, settings, key)
             server = HttpServer(app, bound, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)

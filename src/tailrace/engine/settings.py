@@ -137,12 +137,28 @@ class PipelineRlEngineSettings(ServerEngineSettings):
     """Addresses of running engines, one each: the run starts none of this kind."""
 
 
+class TinkerEngineSettings(ServerEngineSettings):
+    """The samplers of a service with Tinker's API (tinker/client.py). Its key: $TINKER_API_KEY."""
+
+    kind: Literal["tinker"] = "tinker"
+    """Selects this kind of engine."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1, max_length=1)
+    """The address of the service."""
+    base_model: str = Field(min_length=1)
+    """The service's name of the model."""
+    chunk_tokens: int = Field(default=256, ge=0)
+    """Tokens that are asked for at once; 0 or greater. A response that is parked loses those of one chunk at
+    most, and takes new weights between two chunks. 0: whole responses."""
+
+
 HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings
 EngineSettings = Annotated[
     Annotated[NativeEngineSettings, Tag("native")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
     | Annotated[SglangEngineSettings, Tag("sglang")]
-    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")],
+    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")]
+    | Annotated[TinkerEngineSettings, Tag("tinker")],
     default_tag("native"),
 ]
 

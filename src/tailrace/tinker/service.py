@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tailrace.assembly.workers import Workers
 from tailrace.clock import Signal, now
+from tailrace.engine.base import Engine
 from tailrace.errors import CheckpointError, TailraceError
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
@@ -36,6 +36,7 @@ from tailrace.trainer.base import LoraSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, TokenLoss
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, SamplingParams, noise_seed
 from tailrace.weights.base import Weights
+from tailrace.workers.trainer import RemoteTrainer
 
 SILENT_S = 30.0
 """The SDK's heartbeats come each 10 s. After this time without one, another client may have the trainer."""
@@ -95,14 +96,16 @@ class TinkerService:
     """Executes requests. Those that return a future are begun by `begin`, and `result` waits for them.
 
     Args:
-        workers: their trainer publishes folders.
+        trainer: publishes folders.
         folder: of checkpoints; it exists.
     """
 
-    def __init__(self, workers: Workers, policy: ServedPolicy, folder: Path) -> None:
+    def __init__(
+        self, trainer: RemoteTrainer, engines: Sequence[Engine], policy: ServedPolicy, folder: Path
+    ) -> None:
         self.policy, self.folder = policy, folder
-        self._trainer, self._engines = workers.trainer, workers.engines
-        self._router = Router(workers.engines, Recorder())
+        self._trainer, self._engines = trainer, engines
+        self._router = Router(engines, Recorder())
         self._sessions: dict[str, float] = {}
         """The time of the last heartbeat."""
         self._samplers: dict[str, Sampler] = {}
@@ -333,8 +336,8 @@ class TinkerService:
         async with self._loading:
             if sampler.weights != self._served:
                 raise RequestRefused(
-                    "the engines serve one version of the weights at a time, and that of this sampling client "
-                    "no longer; make a new sampling client"
+                    "the engines serve one version of the weights at a time, not this sampling client's "
+                    "any more; make a new sampling client"
                 )
             self._num_running += 1
         try:

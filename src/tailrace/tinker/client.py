@@ -1,0 +1,411 @@
+"""A run on a service with Tinker's API: its trainer and its engine, through the released SDK.
+
+What a service cannot do, and what stands in for it:
+
+- It returns no part of a response that is cancelled. So a response is asked for in chunks
+  (`engine.chunk_tokens`); what was parked loses the tokens of one chunk at most.
+- It updates no weights within a request of which the version of each token is known. So each chunk is of one
+  snapshot, and a response of several chunks may have several versions.
+- Its gradient is a sum, and is not divided at the step. So AdamW's epsilon and the limit of the norm are
+  multiplied by the count of the step: the update is that of the mean as long as all steps have one count.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import chain
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from typing_extensions import override
+
+import tinker
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.clock import now, waiting
+from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
+from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
+from tailrace.trainer import checksums
+from tailrace.trainer.base import StepStats, Trainer, TrainerSettings
+from tailrace.trainer.batch import TrainingSample
+from tailrace.types import KV, Sample, SampleId
+from tailrace.weights.base import Weights
+from tinker import types
+
+STATE_FILE = "tinker.json"
+"""In a checkpoint of the run: where the service keeps the state."""
+CLAIM_S, CLAIM_PAUSE_S = 90.0, 5.0
+"""A service of `tailrace serve` keeps its trainer for a client that was killed for up to 30 s."""
+EPSILON = 1e-8
+"""AdamW's, as in torch."""
+LOSSES = {"grpo": "ppo", "cispo": "cispo", "reinforce": "cross_entropy"}
+"""Tinker's name of each of our losses that it has."""
+T = TypeVar("T")
+
+
+def check_algorithm_of_service(algorithm: AlgorithmSettings) -> None:
+    """Raises a ConfigError if Tinker's losses cannot say an algorithm."""
+
+    def refuse(when: bool, key: str, problem: str, remedy: str) -> None:
+        if when:
+            raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, remedy)
+
+    has = f"Tinker's API has the losses of {', '.join(LOSSES)}"
+    refuse(algorithm.loss not in LOSSES, "loss", has, "choose one of them")
+    refuse(algorithm.advantage == "gae", "advantage", "Tinker's API has no critic", 'choose "group"')
+    refuse(algorithm.kl_coef > 0, "kl_coef", "Tinker's losses have no KL to a reference", "set it to 0")
+    recomputed = algorithm.old_policy == "recomputed"
+    refuse(recomputed, "old_policy", "a service computes no old log-probs", 'set it to "recorded"')
+    refuse(algorithm.mask_carried, "mask_carried", "Tinker's losses mask no tokens", "leave it out")
+    corrected = algorithm.correction not in ("none", "truncate")
+    refuse(corrected, "correction", "Tinker's losses have no such weight", 'use "none" or "truncate"')
+
+
+class Service:
+    """The connection of a run to a service, with its trainer and its engine. Made by `open`."""
+
+    def __init__(self, client: Any, base_model: str, rank: int) -> None:
+        self.client, self.base_model, self.rank = client, base_model, rank
+        self.samplers: dict[int, Any] = {}
+        """The sampling client of the newest publication, by its version."""
+        self.is_publishing = False
+
+    @classmethod
+    async def open(cls, settings: TinkerEngineSettings, rank: int) -> "Service":
+        """Begin a session. Raises a ConfigError if the service does not take the key or has no such model."""
+        (url,) = settings.urls
+        loop = asyncio.get_running_loop()
+
+        def connect() -> Any:
+            return tinker.ServiceClient(base_url=url)  # the key: $TINKER_API_KEY
+
+        try:
+            client = await loop.run_in_executor(None, connect)
+        except tinker.TinkerError as why:
+            remedy = "set $TINKER_API_KEY, and engine.urls to the address of the service"
+            raise ConfigError("engine.urls", url, f"no session began there ({why})", remedy) from why
+        return cls(client, settings.base_model, rank)
+
+    async def asked(self, what: str, future: Callable[[], Awaitable[T]]) -> T:
+        """Wait for a reply. Raises WorkerDied if the service lost the session or refuses: the run can be
+        resumed from its newest checkpoint."""
+        try:
+            with waiting(f"the service: {what}"):
+                return await future()
+        except asyncio.CancelledError:
+            raise
+        except Exception as why:  # the SDK raises a class of its own for each layer
+            raise WorkerDied(f"the service: {what}: {type(why).__name__}: {why}") from why
+
+    async def claimed(self, make: Callable[[], Awaitable[T]]) -> T:
+        """As `asked` for a training client; while another client has the trainer, ask again."""
+        began_s = now()
+        while True:
+            try:
+                return await self.asked("create a training client", make)
+            except WorkerDied:
+                if now() - began_s > CLAIM_S:
+                    raise
+                await asyncio.sleep(CLAIM_PAUSE_S)
+
+    async def close(self) -> None:
+        """End the session. A service that is gone has ended it already."""
+        loop = asyncio.get_running_loop()
+        closing = loop.run_in_executor(None, lambda: self.client.close("success").result(5))
+        await asyncio.wait([closing], timeout=10)
+        closing.exception()
+
+
+class TinkerTrainer(Trainer):
+    """A Trainer (trainer/base.py) whose passes and steps a service computes."""
+
+    def __init__(
+        self,
+        service: Service,
+        settings: TrainerSettings,
+        algorithm: AlgorithmSettings,
+        sampling: SamplingSettings,
+    ) -> None:
+        self._service, self._settings, self._algorithm = service, settings, algorithm
+        self._max_tokens = sampling.max_completion_tokens
+        self._training: Any = None
+        self._num_steps = 0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._samples: list[SampleId] = []
+        self._num_tokens, self._loss, self._compute_s = 0, 0.0, 0.0
+        self._log_ratios: list[float] = []
+
+    async def open(self) -> None:
+        """Begin with the weights of the base model; they are version 0."""
+        service = self._service
+
+        def make() -> Any:
+            return service.client.create_lora_training_client(service.base_model, rank=service.rank)
+
+        self._training = await service.claimed(make)
+        await self.publish(0)
+
+    @override
+    async def accumulate(
+        self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
+    ) -> None:
+        samples = [TrainingSample.of(each, published=version) for each in chain.from_iterable(units)]
+        self._samples += [each.id for each in samples]
+        self._num_tokens += sum(len(each.completion_ids) for each in samples)
+        trained = [each for each in samples if each.advantage and each.completion_ids]
+        if not trained:
+            return
+        name, config = self._loss_of()
+        data = [self._datum(each, name) for each in trained]
+        reply = await self._timed(
+            "forward_backward", lambda: self._training.forward_backward(data, name, config)
+        )
+        self._loss += reply.metrics.get("loss:sum", 0.0)
+        for each, found in zip(trained, reply.loss_fn_outputs, strict=True):
+            logprobs = found["logprobs"].data[-len(each.completion_ids) :]
+            self._log_ratios += map(float.__sub__, logprobs, each.behavior_logprobs)
+
+    @override
+    async def step(self) -> StepStats:
+        if not self._samples:
+            raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
+        settings, by_token = self._settings, self._algorithm.normalize == "token_mean"
+        count = max(1, self._num_tokens if by_token else len(self._samples))
+        self._num_steps += 1
+        warmup = settings.warmup_steps
+        rate = settings.learning_rate * (min(1.0, self._num_steps / warmup) if warmup else 1.0)
+        adam = types.AdamParams(
+            learning_rate=rate,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            eps=EPSILON * count,
+            weight_decay=settings.weight_decay,
+            grad_clip_norm=settings.max_grad_norm * count,
+        )
+        reply = await self._timed("optim_step", lambda: self._training.optim_step(adam))
+        norm = (reply.metrics or {}).get("grad_norm", 0.0) / count
+        ratios = np.asarray(self._log_ratios)
+        weights = np.exp(ratios)
+        num = max(1, len(ratios))
+        stats = StepStats(
+            num_steps=self._num_steps,
+            samples=tuple(self._samples),
+            num_tokens=self._num_tokens,
+            compute_s=self._compute_s,
+            loss=self._loss / count,
+            grad_norm=norm,
+            learning_rate=rate,
+            kl=float((np.expm1(ratios) - ratios).sum() / num),
+            ess=float(weights.sum() ** 2 / (weights**2).sum() / num) if len(ratios) else 1.0,
+        )
+        self._begin_step()
+        return stats
+
+    @override
+    async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
+        samples = [TrainingSample.of(each) for each in chain.from_iterable(units) if each.completion_ids]
+        data = [self._datum(each, "cross_entropy") for each in samples]
+        reply = await self._timed("forward", lambda: self._training.forward(data, "cross_entropy"))
+        found = [each["logprobs"].data for each in reply.loss_fn_outputs]
+        ratios = [
+            current - before
+            for sample, logprobs in zip(samples, found, strict=True)
+            for current, before in zip(
+                logprobs[-len(sample.completion_ids) :], sample.behavior_logprobs, strict=True
+            )
+        ]
+        weights = np.exp(np.asarray(ratios))
+        return float(weights.sum() ** 2 / (weights**2).sum() / max(1, len(ratios)))
+
+    @override
+    async def publish(self, version: int) -> Weights:
+        self._service.is_publishing = True
+        sampler = await self._service.asked(
+            "save_weights_and_get_sampling_client", self._training.save_weights_and_get_sampling_client
+        )
+        self._service.samplers = {version: sampler}
+        return Weights(version, f"tinker://{version}")
+
+    @override
+    async def sleep(self) -> None:
+        """Do nothing: the devices are the service's."""
+
+    @override
+    async def wake(self, replicas: int | None = None) -> None:
+        """Do nothing."""
+
+    @override
+    async def save(self, folder: Path) -> Awaitable[None]:
+        partial = folder.with_name(f"{folder.name}.partial")
+        saved = await self._service.asked(
+            "save_state", lambda: self._training.save_state(folder.name, overwrite=True)
+        )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        state = {"path": saved.path, "steps": self._num_steps}
+        (partial / STATE_FILE).write_text(json.dumps(state))
+        checksums.seal(partial, self._num_steps)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return asyncio.sleep(0)
+
+    @override
+    async def restore(self, folder: Path) -> None:
+        advice = checksums.remedy(folder.parent)
+        checksums.verify(folder, advice)
+        try:
+            state = json.loads((folder / STATE_FILE).read_text())
+            path, num_steps = state["path"], state["steps"]
+        except (OSError, ValueError, LookupError) as why:
+            raise CheckpointError(f"{folder / STATE_FILE}: not readable ({why}); {advice}") from why
+        client = self._service.client
+        self._training = await self._service.claimed(
+            lambda: client.create_training_client_from_state_with_optimizer(path)
+        )
+        self._num_steps = num_steps
+        self._begin_step()
+
+    def _loss_of(self) -> tuple[str, Mapping[str, float] | None]:
+        """Tinker's loss, and its parameters."""
+        algorithm = self._algorithm
+        name = LOSSES[algorithm.loss]
+        if name == "cross_entropy" and algorithm.correction == "truncate":
+            # min(cap, pi / mu) A log pi, without a gradient through the weight
+            return "cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": algorithm.correction_cap}
+        low = 1 - algorithm.clip_low if name == "ppo" else 0.0
+        clips = {"clip_low_threshold": low, "clip_high_threshold": 1 + algorithm.clip_high}
+        return name, None if name == "cross_entropy" else clips
+
+    def _datum(self, sample: TrainingSample, loss: str) -> Any:
+        """A sample with its advantage, times the weight of a token's loss."""
+        num_tokens, skipped = len(sample.completion_ids), [0.0] * (len(sample.prompt_ids) - 1)
+        match self._algorithm.normalize:
+            case "sample_mean":
+                weight = 1 / num_tokens
+            case "fixed_length":
+                weight = 1 / self._max_tokens
+            case _:
+                weight = 1.0
+        ids = [*sample.prompt_ids, *sample.completion_ids]
+        advantages = [*skipped, *[sample.advantage * weight] * num_tokens]
+        inputs: dict[str, Any] = {"weights": advantages}
+        if loss != "cross_entropy":
+            inputs = {"advantages": advantages, "logprobs": [*skipped, *sample.behavior_logprobs]}
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(ids[:-1]),
+            loss_fn_inputs={"target_tokens": ids[1:], **inputs},
+        )
+
+    async def _timed(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        began_s = now()
+        reply = await self._service.asked(what, call)
+        self._compute_s += now() - began_s
+        return reply
+
+
+class TinkerEngine(Engine):
+    """All samplers of a service as one engine."""
+
+    capabilities = Capabilities(exact_versions=True)
+    state: EngineState = "open"
+    width = 1
+
+    def __init__(
+        self,
+        service: Service,
+        settings: TinkerEngineSettings,
+        sampling: SamplingSettings,
+        counter: TokenCounter,
+    ) -> None:
+        self.name, self.slots = "engine-0", settings.max_num_seqs
+        self._service, self._sampling, self._counter = service, sampling, counter
+        self._chunk_tokens = settings.chunk_tokens or inf
+        self._version, self._client = next(iter(service.samplers.items()))
+        self._loaded = asyncio.Event()
+        self._num_running = self._num_prefilled = 0
+        self.on_state = lambda why: None
+        service.is_publishing = False
+
+    @override
+    async def generate(self, sample: Sample) -> None:
+        limit = min(self._sampling.max_completion_tokens, sample.turn_limit)
+        self._num_running += 1
+        try:
+            while sample.finish_reason is None:
+                await self._extend(sample, int(limit) - sample.num_tokens)
+        finally:
+            self._num_running -= 1
+
+    async def _extend(self, sample: Sample, room: int) -> None:
+        """Ask for one chunk. One that a publication ends is asked for again, with the new weights."""
+        while self._service.is_publishing:
+            self._loaded.clear()
+            with waiting("the new weights at the service"):
+                await self._loaded.wait()
+        client, version, num_tokens = self._client, self._version, int(min(room, self._chunk_tokens))
+        prompt = types.ModelInput.from_ints(sample.context_ids)
+        params = self._params(sample, num_tokens)
+        try:
+            reply = await self._service.asked("sample", lambda: client.sample(prompt, 1, params))
+        except WorkerDied:
+            if client is self._client and not self._service.is_publishing:
+                raise
+            return
+        (sequence,) = reply.sequences
+        tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
+        self._num_prefilled += prompt.length
+        self._counter.add(len(tokens))
+        sample.extend(tokens, logprobs, version)
+        if sequence.stop_reason == "stop":
+            sample.finish_reason = "stop"
+        elif len(tokens) >= room:
+            sample.finish_reason = "length"
+
+    def _params(self, sample: Sample, num_tokens: int) -> Any:
+        given = self._sampling
+        seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
+        temperature = given.temperature if sample.temperature is None else sample.temperature
+        return types.SamplingParams(
+            max_tokens=num_tokens,
+            seed=int.from_bytes(seed, "little") >> 33,
+            temperature=0.0 if sample.greedy else temperature,
+            top_p=given.top_p,
+            top_k=given.top_k or -1,
+            stop=list(given.stop or given.stop_token_ids) or None,
+        )
+
+    @override
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        self._version, self._client = weights.version, self._service.samplers[weights.version]
+        self._service.is_publishing = False
+        self._loaded.set()
+
+    @override
+    async def sleep(self) -> None:
+        raise ScheduleError("sleep: the devices of a service are not the run's")
+
+    @override
+    async def wake(self) -> None:
+        raise ScheduleError("wake: the devices of a service are not the run's")
+
+    @override
+    async def regroup(self, width: int) -> None:
+        raise ScheduleError("regroup: the devices of a service are not the run's")
+
+    @override
+    def report(self) -> None:
+        """Do nothing."""
+
+    @override
+    def usage(self) -> Usage:
+        return Usage(
+            num_running=self._num_running,
+            num_generated=self._counter.num,
+            num_prefilled=self._num_prefilled,
+        )
