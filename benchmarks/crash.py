@@ -1,7 +1,7 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--task sums|tools|papers|real]
-                               [--kills N] [--colocated] [--repeats N] [--seed N] [--json F]
+    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--colocated]
+                               [--task sums|tools|papers|real|service] [--repeats N] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
@@ -14,6 +14,8 @@ itself after its last round.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
+--task service: instead, a run of april on `tailrace serve --tinker` is killed, or the service is, which
+starts again; the run then ends by itself, and is resumed. Needs `pip install tailrace[tinker]`.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
@@ -38,6 +40,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -261,6 +264,53 @@ class Victim:
             self._drawn = drawn
 
 
+class ServiceVictim(Victim):
+    """A run on a service with Tinker's API. Each life ends by the death of the run or of the service."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        at_service = {
+            "engine.kind": "tinker",
+            "engine.urls": json.dumps([f"http://127.0.0.1:{self._port}"]),
+            "engine.base_model": "quickstart",
+            "engine.chunk_tokens": "32",
+            "trainer.kind": "tinker",
+            "algorithm.old_policy": "recorded",
+        }
+        super().__init__("april", KILLED["april"], folder, OPTIONS | at_service)
+        os.environ["TINKER_API_KEY"] = "tml-a-key-of-the-benchmark"
+        self._start_service()
+
+    def live_and_die(self, chance: random.Random, life_s: float = LIFE_S) -> None:
+        process, before = self._start(ENDLESS), self._lives_that_drew()
+        self._wait(process, lambda: self._lives_that_drew() > before, "it did not come back to life")
+        time.sleep(chance.uniform(0, life_s))
+        if chance.random() < 1 / 2:
+            kill(process)
+        else:
+            kill(self._service)
+            self._start_service()
+            if process.wait(PATIENCE_S) != 1:
+                raise SystemExit(f"the run outlived its service: {self._log.read_text()[-4000:]}")
+        self._compare()
+
+    def close(self) -> None:
+        kill(self._service)
+
+    def _start_service(self) -> None:
+        model = str(EXAMPLES / "quickstart" / "model")
+        words = [sys.executable, "-m", "tailrace.cli", "serve", model, "--tinker", "--port", str(self._port)]
+        words += ["--served-model-name", "quickstart", "--state-folder", str(self.folder.parent / "service")]
+        environment = {**os.environ, "TAILRACE_TOKEN": os.environ["TINKER_API_KEY"]}
+        self._service = subprocess.Popen(
+            words, start_new_session=True, stdout=subprocess.PIPE, env=environment
+        )
+        assert self._service.stdout is not None
+        if not self._service.stdout.readline().startswith(b"serving"):
+            raise SystemExit("the service did not start")
+
+
 class RequestsSink:
     """Sink: a line for each round, and for each request as it starts and ends."""
 
@@ -457,6 +507,17 @@ def crash_tools(kills: int, seed: int) -> dict[str, float]:
         }
 
 
+def crash_service(kills: int, seed: int) -> dict[str, float]:
+    """Kill a run on a service, or the service, and resume; what was found."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name, closing(ServiceVictim(Path(name))) as victim:
+        for number in range(kills):
+            victim.live_and_die(chance)
+            print(f"kill {number + 1:3} of {kills}", flush=True)
+        victim.live_to_the_end()
+        return {"kills": kills, **found_in([victim])}
+
+
 def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
     """Kill engines of runs that go on; what was found, summed over the runs."""
     chance, results = random.Random(seed), Counter[str]()
@@ -522,7 +583,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 def main(
     kill: Literal["all", "engines"] = "all",
-    task: Literal["sums", "tools", "papers", "real"] = "sums",
+    task: Literal["sums", "tools", "papers", "real", "service"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
@@ -533,6 +594,8 @@ def main(
     results: dict[str, float] = {}
     if kill == "engines":
         results = lose_engines(kills, seed, engine)
+    elif task == "service":
+        results = crash_service(kills, seed)
     elif task == "tools":
         results = crash_tools(kills, seed)
     elif kills:

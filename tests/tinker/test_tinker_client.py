@@ -1,0 +1,98 @@
+"""Runs whose trainer and engine are at a service with Tinker's API."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from tinker_cases import BASE, QUICKSTART, Server
+
+from tailrace.api import load_config, train
+
+pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = QUICKSTART.parent / "quickstart.toml"
+SCHEDULES = {
+    "serial": {"groups_per_round": 16, "groups_per_step": 16},
+    "rolloutpipe": {"groups_per_round": 16, "groups_per_step": 8},
+    "april": {"groups_per_round": 16, "groups_launched": 24},
+    "pipelinerl": {"groups_per_step": 16, "in_flight_per_engine": 128, "ring_groups": 32},
+}
+
+
+@pytest.fixture
+def at_service(server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Settings of a run on the server of the tests."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    return {
+        "engine.kind": "tinker",
+        "engine.urls": json.dumps([server.url]),
+        "engine.base_model": BASE,
+        "engine.chunk_tokens": "64",
+        "trainer.kind": "tinker",
+        "algorithm.old_policy": "recorded",
+        "run.eval_every": "0",
+    }
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_learns_at_a_service(name: str, at_service: dict[str, str], tmp_path: Path) -> None:
+    config = load_config(CONFIG, {**at_service, "run.rounds": "16"})
+    config = config.model_copy(update={"schedule": {"name": name, **SCHEDULES[name]}})
+    train(config, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "loss" in row]
+    quarter = len(rewards) // 4
+    assert fmean(rewards[-quarter:]) > fmean(rewards[:quarter]) + 0.15, rewards
+    assert all(row["mismatch_kl"] < 0.05 for row in rows if "loss" in row)
+
+
+def test_nothing_is_lost_when_a_run_or_its_service_is_killed(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "benchmarks" / "crash.py"), "--task", "service", "--kills", "4"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    found = tmp_path / "found.json"
+    subprocess.run([*words, "--json", str(found)], check=True, env=environment)
+    results = json.loads(found.read_text())
+    assert results["tokens_generated"] > 0
+    assert [results[key] for key in ("tokens_unaccounted", "trained_twice", "lost")] == [0, 0, 0]
+
+
+def refusal(config: Path, folder: Path, **options: str) -> str:
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    command = [
+        sys.executable,
+        "-m",
+        "tailrace.cli",
+        "train",
+        str(config),
+        "--output-dir",
+        str(folder),
+        *words,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.kind": "torch"}, "engine and trainer are of one service"),
+        ({"algorithm.loss": "gspo"}, "Tinker's API has the losses of grpo, cispo, reinforce"),
+        ({"algorithm.kl_coef": "0.1"}, "Tinker's losses have no KL to a reference"),
+        ({"algorithm.old_policy": "recomputed"}, "a service computes no old log-probs"),
+        ({"placement.kind": "colocated"}, "the devices are the service's"),
+    ],
+)
+def test_what_a_service_cannot_do_is_refused_before_anything_starts(
+    changes: dict[str, str], message: str, at_service: dict[str, str], tmp_path: Path
+) -> None:
+    assert message in refusal(CONFIG, tmp_path / "run", **{**at_service, **changes})
+
+
+def test_a_service_that_is_not_there_is_named(at_service: dict[str, str], tmp_path: Path) -> None:
+    nowhere = {**at_service, "engine.urls": '["http://127.0.0.1:1"]'}
+    assert "http://127.0.0.1:1" in refusal(CONFIG, tmp_path / "run", **nowhere)
