@@ -34,17 +34,22 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL; its workers end when they see that it is gone."""
-        self._ended().kill()
-        self._ended().wait()
+        self._running().kill()
+        self._closed()
 
     def stop(self) -> int:
-        process = self._ended()
-        process.terminate()
-        return process.wait()
+        self._running().terminate()
+        return self._closed()
 
-    def _ended(self) -> "subprocess.Popen[str]":
+    def _running(self) -> "subprocess.Popen[str]":
         assert self._process is not None
         return self._process
+
+    def _closed(self) -> int:
+        process = self._running()
+        assert process.stdout is not None
+        process.stdout.close()
+        return process.wait()
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def _check_service(config: RunConfig) -> None:
     """Check a run on a service with Tinker's API. The folder of the model has the tokenizer and the context;
     its weights are not read."""
     try:
-        from tailrace.tinker.client import check_algorithm_of_service
+        from tailrace.tinker.client import check_algorithm_of_service, check_service
     except ImportError as why:
         problem, remedy = f"{why.name} is not installed", "pip install 'tailrace[tinker]'"
         raise ConfigError("engine.kind", "tinker", problem, remedy) from why
@@ -223,6 +223,8 @@ def _check_service(config: RunConfig) -> None:
     ):
         if (given := getattr(config, section).kind) != kind:
             raise ConfigError(f"{section}.kind", given, f'{problem} (engine.kind = "tinker")', "remove it")
+    assert isinstance(config.engine, TinkerEngineSettings)
+    check_service(config.engine)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

@@ -8,13 +8,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from tinker import types
 
 from tailrace.engine.serve.app import is_loopback, names_this_machine, openai_app
 from tailrace.engine.settings import ServeSettings
 from tailrace.tinker.service import Failed, TinkerService, Unknown
 from tailrace.tinker.wire import RequestRefused, parse_pass, read_pass, sampling_of
 from tailrace.trainer.batch import AdamStep
-from tinker import types
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -12,6 +12,7 @@ What a service cannot do, and what stands in for it:
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -20,10 +21,12 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import numpy as np
+import tinker
+from tinker import types
 from typing_extensions import override
 
-import tinker
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
 from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
@@ -34,17 +37,30 @@ from tailrace.trainer.base import StepStats, Trainer, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.types import KV, Sample, SampleId
 from tailrace.weights.base import Weights
-from tinker import types
 
 STATE_FILE = "tinker.json"
 """In a checkpoint of the run: where the service keeps the state."""
 CLAIM_S, CLAIM_PAUSE_S = 90.0, 5.0
 """A service of `tailrace serve` keeps its trainer for a client that was killed for up to 30 s."""
+KEY_VARIABLE, CHECK_S = "TINKER_API_KEY", 10.0
 EPSILON = 1e-8
 """AdamW's, as in torch."""
 LOSSES = {"grpo": "ppo", "cispo": "cispo", "reinforce": "cross_entropy"}
 """Tinker's name of each of our losses that it has."""
 T = TypeVar("T")
+
+
+def check_service(settings: TinkerEngineSettings) -> None:
+    """Raises a ConfigError if nothing answers at the address or the key is not taken: the SDK would go on
+    asking for minutes."""
+    (url,), key = settings.urls, os.environ.get(KEY_VARIABLE, "")
+    try:
+        reply = httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": key}, timeout=CHECK_S)
+    except httpx.HTTPError as why:
+        problem = f"nothing answers there ({type(why).__name__})"
+        raise ConfigError("engine.urls", url, problem, "start the service, or correct the address") from why
+    if not key or reply.status_code in (401, 403):
+        raise ConfigError("engine.urls", url, "the service needs a key", f"set ${KEY_VARIABLE}")
 
 
 def check_algorithm_of_service(algorithm: AlgorithmSettings) -> None:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tailrace.algo.base import TokenLossName
 from tailrace.errors import TailraceError
 from tailrace.trainer.batch import LossDatum, LossOutput, TokenLoss
 from tailrace.types import Sample, SamplingParams
-from tinker import types
 
 INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
 """`loss_fn_inputs` of a loss beside target_tokens."""
