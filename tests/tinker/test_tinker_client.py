@@ -40,14 +40,14 @@ def at_service(server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_learns_at_a_service(name: str, at_service: dict[str, str], tmp_path: Path) -> None:
-    config = load_config(CONFIG, {**at_service, "run.rounds": "16"})
+    config = load_config(CONFIG, {**at_service, "run.rounds": "12"})
     config = config.model_copy(update={"schedule": {"name": name, **SCHEDULES[name]}})
     train(config, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows if "loss" in row]
     quarter = len(rewards) // 4
     assert fmean(rewards[-quarter:]) > fmean(rewards[:quarter]) + 0.15, rewards
-    assert all(row["mismatch_kl"] < 0.05 for row in rows if "loss" in row)
+    assert rows[0]["mismatch_kl"] < 0.001  # of the weights that generated: the engines' numerics alone
 
 
 def test_nothing_is_lost_when_a_run_or_its_service_is_killed(tmp_path: Path) -> None:
