@@ -149,7 +149,7 @@ class Victim:
         settings = tomllib.loads(self._config.read_text())
         settings["schedule"] = {"name": name, **schedule}
         for table, key in PATHS:
-            if key in settings[table]:
+            if key in settings.get(table, {}):
                 settings[table][key] = str(self._config.parent / settings[table][key])
         self._config = folder / f"{name}.toml"
         self._config.write_text(tomli_w.dumps(settings))
