@@ -1,8 +1,9 @@
 """`tailrace inspect`: what the ledger of a run says, also while the run goes on.
 
-The balance: how many prompts and tokens had each fate, and with [prices] what they cost. With a prompt: its group, sample by sample. Prompts
+The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample. Prompts
 drawn = trained + filtered + dropped + living. Tokens generated, by the engines' own count, = trained + held
-by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet.
+by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet. With [prices]:
+what they cost until the last commit.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,6 @@
-"""What a run costs: the totals of its ledger times the prices of [prices]. This is the only place that defines
-the figure. Metrics, `tailrace inspect`, simulations and the budget follow from it.
+"""What a run costs: the totals of its ledger times the prices of [prices].
+
+This is the only place that defines the figure. Metrics, `tailrace inspect` and the budget follow from it.
 
 Tokens that a kill lost, and tokens that were trained again after it, were paid for, and count each time.
 """

@@ -106,8 +106,9 @@ class RunView:
     def _cost(self) -> str:
         """What the run has cost so far and what is left of its budget, in words; empty without prices."""
         costs = [cost for row in self._rows if (cost := row.get("cost/total")) is not None]
-        config = RunFolder(self._folder).read_config() if costs else None
-        return config.prices.words(costs[-1]) if config and config.prices else ""
+        folder = RunFolder(self._folder)
+        prices = folder.read_config().prices if costs and folder.config.exists() else None
+        return prices.words(costs[-1]) if prices else ""
 
     def _defects(self) -> Iterator[Defect]:
         if self._log.reader.is_torn:
