@@ -18,23 +18,23 @@ MILLION = 1_000_000
 
 
 class PriceSettings(Settings):
-    """What devices and tokens cost, and how much a run may cost. Every price that is not set is 0."""
+    """What devices and tokens cost, and what a run may cost."""
 
     currency: str = Field(default="USD", min_length=1)
-    """The name of the currency of all prices, for what is printed."""
+    """Its name, for what is printed."""
     engine_hour: float = Field(default=0.0, ge=0)
-    """An hour of one device of the engines, also where the trainer has it in turn."""
+    """An hour of one device that generates, whether or not it trains, too."""
     trainer_hour: float = Field(default=0.0, ge=0)
-    """An hour of one device that only the trainer has."""
+    """An hour of one device that only trains."""
     prefill: float = Field(default=0.0, ge=0)
-    """A million context positions that engines compute, for prompts and for continued requests."""
+    """A million context positions that engines compute."""
     sampling: float = Field(default=0.0, ge=0)
-    """A million tokens that engines generate, evaluations included."""
+    """A million generated tokens, evaluations included."""
     training: float = Field(default=0.0, ge=0)
-    """A million completion tokens that the trainer trains."""
+    """A million trained completion tokens."""
     budget: float | None = Field(default=None, gt=0)
-    """The cost from which on a run, or a simulation, ends with the optimizer step that it makes. None: no
-    limit. It counts for all processes of a run; races of schedules and the planner do not use it."""
+    """Cost at which a run or a simulation ends with its optimizer step. `tailrace compare` and
+    `tailrace plan` do not use it."""
 
     @model_validator(mode="after")
     def _check_that_something_costs(self) -> "PriceSettings":

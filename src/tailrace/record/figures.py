@@ -191,9 +191,8 @@ time/step | s | - | - | Since the last step's end or the round's start: time/tra
     evaluation are not in it.
 time/wait | s | - | - | Part of time/step in which the trainer did not compute.
 time/train | s | - | - | Part of time/step in which the trainer computed.
-cost/step | currency | - | - | Spent since the last step, or since the process began; in the last row, after
-    the last step. Only with [prices], as the other costs.
-cost/total | currency | - | - | Spent so far, also by earlier processes of the run and on what a kill undid.
+cost/step | currency | - | - | Spent since the last step. Costs need [prices].
+cost/total | currency | - | - | Spent so far by all processes of the run.
 time/controller_lag | s | - | - | The latest that the controller's event loop ran since the last step.
 perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
 # evaluation
@@ -245,7 +244,7 @@ round/num_tokens | tokens | - | - | Trained completion tokens.
 round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
-round/cost | currency | over_rounds | lap.round_cost | Spent since the round before ended.
+round/cost | currency | over_rounds | lap.round_cost | Spent since the last round.
 round/reward | - | over_rounds | lap.reward | Mean over samples.
 round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
 round/completions/min_length | tokens | - | - | The shortest completion of the round.
@@ -265,8 +264,7 @@ round/num_tokens | tokens/s | over_rollouts | lap.rollout_tokens_per_s | Trained
     rollouts; over the whole time if the rollout never stops.
 round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Main time of all rounds over the
     thousands of trained samples.
-round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of all rounds over the
-    thousands of trained samples.
+round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
 - | share | - | lap.length_bias | Mean trained length over the mean length without interruptions, minus 1.
