@@ -150,7 +150,9 @@ def test_a_size_that_engines_never_have_is_refused(overrides: dict[str, str], pr
         ({"placement.kind": "colocated", "engine.replicas": "2", "trainer.ranks": "2"}, (2, 0)),
         ({"placement.kind": "colocated", "trainer.ranks": "4"}, (1, 3)),
         (
-            {"placement": "{ kind = 'elastic', devices = 'gpus', engines = [[0], [1]], trainer = [[1], [2]] }"}
+            {
+                "placement": "{ kind = 'elastic', devices = 'gpus', engines = [[0], [1]], trainer = [[1], [2]] }"
+            }
             | {"engine.replicas": "2", "trainer.replicas": "2"},
             (2, 1),
         ),
@@ -163,10 +165,12 @@ def test_each_device_of_a_run_is_paid_once(overrides: dict[str, str], devices: t
 
 
 @pytest.mark.parametrize(("rollout_devices", "devices"), [(6, (6, 2)), (None, (8, 0))])
-def test_each_device_of_a_cluster_is_paid_once(
-    rollout_devices: int | None, devices: tuple[int, int]
-) -> None:
-    cluster = {"sim.cluster.devices": "8", "sim.cluster.model": "Qwen3-4B", "sim.cluster.tensor_parallel": "2"}
+def test_each_device_of_a_cluster_is_paid_once(rollout_devices: int | None, devices: tuple[int, int]) -> None:
+    cluster = {
+        "sim.cluster.devices": "8",
+        "sim.cluster.model": "Qwen3-4B",
+        "sim.cluster.tensor_parallel": "2",
+    }
     if rollout_devices:
         cluster["sim.cluster.rollout_devices"] = str(rollout_devices)
     else:

@@ -33,8 +33,8 @@ class PriceSettings(Settings):
     training: float = Field(default=0.0, ge=0)
     """A million trained completion tokens."""
     budget: float | None = Field(default=None, gt=0)
-    """Cost at which a run or a simulation ends with its optimizer step. `tailrace compare` and
-    `tailrace plan` do not use it."""
+    """Cost after which a run or a simulation makes no more steps. `tailrace compare` and `tailrace plan` do
+    not use it."""
 
     @model_validator(mode="after")
     def _check_that_something_costs(self) -> "PriceSettings":
