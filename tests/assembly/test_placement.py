@@ -15,6 +15,7 @@ from tailrace.rollout.profile import ProfileRow
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
 NCCL = "{ transport = 'process_group', backend = 'nccl' }"
+ELASTIC_GPUS = "{ kind = 'elastic', devices = 'gpus', engines = [[0], [1]], trainer = [[1], [2]] }"
 ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
 
 
@@ -151,7 +152,7 @@ def test_a_size_that_engines_never_have_is_refused(overrides: dict[str, str], pr
         ({"placement.kind": "colocated", "trainer.ranks": "4"}, (1, 3)),
         (
             {
-                "placement": "{ kind = 'elastic', devices = 'gpus', engines = [[0], [1]], trainer = [[1], [2]] }"
+                "placement": ELASTIC_GPUS
             }
             | {"engine.replicas": "2", "trainer.replicas": "2"},
             (2, 1),

@@ -1,4 +1,4 @@
-"""What a run costs in virtual time: its ledger times the prices, over its lives, and a budget that ends it."""
+"""What a run costs in virtual time, its ledger times the prices, over its lives; a budget that ends it."""
 
 from collections.abc import Callable
 from dataclasses import replace
