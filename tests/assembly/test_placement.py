@@ -151,10 +151,7 @@ def test_a_size_that_engines_never_have_is_refused(overrides: dict[str, str], pr
         ({"placement.kind": "colocated", "engine.replicas": "2", "trainer.ranks": "2"}, (2, 0)),
         ({"placement.kind": "colocated", "trainer.ranks": "4"}, (1, 3)),
         (
-            {
-                "placement": ELASTIC_GPUS
-            }
-            | {"engine.replicas": "2", "trainer.replicas": "2"},
+            {"placement": ELASTIC_GPUS} | {"engine.replicas": "2", "trainer.replicas": "2"},
             (2, 1),
         ),
     ],
