@@ -50,7 +50,8 @@ def train(
 ) -> RunSummary:
     """Train a model, as `tailrace train` does.
 
-    SIGINT, SIGTERM and SIGHUP end the run in order with a checkpoint; so does the interrupt of a notebook.
+    SIGINT, SIGTERM and SIGHUP end the run in order with a checkpoint; so do the interrupt of a notebook and a
+    budget that is spent, which returns as the last round does.
 
     Args:
         config: from `load_config`.

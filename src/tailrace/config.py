@@ -21,6 +21,7 @@ from tailrace.engine.settings import EngineSettings, NativeEngineSettings, Sampl
 from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
 from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings
+from tailrace.ledger.prices import PriceSettings
 from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.reward.base import RewardSettings
@@ -149,6 +150,7 @@ class RunConfig(Settings):
     host: Resumable[AnyHostSettings] = LocalHostSettings()
     ledger: Resumable[LedgerSettings] = LedgerSettings()
     record: Resumable[RecordSettings] = RecordSettings()
+    prices: Resumable[PriceSettings | None] = None
     sim: Resumable[SimSettings] = SimSettings()
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.assembly.placement import check_placement, device_sharing
+from tailrace.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.assembly.schedule import resolve
 from tailrace.assembly.simulation import sim_settings
 from tailrace.config import load_config
@@ -15,6 +15,7 @@ from tailrace.rollout.profile import ProfileRow
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
 NCCL = "{ transport = 'process_group', backend = 'nccl' }"
+ELASTIC_GPUS = "{ kind = 'elastic', devices = 'gpus', engines = [[0], [1]], trainer = [[1], [2]] }"
 ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
 
 
@@ -139,3 +140,45 @@ def test_a_size_that_engines_never_have_is_refused(overrides: dict[str, str], pr
     config = load_config(QUICKSTART, PLANNED | overrides)
     with pytest.raises(ConfigError, match=problem):
         device_sharing(config, config.sim)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ({}, (1, 1)),
+        ({"engine.replicas": "3", "trainer.ranks": "2", "trainer.replicas": "2"}, (3, 4)),
+        ({"engine.kind": "vllm", "engine.replicas": "2", "engine.tensor_parallel_size": "4"}, (8, 1)),
+        ({"placement.kind": "colocated", "engine.replicas": "2", "trainer.ranks": "2"}, (2, 0)),
+        ({"placement.kind": "colocated", "trainer.ranks": "4"}, (1, 3)),
+        (
+            {"placement": ELASTIC_GPUS} | {"engine.replicas": "2", "trainer.replicas": "2"},
+            (2, 1),
+        ),
+    ],
+)
+def test_each_device_of_a_run_is_paid_once(overrides: dict[str, str], devices: tuple[int, int]) -> None:
+    prices = prices_of(load_config(QUICKSTART, overrides | {"prices.engine_hour": "1.0"}))
+    assert prices and (prices.engine_devices, prices.trainer_devices) == devices
+    assert prices_of(load_config(QUICKSTART, overrides)) is None
+
+
+@pytest.mark.parametrize(("rollout_devices", "devices"), [(6, (6, 2)), (None, (8, 0))])
+def test_each_device_of_a_cluster_is_paid_once(rollout_devices: int | None, devices: tuple[int, int]) -> None:
+    cluster = {
+        "sim.cluster.devices": "8",
+        "sim.cluster.model": "Qwen3-4B",
+        "sim.cluster.tensor_parallel": "2",
+    }
+    if rollout_devices:
+        cluster["sim.cluster.rollout_devices"] = str(rollout_devices)
+    else:
+        cluster["placement.kind"] = "colocated"
+    config = load_config(QUICKSTART, cluster | {"prices.engine_hour": "1.0"})
+    prices = prices_of(config, sim_settings(config))
+    assert prices and (prices.engine_devices, prices.trainer_devices) == devices
+
+
+def test_the_engines_of_a_simulation_without_a_cluster_are_paid() -> None:
+    config = load_config(QUICKSTART, {"sim.engines.count": "5", "prices.sampling": "1.0"})
+    prices = prices_of(config, sim_settings(config))
+    assert prices and (prices.engine_devices, prices.trainer_devices) == (5, 1)

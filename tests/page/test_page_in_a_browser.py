@@ -15,7 +15,7 @@ from page_story import sinks_of, until, write_run
 from record_story import pipelined_round
 
 from tailrace.page.run import open_runs
-from tailrace.record.events import RequestEnded, RequestStarted, Stepped, Waiting
+from tailrace.record.events import RequestEnded, RequestStarted, Spent, Stepped, Waiting
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
 from tailrace.types import SampleId, Span
@@ -260,12 +260,15 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
         stalled = tab.page.locator(".advisory", has_text="stalled")
         stalled.wait_for()
         assert "pool: a request of engine-0\nThe oldest request is sample 1.0/0" in stalled.inner_text()
-        for event in events[len(begun) :]:
+        config = "run = { rounds = 1, group_size = 2 }\nschedule = { name = 'serial' }\n"
+        (tmp_path / "grows" / "config.toml").write_text(config + "prices.sampling = 1.0\n")
+        for event in (Spent(16.0, 2.0), *events[len(begun) :]):
             meter.on(event)
         meter.close()
         (tmp_path / "grows" / "summary.json").write_text("{}")
         tab.page.wait_for_function("window.tailrace.runs[0].parts.state.textContent === 'finished'")
         assert stalled.count() == 0
+        assert tab.page.locator(".cost").all_text_contents() == ["Cost: 2.0000 USD", ""]
         assert tab.spans(0)["ended"] == 3 and "not ended" not in tab.spans(0)
         assert tab.page.evaluate("document.querySelectorAll('.chart')[0].data[0].y.length") == 2
         assert tab.errors == []

@@ -12,6 +12,7 @@ from record_story import pipelined_round, play
 
 from tailrace.errors import ConfigError
 from tailrace.page.run import RunView, Straggler, open_runs
+from tailrace.record.events import Spent
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
 
@@ -39,6 +40,15 @@ def test_a_page_receives_requests_rows_and_what_follows_from_them(tmp_path: Path
     ]
     assert [each["id"] for each in payload["samples"]] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
     json.loads(msgspec.json.encode(payload))
+
+
+def test_a_page_receives_the_cost_of_a_run_and_what_is_left(tmp_path: Path) -> None:
+    story = pipelined_round()
+    story.tell(Spent(10.0, 0.0), Spent(16.5, 1.25), Spent(23.0, 3.5))
+    assert payload_of(write_run(tmp_path, story))["cost"] == "", "its prices are not known"
+    config = "run = { rounds = 1, group_size = 2 }\nschedule = { name = 'serial' }\n"
+    (tmp_path / "config.toml").write_text(config + "prices = { sampling = 1.0, budget = 5.0 }\n")
+    assert payload_of(tmp_path)["cost"] == "3.5000 USD, 1.5000 left of 5.0000"
 
 
 def test_a_run_that_grows_is_the_run_that_is_read_at_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tailrace.assembly.environments import (
 from tailrace.assembly.folder import ONLY_OF_THE_TRAINER
 from tailrace.assembly.machine import Fitted, Machine, fit
 from tailrace.assembly.memory import engines_on_gpu
-from tailrace.assembly.placement import check_placement, device_sharing
+from tailrace.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig
@@ -341,6 +341,7 @@ async def open_parts(
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
                 play=play,
+                prices=prices_of(config),
             )
 
 

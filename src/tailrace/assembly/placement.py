@@ -12,6 +12,7 @@ from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.errors import ConfigError
+from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config
 from tailrace.rollout.placement import PlacementSettings, Shared
 from tailrace.rollout.profile import EngineProfile, ProfileRow, measure
@@ -86,6 +87,27 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
         problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
         raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
     return Shared(placement.kind, lent, early, max_width, start_width)
+
+
+def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | None:
+    """Return the prices of a config with the devices that they count for; None: it has no prices. A device is
+    a GPU, or a process on CPUs.
+
+    Args:
+        sim: as in `device_sharing`.
+    """
+    if config.prices is None:
+        return None
+    if sim and sim.cluster:
+        return Prices(config.prices, *sim.cluster.devices_by_use)
+    placement, trainer = config.placement, config.trainer
+    num_engines = sim.engines.count or 1 if sim else config.engine.num_engines
+    generating, training = num_engines * tensor_parallel_size(config), trainer.ranks * trainer.replicas
+    if not sim and placement.devices == "gpus" and placement.engines and placement.trainer:
+        gpus = _numbers(placement.engines)
+        return Prices(config.prices, len(gpus), len(_numbers(placement.trainer) - gpus))
+    in_common = 0 if placement.kind == "disaggregated" else generating
+    return Prices(config.prices, generating, max(0, training - in_common))
 
 
 def check_placement(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager, nullcontext
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import training_prompts
+from tailrace.assembly.placement import prices_of
 from tailrace.config import RunConfig, check_resumable
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.engine.base import counted_tokens
@@ -59,6 +60,10 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
+    if (prices := prices_of(config)) and (
+        overrun := prices.settings.overrun(prices.cost(start.totals, start.num_generated))
+    ):
+        raise ConfigError("prices.budget", prices.settings.budget, overrun, "raise it, then --resume")
     _check_checkpoint(folder, start)
     undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
     num_undone = max(undone, default=start.base.step) - start.base.step

@@ -9,12 +9,13 @@ from rich.console import Console
 from tailrace import clock
 from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
-from tailrace.assembly.placement import device_sharing
+from tailrace.assembly.placement import device_sharing, prices_of
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.data.base import Epochs
 from tailrace.errors import ConfigError
+from tailrace.ledger.prices import Prices
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
 from tailrace.record.steps import StepMeter
@@ -66,6 +67,7 @@ def simulate(
     shared: Shared = DISAGGREGATED,
     replicas: int = 1,
     reference: bool = False,
+    prices: Prices | None = None,
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], RunComponents] | None = None,
@@ -74,17 +76,16 @@ def simulate(
     """Run a schedule to its end in virtual time.
 
     Args:
-        shared, replicas, reference: as in `simulated_parts`.
+        shared, replicas, reference, prices: as in `simulated_parts`.
         warm_up_rounds: first rounds that the lap does not count.
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
-            `sim`, `shared`, `replicas` and `reference` are not used then.
+            `sim` and the arguments of `simulated_parts` are not used then.
         compute_advantages: as `execute`.
     """
     summary = Summary()
-    parts = parts or partial(
-        simulated_parts, sim, settings.seed, reference=reference, replicas=replicas, shared=shared
-    )
+    make = partial(simulated_parts, sim, settings.seed, reference=reference, replicas=replicas)
+    parts = parts or partial(make, shared=shared, prices=prices)
     recorder = Recorder(StepMeter(summary, *sinks, wall_clock=clock.wall_time))
     seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
     _, bound = summary.bounds[-1]
@@ -116,6 +117,7 @@ def simulated_parts(
     reference: bool = False,
     replicas: int = 1,
     shared: Shared = DISAGGREGATED,
+    prices: Prices | None = None,
 ) -> RunComponents:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
@@ -123,6 +125,7 @@ def simulated_parts(
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
         shared: whether engines and trainer have devices in common.
+        prices: what the run pays for.
     """
     settings = rates(settings)
     lengths = Lengths(settings.lengths, seed)
@@ -148,6 +151,7 @@ def simulated_parts(
         shared=shared,
         anchors=anchors,
         synchronous_rewards=settings.rewards.synchronous,
+        prices=prices,
     )
 
 
@@ -199,6 +203,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         reference=config.algorithm.needs_reference,
         replicas=config.trainer.replicas,
         shared=device_sharing(config, sim),
+        prices=prices_of(config, sim),
     )
     advantages = Advantages(config.algorithm, sim_max_tokens(config))
     return _executed(schedule, parts, config.run, recorder, advantages)

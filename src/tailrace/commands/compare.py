@@ -39,7 +39,7 @@ from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.base import RunComponents
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.figures import LAPS, QUALITIES, TIMES, Row
+from tailrace.record.figures import COSTS, LAPS, QUALITIES, TIMES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
@@ -78,6 +78,8 @@ def compare(
     """
     named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
     loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
+    prices = loaded.prices and loaded.prices.unlimited  # a lap that a budget ends is not comparable
+    loaded = loaded.model_copy(update={"prices": prices})
     console, folder = open_console(), output_dir
     racers = _racers(loaded if virtual else with_model_folder(loaded))
     if not virtual and loaded.model is None:
@@ -95,7 +97,7 @@ def compare(
         with TemporaryDirectory() as scratch:
             race = compare_live(racers, loaded.compare.repeats, folder or Path(scratch), files=folder)
             raced = clock.run(race, virtual=False)
-    print_table(console, raced.table(VIRTUAL if virtual else LIVE))
+    print_table(console, raced.table(VIRTUAL if virtual else LIVE, prices.currency if prices else ""))
     if virtual:
         note_default_costs(loaded.sim, console)
     if folder:
@@ -235,12 +237,13 @@ class Comparison:
         schedules = {name: self._numbers(name) for name in self.laps}
         return {"schedules": schedules, "bound_s": self.bound_s}
 
-    def table(self, title: str) -> Table:
-        """A column for each schedule, a row for each figure."""
+    def table(self, title: str, currency: str = "") -> Table:
+        """A column for each schedule, a row for each figure. A race without prices has no currency."""
         table = Table("medians [lowest - highest]", title=title, title_justify="left")
         for name in self.laps:
             table.add_column(name, justify="right")
-        for figure, (label, form) in {**TIMES, **QUALITIES}.items():
+        costs = {figure: (label, f"{{:,.4f}} {currency}") for figure, label in COSTS.items() if currency}
+        for figure, (label, form) in {**TIMES, **costs, **QUALITIES}.items():
             table.add_row(label, *(self._cell(name, figure, form) for name in self.laps))
             if figure == "main_s_per_1000_samples" and BASELINE in self.laps:
                 for label, form, value in self._against_serial():

@@ -2,7 +2,8 @@
 
 The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample. Prompts
 drawn = trained + filtered + dropped + living. Tokens generated, by the engines' own count, = trained + held
-by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet.
+by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet. With [prices]:
+what they cost until the last commit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,12 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.placement import prices_of
 from tailrace.commands.tables import open_console, print_table
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
+from tailrace.ledger.prices import BillItem, total_cost
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import open_store
 from tailrace.types import Turn
@@ -43,21 +46,27 @@ def inspect(
         as_json: print JSON.
     """
     folder = RunFolder(run)
-    with closing(open_store(folder.read_config(overrides).ledger, run, only_read=True)) as store:
+    config = folder.read_config(overrides)
+    with closing(open_store(config.ledger, run, only_read=True)) as store:
         tables = read_ledger(store, tokens=False)
-    found = _balance(tables, counted_tokens(folder.counts)) if group is None else _group(tables, group)
+    num_generated, prices = counted_tokens(folder.counts), prices_of(config)
+    bill = prices.bill(totals_of(tables), num_generated) if prices else []
+    found = _balance(tables, num_generated, bill) if group is None else _group(tables, group)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         return
     console = open_console()
     for table in _balance_tables(found) if group is None else [_group_table(found)]:
         print_table(console, table)
+    if config.prices and group is None:
+        console.print(f"cost      {config.prices.words(found['cost']['total'])}")
 
 
-def _balance(tables: LedgerTables, num_generated: int) -> dict[str, Any]:
+def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem]) -> dict[str, Any]:
     totals, held = totals_of(tables), tables.held_tokens
     living = [group for group in tables.groups.values() if group.fate is None]
     undone = [training for training in tables.trainings.values() if training.undone is not None]
+    items = [{"what": item.what, "amount": item.amount, "price": item.price} for item in bill if item.price]
     return {
         "prompts": {
             "drawn": totals.num_drawn,
@@ -71,8 +80,9 @@ def _balance(tables: LedgerTables, num_generated: int) -> dict[str, Any]:
             "wasted": dict(totals.wasted_tokens),
             "evaluated": totals.evaluated_tokens,
             "unwritten": num_generated - totals.num_known_tokens - held,
-            "trained_again": sum(tables.samples[training.id].num_tokens for training in undone),
+            "trained_again": totals.undone_tokens,
         },
+        **({"cost": {"items": items, "total": total_cost(bill)}} if bill else {}),
         "lives": [
             _fields_of(row, "life", "parent", "round", "version", "step", "crash_tokens")
             | {"samples_undone": sum(training.life == row.life for training in undone)}
@@ -151,7 +161,11 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
     for group in balance["oldest"]:
         prompt, round, parked, kept, num_required, num_tokens = group.values()
         oldest.add_row(*map(str, (prompt, round, parked)), f"{kept} of {num_required}", f"{num_tokens:,}")
-    return [sums, lives, *([oldest] if balance["oldest"] else [])]
+    bill = Table("what", "amount", "price", "cost", title="the bill", title_justify="left")
+    for item in balance.get("cost", {"items": []})["items"]:
+        what, amount, price = item.values()
+        bill.add_row(what, f"{amount:,.6f}", f"{price:,g}", f"{amount * price:,.4f}")
+    return [sums, lives, *([oldest] if balance["oldest"] else []), *([bill] if bill.rows else [])]
 
 
 def _number(number: int | None) -> str:

@@ -28,16 +28,17 @@ from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettin
 from tailrace.sim.world import read_lengths, read_recorded
 
 CELLS = {
-    "step_s": "{:,.3g}",
-    "samples_per_s": "{:,.3g}",
-    "over_bound": "{:+.0%}",
-    "lag_max": "{:.0f}",
-    "length_bias": "{:+.1%}",
-    "kv_share": "{:.0%}",
-    "trainer_share": "{:.0%}",
-    "device_share": "{:.0%}",
+    "step_s": ("s/step", "{:,.3g}"),
+    "samples_per_s": ("samples/s", "{:,.3g}"),
+    "cost_per_1000_samples": ("cost", "{:,.4f}"),
+    "over_bound": ("bound", "{:+.0%}"),
+    "lag_max": ("lag", "{:.0f}"),
+    "length_bias": ("bias", "{:+.1%}"),
+    "kv_share": ("KV", "{:.0%}"),
+    "trainer_share": ("state", "{:.0%}"),
+    "device_share": ("full", "{:.0%}"),
 }
-"""Figures of a candidate in the table, and their formats."""
+"""Figures of a candidate in the table, their heads and formats. A cost is there if there are prices."""
 
 
 def plan(
@@ -100,6 +101,7 @@ def problem_of(config: RunConfig) -> Problem:
         max_length_bias=limits.max_length_bias,
         reference=config.algorithm.needs_reference,
         compute_advantages=ComputeAdvantages(config.algorithm, sim_max_tokens(config)),
+        prices=config.prices and config.prices.unlimited,
     )
 
 
@@ -167,16 +169,18 @@ def _table(config: RunConfig, found: Plan, devices: int) -> Table:
     table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule (devices)")
     table.title_justify = "left"
-    for head in ("s/step", "samples/s", "bound", "lag", "bias", "KV", "state", "full", "steps"):
+    shown = {key: cell for key, cell in CELLS.items() if key in found.best.figures}
+    for head in (*(head for head, _ in shown.values()), "steps"):
         table.add_column(head, justify="right")
     for number, each in enumerate(found.ranking[: config.plan.top], 1):
-        cells = [form.format(each.figures[key]) for key, form in CELLS.items()]
+        cells = [form.format(each.figures[key]) for key, (_, form) in shown.items()]
         table.add_row(str(number), each.candidate.name(devices), *cells, str(each.steps))
     table.caption = (
         "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
         "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
         "full: largest share of a device that is filled, by engine and trainer together where they share it; "
         "steps: optimizer steps over which it was measured"
+        + (f"; cost: of 1,000 samples, in {config.prices.currency}" if config.prices else "")
     )
     return table
 
@@ -201,6 +205,6 @@ def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
         "tensor_parallel": candidate.tensor_parallel,
         "bound": each.floor._asdict(),
         "steps": each.steps,
-        **{key: each.figures[key] for key in (*CELLS, "lag_mean")},
+        **{key: each.figures[key] for key in (*CELLS, "lag_mean") if key in each.figures},
         "wasted": each.figures["waste_share"],
     }

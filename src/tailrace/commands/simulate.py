@@ -21,7 +21,7 @@ from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.figures import QUALITIES, Row
+from tailrace.record.figures import COSTS, QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
@@ -65,11 +65,15 @@ def simulate(
         sinks += _files(loaded, RunFolder(output_dir), console)
     sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
     seconds = run_virtual(loaded, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
-    totals = summary.summary()
+    totals, prices = summary.summary(), loaded.prices
+    if prices and prices.budget and not totals.rounds:
+        raise ConfigError("prices.budget", prices.budget, "it is spent within the first round", "raise it")
     print_table(console, _table(name, sim, seconds, totals, summary.lap()))
     note_default_costs(loaded.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}")
+    if prices and totals.cost is not None:
+        console.print(f"cost      {prices.overrun(totals.cost) or prices.words(totals.cost)}")
     if output_dir:
         console.print(f"files     {output_dir}")
 
@@ -99,6 +103,9 @@ def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap
     table.add_row("samples/s", f"{lap['samples_per_s']:,.2f}")
     table.add_row("seconds per 1,000 samples", f"{1000 / lap['samples_per_s']:,.1f}")
     table.add_row("tokens/s", f"{lap['tokens_per_s']:,.0f}")
+    for key, label in COSTS.items():
+        if key in lap:
+            table.add_row(label, f"{lap[key]:,.4f}")
     for key, (label, form) in QUALITIES.items():
         table.add_row(label, form.format(lap[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")

@@ -154,7 +154,10 @@ def _one_life(
             raise _interrupted(interruption, state) from None
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
-        _report(summary, folder)
+        _report(summary, folder, config)
+    if outcome.interrupted and interruption.signal is None:
+        say(f"{interruption.reason}; saved {outcome.checkpoint}; raise prices.budget, then --resume")
+        return summary
     if outcome.interrupted and outcome.checkpoint:
         saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
         raise _interrupted(interruption, f": {saved}; --resume continues from there")
@@ -173,6 +176,7 @@ async def _train(
     interruption: Interruption,
 ) -> tuple[RunResult, RunSummary]:
     interruption.begin()
+    start.began_s = clock.now()
     async with open_parts(config, folder.path, life=start.life) as parts:
         if start.base.checkpoint:
             await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
@@ -239,13 +243,15 @@ def _round_samples(schedule: BoundSchedule, group_size: int) -> int:
     return group_size * max(groups, default=1)
 
 
-def _report(summary: RunSummary, folder: RunFolder) -> None:
+def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
     console = open_console()
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         console.print(f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if summary.bound:
         console.print(f"bound     {summary.bound.line}")
+    if config.prices and summary.cost is not None:
+        console.print(f"cost      {config.prices.words(summary.cost)}")
     console.print(f"events    {folder.events}  (tailrace view {folder.path})")
     if folder.model.exists():
         console.print(f"model     {folder.model}")

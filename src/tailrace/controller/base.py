@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from tailrace.data.base import Prompts
 from tailrace.engine.base import Engine
+from tailrace.ledger.prices import Prices
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
@@ -76,3 +77,5 @@ class RunComponents:
     """Whether rewards wait until no request is served."""
     play: Play | None = None
     """How turns become a sample (rollout/episodes.py). None: a sample is one turn."""
+    prices: Prices | None = None
+    """What the run pays for. None: its cost is not known."""

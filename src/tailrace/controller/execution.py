@@ -23,7 +23,7 @@ class RunResult:
     """How a run ended that no error ended."""
 
     interrupted: bool
-    """An interruption was requested before the schedule had ended."""
+    """An interruption was requested, or the budget was spent, before the schedule had ended."""
     checkpoint: Path | None
     """The newest checkpoint, which has all optimizer steps; None: there was no step, or no folder."""
 
@@ -48,7 +48,7 @@ async def execute(
         folder: where checkpoints go; None: none are written.
         starting_point: what earlier processes of this run left.
         journal: writes the ledger down; None: it stays in memory.
-        interruption: ends the run before its last round, with a checkpoint.
+        interruption: ends the run before its last round, with a checkpoint. So does a spent budget.
         beside: more tasks of the run; they are cancelled at its end.
     """
     interruption = interruption or Interruption()
@@ -101,7 +101,7 @@ async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interr
         await schedule
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        is_wanted = interruption.is_complete or interruption.signal is not None
+        is_wanted = interruption.is_complete or interruption.reason or interruption.signal is not None
         if not is_wanted or task is None or task.uncancel():
             raise  # another task of the run has failed
         return True

@@ -1,4 +1,4 @@
-"""Ends a run in order when a signal or another thread asks for it."""
+"""Ends a run in order when a signal, another thread or its budget asks for it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,6 +17,8 @@ class Interruption:
         """Number of the signal that was received; None: no interruption was requested."""
         self.is_complete = False
         """The run ends within a round because it has made all its steps."""
+        self.reason = ""
+        """Why the run ends itself before its last round, in words; empty: it does not."""
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_protected = 0
@@ -24,7 +26,7 @@ class Interruption:
     def begin(self) -> None:
         """The calling task is the one to cancel. A request that came before is carried out at once."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        self.is_complete = False  # of an earlier life
+        self.is_complete, self.reason = False, ""  # of an earlier life
         if self.signal is not None:
             self._cancel()
 
@@ -43,6 +45,11 @@ class Interruption:
         self.is_complete = True
         self._cancel()
 
+    def stop(self, reason: str) -> None:
+        """The run must not go on, for a reason in words."""
+        self.reason = reason
+        self._cancel()
+
     @contextmanager
     def protected(self) -> Iterator[None]:
         """The block is carried out to its end."""
@@ -51,7 +58,7 @@ class Interruption:
             yield
         finally:
             self._num_protected -= 1
-            if self.signal is not None:
+            if self.signal is not None or self.reason:
                 self._cancel()
 
     def _cancel(self) -> None:

@@ -142,6 +142,10 @@ class Run:
         self._ledger.recall([*self.parked.groups, *self._interrupted])
         self.router = Router(parts.engines, recorder, parts.play, journal.written)
         self._generated_before = start.num_generated - self.router.num_generated
+        self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
+        self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds
+        self._pay()  # for the earlier lives
+        self._ledger.measure = self._measure
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.pool = Pool(
             tasks,
@@ -193,6 +197,7 @@ class Run:
                     f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
                     "step; call run.step() before the round ends"
                 )
+            self._pay()
             self._recorder.emit(events.RoundEnded(clock.now(), self.round))
             await self._placement.round_ended()
             self._state.end_round()
@@ -273,10 +278,13 @@ class Run:
             self.history.observe(group)
         self.router.report_preemptions()
         self.pool.report_stages()
+        overrun = self._pay()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
         if self._state.has_all_steps(self._settings.rounds):
             self._interruption.complete()
+        elif overrun:
+            self._interruption.stop(overrun)
         if self._state.num_not_finite == MAX_NOT_FINITE:
             self._refuse_to_go_on()
 
@@ -422,11 +430,32 @@ class Run:
         await self._evaluations.run_if_due(self.round, last=last)
 
     async def _close_ledger(self) -> None:
-        self._ledger.check(self.router.num_generated + self._generated_before)
+        self._ledger.check(self._num_generated)
         self.router.check_counts()
+        self._pay()
+        self._ledger.measure = lambda: None  # what the store gets now is what was paid
         closed = events.BooksClosed(clock.now(), len(self._ledger.active), self._ledger.held_tokens)
         self._recorder.emit(closed)
         await self._journal.finish()
+
+    @property
+    def _num_generated(self) -> int:
+        """Tokens that samples have gained in all lives."""
+        return self.router.num_generated + self._generated_before
+
+    def _measure(self) -> None:
+        totals = self._ledger.totals
+        totals.seconds = clock.now() - self._began_s
+        totals.prefilled_tokens = self.router.num_prefilled + self._prefilled_before
+
+    def _pay(self) -> str:
+        """Record what the run has cost so far. Return in words that the budget is spent; empty: it is not."""
+        if (prices := self._parts.prices) is None:
+            return ""
+        self._ledger.measure()
+        cost = prices.cost(self._ledger.totals, self._num_generated)
+        self._recorder.emit(events.Spent(clock.now(), cost))
+        return prices.settings.overrun(cost)
 
     async def _update_arrived(self) -> None:
         if self._update is not None:

@@ -33,7 +33,7 @@ from pydantic import Field
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 7
+FORMAT = 8
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -79,6 +79,10 @@ class LifeRow(LedgerRow, frozen=True, array_like=True):
     """Tokens that the engines of earlier lives produced and that were never committed."""
     config: str = "{}"
     """The resolved config of this life, as JSON."""
+    seconds: float = 0.0
+    """From the beginning of each life to its end, added up over all lives until this one."""
+    prefilled_tokens: int = 0
+    """Context positions that the engines of these lives computed."""
 
 
 class MarkRow(LedgerRow, frozen=True, array_like=True):

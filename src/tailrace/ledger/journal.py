@@ -66,7 +66,7 @@ class Journal(NullJournal):
         """
         self._start_commit, self._flush_s = start_commit, flush_s
         self._life = starting_point.life
-        self._run = starting_point.run
+        self._run, self._born = starting_point.run, starting_point.born
         self._origins = starting_point.origins
         self._groups = starting_point.group_rows
         """Stored row of each group without a fate."""
@@ -169,6 +169,12 @@ class Journal(NullJournal):
         if run != self._run:
             self._rows.append(run)
             self._run = run
+        self._ledger.measure()
+        used = {"seconds": totals.seconds, "prefilled_tokens": totals.prefilled_tokens}
+        born = msgspec.structs.replace(self._born, **used)
+        if born != self._born:
+            self._rows.append(born)
+            self._born = born
         for group in self._ledger.active.values():
             self._collect_group(group, "")
             for sample in group.samples:

@@ -64,6 +64,10 @@ class StartingPoint:
     """The marks after the base, whose checkpoints were removed."""
     best: tuple[float, int] | None = None
     """Accuracy and round of the best evaluation that has a checkpoint; None: there is none."""
+    born: LifeRow = field(default_factory=lambda: LifeRow(1, 0, 0, 0, 0, 0))
+    """The row of this life."""
+    began_s: float | None = None
+    """When its devices were taken, on the run's clock; None: when the run began."""
     opening: Transaction = field(default_factory=lambda: Transaction([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
 
@@ -71,7 +75,8 @@ class StartingPoint:
 def first_life(config: str = "{}") -> StartingPoint:
     """Return the state with which a new run begins. `config`: the resolved config, as JSON."""
     run = RunRow(FORMAT, 0, 0)
-    return StartingPoint(run, opening=Transaction([run, LifeRow(1, 0, 0, 0, 0, 0, config)]))
+    born = LifeRow(1, 0, 0, 0, 0, 0, config)
+    return StartingPoint(run, born=born, opening=Transaction([run, born]))
 
 
 def next_life(
@@ -107,7 +112,9 @@ def next_life(
             "beside it are missing or older; restore the whole output directory, or begin a new run in "
             "another one"
         )
-    born = LifeRow(life, base.life, base.round, base.version, base.step, num_generated - known, config)
+    crash_tokens, last = num_generated - known, tables.lives[life - 1]
+    used = last.seconds, last.prefilled_tokens
+    born = LifeRow(life, base.life, base.round, base.version, base.step, crash_tokens, config, *used)
     tables.lives[life] = born
     starting_point = StartingPoint(
         tables.run,
@@ -116,6 +123,7 @@ def next_life(
         num_generated=num_generated,
         totals=totals_of(tables),
         missing=later,
+        born=born,
         opening=Transaction([*rows, born]),
     )
     _Restoration(starting_point, tables, prompt_of, seed).restore()
@@ -124,7 +132,11 @@ def next_life(
 
 def totals_of(tables: LedgerTables) -> Totals:
     """Return the sums over all samples and groups with a fate."""
-    totals = Totals(tables.run.num_drawn, evaluated_tokens=tables.run.evaluated_tokens)
+    totals, last = Totals(tables.run.num_drawn), tables.lives[max(tables.lives)]
+    totals.evaluated_tokens = tables.run.evaluated_tokens
+    totals.seconds, totals.prefilled_tokens = last.seconds, last.prefilled_tokens
+    undone = (training.id for training in tables.trainings.values() if training.undone is not None)
+    totals.undone_tokens = sum(tables.samples[id].num_tokens for id in undone)
     for sample in tables.samples.values():
         if sample.fate == "trained":
             totals.trained_tokens += sample.num_tokens

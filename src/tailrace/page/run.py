@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace import clock
+from tailrace.assembly.folder import RunFolder
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError
 from tailrace.page.idle import covered, idle_shares, idle_times
@@ -63,6 +64,7 @@ class RunView:
             "samples": self._samples.listed,
             "defects": [defect._asdict() for defect in self._defects()],
             "state": state._asdict(),
+            "cost": self._cost(),
             "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
             "advisories": [each._asdict() for each in found],
         }
@@ -100,6 +102,13 @@ class RunView:
         self._row_defects = [Defect("metrics.jsonl", *bad[0], num_lines=len(bad))] if bad else []
         if is_torn:
             self._row_defects.append(Defect("metrics.jsonl", len(lines) + 1, TORN))
+
+    def _cost(self) -> str:
+        """What the run has cost so far and what is left of its budget, in words; empty without prices."""
+        costs = [cost for row in self._rows if (cost := row.get("cost/total")) is not None]
+        folder = RunFolder(self._folder)
+        prices = folder.read_config().prices if costs and folder.config.exists() else None
+        return prices.words(costs[-1]) if prices else ""
 
     def _defects(self) -> Iterator[Defect]:
         if self._log.reader.is_torn:

@@ -25,6 +25,7 @@ from tailrace.algo.advantages import GRPO
 from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
+from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.plan.candidates import Candidate, Workload, candidates, response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.figures import Row
@@ -161,6 +162,7 @@ class Problem:
         max_lag: largest age of a trained token, in optimizer steps.
         max_length_bias: largest length bias, as a share.
         reference: whether the algorithm needs a reference model.
+        prices: those of the devices and tokens; None: costs are not measured.
         progress: is told in words what is measured next.
     """
 
@@ -172,6 +174,7 @@ class Problem:
     max_length_bias: float = 0.02
     reference: bool = False
     compute_advantages: SetAdvantages = GRPO
+    prices: PriceSettings | None = None
     progress: Callable[[str], None] = lambda words: None
 
     def load(self, steps: int) -> Workload:
@@ -226,6 +229,7 @@ class Problem:
             shared=Shared(candidate.kind),
             replicas=candidate.replicas,
             reference=self.reference,
+            prices=self.prices and Prices(self.prices, *sim.cluster.devices_by_use),
             warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
             compute_advantages=self.compute_advantages,
         )

@@ -114,6 +114,7 @@ def step_line(progress: Progress, row: Row) -> str:
         f"Staleness {row['staleness/max']:.0f}",
         f"Lag {row['lag/max']:.0f}",
         f"Wait {row['time/wait']:.2f}s of {row['time/step']:.2f}s",
+        *([f"Cost {row['cost/total']:,.4f}"] if "cost/total" in row else []),
     ]
     return " | ".join(parts)
 

@@ -174,6 +174,13 @@ class EssTaken(Moment, frozen=True):
     ess: float
 
 
+class Spent(Moment, frozen=True):
+    """What the run has cost so far, all its lives together (ledger/prices.py). Only a run with prices emits
+    it: at its beginning, before a `Stepped`, before a `RoundEnded`, and at its end."""
+
+    cost: float
+
+
 class Published(Interval, frozen=True):
     """A new version of the weights was published."""
 
@@ -313,7 +320,7 @@ LoggedEvent: TypeAlias = (
     | Preempted
     | ControllerLag
 )
-"""What the run log has. Rows and effective sample sizes are in metrics.jsonl only."""
+"""What the run log has. Rows, costs and effective sample sizes are in metrics.jsonl only."""
 
 
 def logged(event: Event) -> LoggedEvent | None:

@@ -191,6 +191,8 @@ time/step | s | - | - | Since the last step's end or the round's start: time/tra
     evaluation are not in it.
 time/wait | s | - | - | Part of time/step in which the trainer did not compute.
 time/train | s | - | - | Part of time/step in which the trainer computed.
+cost/step | currency | - | - | Spent since the last step. Costs need [prices].
+cost/total | currency | - | - | Spent so far by all processes of the run.
 time/controller_lag | s | - | - | The latest that the controller's event loop ran since the last step.
 perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
 # evaluation
@@ -242,6 +244,7 @@ round/num_tokens | tokens | - | - | Trained completion tokens.
 round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
+round/cost | currency | over_rounds | lap.round_cost | Spent since the last round.
 round/reward | - | over_rounds | lap.reward | Mean over samples.
 round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
 round/completions/min_length | tokens | - | - | The shortest completion of the round.
@@ -261,6 +264,7 @@ round/num_tokens | tokens/s | over_rollouts | lap.rollout_tokens_per_s | Trained
     rollouts; over the whole time if the rollout never stops.
 round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Main time of all rounds over the
     thousands of trained samples.
+round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
 - | share | - | lap.length_bias | Mean trained length over the mean length without interruptions, minus 1.
@@ -317,6 +321,7 @@ TIMES = {
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "rollout_tokens_per_s": ("rollout tokens/s", "{:,.0f}"),
 }
+COSTS = {"round_cost": "cost a round", "cost_per_1000_samples": "cost per 1,000 samples"}
 QUALITIES = {
     "staleness_max": ("staleness, max (publications)", "{:.0f}"),
     "lag_mean": ("lag, mean (optimizer steps)", "{:.2f}"),
@@ -329,7 +334,8 @@ QUALITIES = {
     "truncated_share": ("truncated samples", "{:.1%}"),
     "waste_share": ("wasted tokens", "{:.1%}"),
 }
-"""The label and the format of figures of a lap in tables that are printed."""
+"""The label and the format of figures of a lap in tables that are printed. Costs are in the user's currency,
+and a lap has them only if it had prices."""
 
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 

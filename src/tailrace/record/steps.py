@@ -24,6 +24,8 @@ from tailrace.record.figures import (
 )
 from tailrace.types import Sample, SampleId
 
+COSTS_OF_ROWS = ("cost/step", "round/cost")
+
 
 @dataclass(slots=True)
 class _OpenRound:
@@ -122,6 +124,10 @@ class StepMeter:
         self._step, self._num_tokens = last["step"], last["num_tokens"]
         self._round = 0
         self._last_end_s = 0.0
+        self._cost: float | None = None
+        """Of the run until now; None: it has no prices."""
+        self._cost_before: Row = {}
+        """The same at the last row of each kind, by the figure of the difference."""
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
         self._stages: Row = {}
@@ -138,12 +144,15 @@ class StepMeter:
             case events.RoundStarted():
                 self._round, self._last_end_s = event.round, event.time_s
                 self._open = _OpenRound(event)
+            case events.Spent():
+                self._cost = event.cost
+                self._cost_before = self._cost_before or dict.fromkeys(COSTS_OF_ROWS, event.cost)
             case events.Stepped():
-                self._emit(self._step_figures(event))
+                self._emit(self._step_figures(event) | self._costs("cost/step"))
             case events.RoundEnded():
                 self._last_end_s = event.time_s
                 if self._open and self._open.lengths_by_step:
-                    self._end_round(self._open.figures(event.time_s))
+                    self._end_round(self._open.figures(event.time_s) | self._costs("round/cost"))
                 self._open = None
             case events.Evaluated():
                 self._sinks.emit(self._evaluation_figures(event))
@@ -159,7 +168,7 @@ class StepMeter:
 
     def close(self) -> None:
         if self._counts:
-            self._emit(self._place(self._last_end_s))
+            self._emit(self._place(self._last_end_s) | self._costs("cost/step"))
         self._sinks.close()
 
     def _end_round(self, row: Row) -> None:
@@ -175,6 +184,13 @@ class StepMeter:
 
     def _place(self, time_s: float) -> Row:
         return {"step": self._step, "round": self._round, "time": time_s, "wall_time": self._wall_clock()}
+
+    def _costs(self, name: str) -> Row:
+        """The cost since the last row of a kind, and that of the run; none without prices."""
+        if self._cost is None:
+            return {}
+        before, self._cost_before[name] = self._cost_before[name], self._cost
+        return {name: self._cost - before, "cost/total": self._cost}
 
     def _evaluation_figures(self, event: events.Evaluated) -> Row:
         return {

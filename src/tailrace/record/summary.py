@@ -14,6 +14,7 @@ import msgspec
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Event
 from tailrace.record.figures import (
+    COSTS,
     FIGURES,
     LAPS,
     Figure,
@@ -100,6 +101,8 @@ class RunSummary:
     """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
     """None if no round trained."""
+    cost: float | None = None
+    """Of all lives, in the currency of [prices]; None without them."""
 
 
 class Summary:
@@ -155,13 +158,16 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
+            cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
         )
 
     def lap(self, warm_up_rounds: int = 0) -> Row:
         """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
-        return {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
+        totals = {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
+        unknown = () if any("round/cost" in row for row in rows) else COSTS
+        return {key: total for key, total in totals.items() if key not in unknown}
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
         if not self.bounds:

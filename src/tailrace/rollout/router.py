@@ -136,6 +136,11 @@ class Router:
         """Tokens that samples have gained from all engines."""
         return sum(engine.usage().num_generated for engine in self.engines)
 
+    @property
+    def num_prefilled(self) -> int:
+        """Context positions that all engines have computed."""
+        return sum(engine.usage().num_prefilled for engine in self.engines)
+
     def check_counts(self) -> None:
         """Raises a LedgerError if an idle engine's own count is not that of the tokens that arrived."""
         for engine in self.engines:

@@ -282,6 +282,12 @@ class SimClusterSettings(Settings):
     filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
     """Rate at which a shared file system, or the disk of a node, is written and read. Default: assumed."""
 
+    @property
+    def devices_by_use(self) -> tuple[int, int]:
+        """Devices that generate, and devices that only train."""
+        generating = self.rollout_devices or self.devices
+        return generating, self.devices - generating
+
 
 class SimHostSettings(Settings):
     """What engines, trainer and judge cost one another while they work at the same time on one host."""

@@ -286,6 +286,7 @@
   function drawTexts(run) {
     const { payload, parts } = run;
     parts.title.textContent = payload.name;
+    parts.cost.textContent = payload.cost && `Cost: ${payload.cost}`;
     parts.advisories.replaceChildren(
       ...payload.advisories.map((each) => element("div", `${each.kind}: ${each.text}`, { className: "advisory" })),
       ...payload.defects.map((each) => element("div",
@@ -403,7 +404,7 @@
 
   function makeParts(run) {
     const details = element("details", null, { open: run.number < NUM_DRAWN_AT_FIRST, className: "run" }), summary = element("summary");
-    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }), doing: element("p", "", { className: "doing" }),
+    const parts = { details, title: element("h2"), state: element("span", "", { className: "state" }), advisories: element("div", "", { role: "status" }), doing: element("p", "", { className: "doing" }), cost: element("p", "", { className: "cost" }),
       engines: element("select", null, { multiple: true, size: 4, ariaLabel: "engines" }), pointer: element("p", "Click on a request to open its sample."),
       plot: element("div", null, { className: "timeline" }), idle: element("table", null, { className: "idle" }),
       stragglers: element("table", null, { className: "stragglers" }), samples: element("table", null, { className: "samples" }) };
@@ -419,7 +420,7 @@
       box.append(table);
       tables.append(box);
     }
-    details.append(summary, parts.advisories, parts.doing, controls, parts.plot, tables);
+    details.append(summary, parts.advisories, parts.doing, parts.cost, controls, parts.plot, tables);
     const choose = () => { run.engines = [...parts.engines.selectedOptions].map((option) => option.value); drawTexts(run); return drawTimeline(run); };
     parts.engines.addEventListener("change", choose);
     all.addEventListener("click", () => { parts.engines.selectedIndex = -1; choose(); });
