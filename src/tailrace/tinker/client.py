@@ -137,7 +137,7 @@ class Service:
 
 
 class TinkerTrainer(Trainer):
-    """A Trainer (trainer/base.py) whose passes and steps a service computes."""
+    """A Trainer (trainer/base.py) whose passes and steps a service computes. It never sleeps."""
 
     def __init__(
         self,
@@ -249,14 +249,6 @@ class TinkerTrainer(Trainer):
         return Weights(version, f"tinker://{version}")
 
     @override
-    async def sleep(self) -> None:
-        """Do nothing: the devices are the service's."""
-
-    @override
-    async def wake(self, replicas: int | None = None) -> None:
-        """Do nothing."""
-
-    @override
     async def save(self, folder: Path) -> Awaitable[None]:
         partial = folder.with_name(f"{folder.name}.partial")
         saved = await self._service.asked(
@@ -326,7 +318,7 @@ class TinkerTrainer(Trainer):
 
 
 class TinkerEngine(Engine):
-    """All samplers of a service as one engine."""
+    """All samplers of a service as one engine. It never sleeps."""
 
     capabilities = Capabilities(exact_versions=True)
     state: EngineState = "open"
@@ -401,22 +393,6 @@ class TinkerEngine(Engine):
         self._version, self._client = weights.version, self._service.samplers[weights.version]
         self._service.is_publishing = False
         self._loaded.set()
-
-    @override
-    async def sleep(self) -> None:
-        raise ScheduleError("sleep: the devices of a service are not the run's")
-
-    @override
-    async def wake(self) -> None:
-        raise ScheduleError("wake: the devices of a service are not the run's")
-
-    @override
-    async def regroup(self, width: int) -> None:
-        raise ScheduleError("regroup: the devices of a service are not the run's")
-
-    @override
-    def report(self) -> None:
-        """Do nothing."""
 
     @override
     def usage(self) -> Usage:

@@ -128,8 +128,6 @@ class TinkerService:
         await (await self._trainer.save(self.folder / "initial"))
         await self._publish_to(self.folder / BASE)
 
-    # Sessions
-
     def create_session(self) -> str:
         """Begin a session, and return its id."""
         self._sessions[id := _new_id()] = now()
@@ -147,8 +145,6 @@ class TinkerService:
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._sessions:
             raise Unknown(f"session {session_id}: this server has no such session; begin a new ServiceClient")
-
-    # Futures
 
     def begin(self, request_id: str, work: Coroutine[Any, Any, Any]) -> None:
         """Begin a request, unless it has been begun: a client that got no reply sends it again."""
@@ -172,8 +168,6 @@ class TinkerService:
         """End a request for samples."""
         if (task := self._results.get(request_id)) is not None:
             task.cancel()
-
-    # Training
 
     async def create_model(self, model_id: str, session_id: str, base_model: str, rank: int | None) -> None:
         """Give a training client the trainer, with the weights of the model."""
@@ -230,20 +224,19 @@ class TinkerService:
             await (await self._trainer.save(partial))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
-        return {"path": path, "type": "save_weights"}
+        return {"path": path}
 
     async def save_for_sampler(
         self, model_id: str, name: str | None, *, sampler_id: str, in_flight: bool
     ) -> dict[str, Any]:
         """Publish the weights: under a name, or for a new sampling client."""
-        kind = {"type": "save_weights_for_sampler"}
         if name is not None:
             path, folder = self._new_folder(model_id, "sampler_weights", name, overwrite=False)
             async with self._trainer_turn:
                 self._check_model(model_id)
                 await self._publish_to(folder)
                 self._trainer_weights = path
-            return {"path": path, **kind}
+            return {"path": path}
         async with self._trainer_turn:
             self._check_model(model_id)
             snapshot = f"snapshot {self._version + 1}"
@@ -257,7 +250,7 @@ class TinkerService:
             if in_flight and sampler.model_id == model_id:
                 sampler.weights = snapshot
         self._samplers[sampler_id] = Sampler(sampler_id, snapshot, model_id if in_flight else "")
-        return {"sampling_session_id": sampler_id, **kind}
+        return {"sampling_session_id": sampler_id}
 
     def info(self, model_id: str) -> dict[str, Any]:
         """What a training client asks of its model. Raises Unknown."""
@@ -266,8 +259,6 @@ class TinkerService:
         model = {"model_name": self.policy.name, "tokenizer_id": str(self.policy.path)}
         more = {"is_lora": lora is not None, "lora_rank": lora.rank if lora else None}
         return {"type": "get_info", "model_data": model, "model_id": model_id, **more, **model}
-
-    # Sampling
 
     async def create_sampler(self, sampler_id: str, base_model: str | None, path: str | None) -> None:
         """Make a sampling client of the model itself, or of saved weights; the engines serve them."""
@@ -364,8 +355,6 @@ class TinkerService:
         self._version += 1
         self._infos = await self._trainer.publish(self._version)
         shutil.copytree(self._infos.location, folder, copy_function=os.link)
-
-    # Names
 
     def _check_base(self, name: str) -> None:
         if name != self.policy.name:
