@@ -8,7 +8,8 @@
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
-# make test-tinker  clients of Tinker's SDK train and sample on `tailrace serve --tinker`: two minutes
+# make test-tinker  Tinker's SDK on `tailrace serve --tinker`, and runs at that service: six minutes
+# make test-tinker-smoke  one loop of the SDK and one run: a minute
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of the schedules
@@ -27,7 +28,7 @@ RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
 
-.PHONY: quickstart real test test-peers test-tinker test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real test test-peers test-tinker test-tinker-smoke test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -62,8 +63,13 @@ test-peers: $(VENV)/dev.stamp .peers/stamp
 test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
 	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
 
+WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker tests/tinker
+
 test-tinker: $(VENV)/dev.stamp .tinker/stamp $(SMOLLM2)
-	PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker tests/tinker --durations 5
+	$(WITH_TINKER) --durations 5
+
+test-tinker-smoke: $(VENV)/dev.stamp .tinker/stamp
+	$(WITH_TINKER) -k "reinforcement or serial"
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "ray and not vllm" tests/commands/test_ray.py --durations 10
