@@ -81,7 +81,7 @@ def refusal(config: Path, folder: Path, **options: str) -> str:
     ("changes", "message"),
     [
         ({"trainer.kind": "torch"}, "engine and trainer are of one service"),
-        ({"algorithm.loss": "gspo"}, "Tinker's API has the losses of grpo, cispo, reinforce"),
+        ({"algorithm.loss": "gspo"}, "Tinker's API has grpo, cispo, reinforce"),
         ({"algorithm.kl_coef": "0.1"}, "Tinker's losses have no KL to a reference"),
         ({"algorithm.old_policy": "recomputed"}, "a service computes no old log-probs"),
         ({"placement.kind": "colocated"}, "the devices are the service's"),

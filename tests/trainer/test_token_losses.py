@@ -28,17 +28,21 @@ LOSSES: dict[TokenLossName, Expected] = {
 
 
 def make_data(num: int = 6, seed: int = 0) -> list[LossDatum]:
-    """Sequences of unequal lengths, one of a single target."""
+    """Sequences of unequal lengths, one of a single target. Four begin with one prompt of six tokens whose
+    targets have no advantage; one of those has no advantage at all."""
     chance = random.Random(seed)
-    lengths = [1, *(chance.randrange(2, 30) for _ in range(num - 1))]
-    return [
-        LossDatum(
-            [chance.randrange(VOCABULARY) for _ in range(length + 1)],
-            [chance.gauss(0, 1) for _ in range(length)],
+
+    def datum(length: int, prompt: list[int], weight: float = 1.0) -> LossDatum:
+        start = max(0, len(prompt) - 1)
+        return LossDatum(
+            [*prompt, *(chance.randrange(VOCABULARY) for _ in range(length + 1 - len(prompt)))],
+            [0.0] * start + [weight * chance.gauss(0, 1) for _ in range(length - start)],
             [chance.uniform(-4, -2) for _ in range(length)],
         )
-        for length in lengths
-    ]
+
+    prompt = [chance.randrange(VOCABULARY) for _ in range(6)]
+    alone = [datum(1, []), *(datum(chance.randrange(2, 30), []) for _ in range(num - 1))]
+    return [*alone, *(datum(length, prompt) for length in (6, 9, 20)), datum(12, prompt, 0.0)]
 
 
 def target_logprobs(model: torch.nn.Module, datum: LossDatum) -> Tensor:

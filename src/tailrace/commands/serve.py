@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -33,12 +33,6 @@ OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout
 """Settings of an engine are options, but for those that only a run has a use for."""
 REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
-OF_A_SERVICE: Mapping[str, Any] = {
-    "run": {"rounds": 1, "group_size": 2},
-    "schedule": {"name": "serial"},
-    "weights": {"transport": "filesystem"},
-}
-"""The config of a service: its clients say what a run would."""
 SHUTDOWN_TIMEOUT_S = 2
 """Seconds that replies under way have to end after a signal."""
 
@@ -109,8 +103,10 @@ def _serve_tinker(
     """Check the config that the options make, and serve it."""
     from tailrace.tinker.app import KEY_PREFIX
 
-    tree = {
-        **OF_A_SERVICE,
+    tree = {  # its clients say what the config of a run would
+        "run": {"rounds": 1, "group_size": 2},
+        "schedule": {"name": "serial"},
+        "weights": {"transport": "filesystem"},
         "model": {"path": str(model.absolute())},
         "engine": engine.model_dump(mode="json", exclude_unset=True),
         "sampling": {"max_completion_tokens": context_length(model) - 1},
@@ -139,13 +135,8 @@ async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, fo
 
     assert config.model
     path = config.model.path
-    policy = ServedPolicy(
-        settings.served_model_name,
-        path,
-        read_config(path)["vocab_size"],
-        context_length(path),
-        config.trainer.lora,
-    )
+    vocabulary, name = read_config(path)["vocab_size"], settings.served_model_name
+    policy = ServedPolicy(name, path, vocabulary, context_length(path), config.trainer.lora)
     with bind(settings.host, settings.port, "--host, --port") as bound:
         async with open_workers(config, folder, load_tokenizer(path)) as workers:
             assert isinstance(workers.trainer, RemoteTrainer)

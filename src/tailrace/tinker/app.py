@@ -1,7 +1,6 @@
 """The routes of Tinker's API that the released SDK calls."""
 
 import secrets
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from tinker import types
 
-from tailrace.engine.serve.app import is_loopback, names_this_machine, openai_app
+from tailrace.engine.serve.app import error_reply, is_loopback, names_this_machine, openai_app
 from tailrace.engine.settings import ServeSettings
 from tailrace.tinker.service import Failed, TinkerService, Unknown
 from tailrace.tinker.wire import RequestRefused, parse_pass, read_pass, sampling_of
@@ -24,13 +23,7 @@ POLL_S = 20.0
 MAX_SAMPLES = 1024
 """Samples of one request."""
 OLDEST_SDK = (0, 38)
-CONFIG = {
-    "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": False,  # passes are executed in the order in which they arrive
-    "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
-    "sample_join_sampling_session": False,
-}
+CONFIG = {"parallel_fwdbwd_chunks": False}  # passes are executed in the order in which they arrive
 
 
 def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastAPI:
@@ -46,21 +39,14 @@ def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastA
             raise HTTPException(401, f"this server needs its key in {KEY_HEADER}: ServiceClient(api_key=KEY)")
 
     app = openai_app([], max_body_bytes=settings.max_body_bytes)
-    for kind, status in ((RequestRefused, 400), (Unknown, 404)):
-        app.add_exception_handler(kind, _refusal(status))
+    for kind in (RequestRefused, Unknown):
+        app.add_exception_handler(kind, error_reply(str))
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(user)])
     _add_sessions(api, service)
     _add_training(api, service)
     _add_sampling(api, service)
     app.include_router(api)
     return app
-
-
-def _refusal(status: int) -> Callable[[Request, Exception], Response]:
-    def handle(request: Request, why: Exception) -> Response:
-        return Response(msgspec.json.encode({"error": str(why)}), status, media_type="application/json")
-
-    return handle
 
 
 async def read(kind: type[M], request: Request) -> M:

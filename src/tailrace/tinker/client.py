@@ -2,12 +2,10 @@
 
 What a service cannot do, and what stands in for it:
 
-- It returns no part of a response that is cancelled. So a response is asked for in chunks
-  (`engine.chunk_tokens`); what was parked loses the tokens of one chunk at most.
-- It updates no weights within a request of which the version of each token is known. So each chunk is of one
-  snapshot, and a response of several chunks may have several versions.
-- Its gradient is a sum, and is not divided at the step. So AdamW's epsilon and the limit of the norm are
-  multiplied by the count of the step: the update is that of the mean as long as all steps have one count.
+- It returns no part of a cancelled response, and no version of a token. So a response is asked for in chunks
+  (`engine.chunk_tokens`), each of one snapshot; a parked one loses the tokens of one chunk at most.
+- Its gradient is a sum. So AdamW's epsilon and the limit of the norm are multiplied by the count of the step:
+  the update is that of the mean as long as all steps have one count.
 """
 
 import asyncio
@@ -15,6 +13,8 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from math import inf
@@ -40,7 +40,7 @@ from tailrace.weights.base import Weights
 
 STATE_FILE = "tinker.json"
 """In a checkpoint of the run: where the service keeps the state."""
-CLAIM_S, CLAIM_PAUSE_S = 90.0, 5.0
+CLAIM_S, CLAIM_PAUSE_S, CLOSE_S = 90.0, 5.0, 10.0
 """A service of `tailrace serve` keeps its trainer for a client that was killed for up to 30 s."""
 KEY_VARIABLE, CHECK_S = "TINKER_API_KEY", 10.0
 EPSILON = 1e-8
@@ -65,20 +65,34 @@ def check_service(settings: TinkerEngineSettings) -> None:
 
 def check_algorithm_of_service(algorithm: AlgorithmSettings) -> None:
     """Raises a ConfigError if Tinker's losses cannot say an algorithm."""
-
-    def refuse(when: bool, key: str, problem: str, remedy: str) -> None:
-        if when:
+    recomputed = algorithm.old_policy == "recomputed"
+    corrected = algorithm.correction not in ("none", "truncate")
+    for wrong, key, problem, remedy in (
+        (algorithm.loss not in LOSSES, "loss", f"Tinker's API has {', '.join(LOSSES)}", "choose one of them"),
+        (algorithm.advantage == "gae", "advantage", "Tinker's API has no critic", 'choose "group"'),
+        (algorithm.kl_coef > 0, "kl_coef", "Tinker's losses have no KL to a reference", "set it to 0"),
+        (recomputed, "old_policy", "a service computes no old log-probs", 'set it to "recorded"'),
+        (algorithm.mask_carried, "mask_carried", "Tinker's losses mask no tokens", "leave it out"),
+        (corrected, "correction", "Tinker's losses have no such weight", 'use "none" or "truncate"'),
+    ):
+        if wrong:
             raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, remedy)
 
-    has = f"Tinker's API has the losses of {', '.join(LOSSES)}"
-    refuse(algorithm.loss not in LOSSES, "loss", has, "choose one of them")
-    refuse(algorithm.advantage == "gae", "advantage", "Tinker's API has no critic", 'choose "group"')
-    refuse(algorithm.kl_coef > 0, "kl_coef", "Tinker's losses have no KL to a reference", "set it to 0")
-    recomputed = algorithm.old_policy == "recomputed"
-    refuse(recomputed, "old_policy", "a service computes no old log-probs", 'set it to "recorded"')
-    refuse(algorithm.mask_carried, "mask_carried", "Tinker's losses mask no tokens", "leave it out")
-    corrected = algorithm.correction not in ("none", "truncate")
-    refuse(corrected, "correction", "Tinker's losses have no such weight", 'use "none" or "truncate"')
+
+def _log_ratios(samples: Sequence[TrainingSample], reply: Any) -> list[float]:
+    """log pi / mu of each completion token, from the log-probs of a pass."""
+    found = [
+        each["logprobs"].data[-len(sample.completion_ids) :]
+        for sample, each in zip(samples, reply.loss_fn_outputs, strict=True)
+    ]
+    before = chain.from_iterable(sample.behavior_logprobs for sample in samples)
+    return list(map(float.__sub__, chain.from_iterable(found), before))
+
+
+def _ess(log_ratios: Any) -> float:
+    """Effective sample size, a share (algo/losses.py, which needs torch)."""
+    weights = np.exp(log_ratios)
+    return float(weights.sum() ** 2 / (weights**2).sum() / len(weights)) if len(weights) else 1.0
 
 
 class Service:
@@ -93,14 +107,9 @@ class Service:
     @classmethod
     async def open(cls, settings: TinkerEngineSettings, rank: int) -> "Service":
         """Begin a session. Raises a ConfigError if the service does not take the key or has no such model."""
-        (url,) = settings.urls
-        loop = asyncio.get_running_loop()
-
-        def connect() -> Any:
-            return tinker.ServiceClient(base_url=url)  # the key: $TINKER_API_KEY
-
-        try:
-            client = await loop.run_in_executor(None, connect)
+        (url,), loop = settings.urls, asyncio.get_running_loop()
+        try:  # the key: $TINKER_API_KEY
+            client = await loop.run_in_executor(None, partial(tinker.ServiceClient, base_url=url))
         except tinker.TinkerError as why:
             remedy = "set $TINKER_API_KEY, and engine.urls to the address of the service"
             raise ConfigError("engine.urls", url, f"no session began there ({why})", remedy) from why
@@ -112,8 +121,6 @@ class Service:
         try:
             with waiting(f"the service: {what}"):
                 return await future()
-        except asyncio.CancelledError:
-            raise
         except Exception as why:  # the SDK raises a class of its own for each layer
             raise WorkerDied(f"the service: {what}: {type(why).__name__}: {why}") from why
 
@@ -130,14 +137,22 @@ class Service:
 
     async def close(self) -> None:
         """End the session. A service that is gone has ended it already."""
-        loop = asyncio.get_running_loop()
-        closing = loop.run_in_executor(None, lambda: self.client.close("success").result(5))
-        await asyncio.wait([closing], timeout=10)
-        closing.exception()
+        with suppress(Exception):
+            await asyncio.wait_for(self.client.close("success"), CLOSE_S)
 
 
-class TinkerTrainer(Trainer):
-    """A Trainer (trainer/base.py) whose passes and steps a service computes. It never sleeps."""
+class OnOtherDevices:
+    """What has no devices of the run gives none back."""
+
+    async def sleep(self) -> None:
+        """Do nothing."""
+
+    async def wake(self, replicas: int | None = None) -> None:
+        """Do nothing."""
+
+
+class TinkerTrainer(OnOtherDevices, Trainer):
+    """A Trainer (trainer/base.py) whose passes and steps a service computes."""
 
     def __init__(
         self,
@@ -183,9 +198,7 @@ class TinkerTrainer(Trainer):
             "forward_backward", lambda: self._training.forward_backward(data, name, config)
         )
         self._loss += reply.metrics.get("loss:sum", 0.0)
-        for each, found in zip(trained, reply.loss_fn_outputs, strict=True):
-            logprobs = found["logprobs"].data[-len(each.completion_ids) :]
-            self._log_ratios += map(float.__sub__, logprobs, each.behavior_logprobs)
+        self._log_ratios += _log_ratios(trained, reply)
 
     @override
     async def step(self) -> StepStats:
@@ -207,8 +220,6 @@ class TinkerTrainer(Trainer):
         reply = await self._timed("optim_step", lambda: self._training.optim_step(adam))
         norm = (reply.metrics or {}).get("grad_norm", 0.0) / count
         ratios = np.asarray(self._log_ratios)
-        weights = np.exp(ratios)
-        num = max(1, len(ratios))
         stats = StepStats(
             num_steps=self._num_steps,
             samples=tuple(self._samples),
@@ -217,8 +228,8 @@ class TinkerTrainer(Trainer):
             loss=self._loss / count,
             grad_norm=norm,
             learning_rate=rate,
-            kl=float((np.expm1(ratios) - ratios).sum() / num),
-            ess=float(weights.sum() ** 2 / (weights**2).sum() / num) if len(ratios) else 1.0,
+            kl=float((np.expm1(ratios) - ratios).sum() / max(1, len(ratios))),
+            ess=_ess(ratios),
         )
         self._begin_step()
         return stats
@@ -228,16 +239,7 @@ class TinkerTrainer(Trainer):
         samples = [TrainingSample.of(each) for each in chain.from_iterable(units) if each.completion_ids]
         data = [self._datum(each, "cross_entropy") for each in samples]
         reply = await self._timed("forward", lambda: self._training.forward(data, "cross_entropy"))
-        found = [each["logprobs"].data for each in reply.loss_fn_outputs]
-        ratios = [
-            current - before
-            for sample, logprobs in zip(samples, found, strict=True)
-            for current, before in zip(
-                logprobs[-len(sample.completion_ids) :], sample.behavior_logprobs, strict=True
-            )
-        ]
-        weights = np.exp(np.asarray(ratios))
-        return float(weights.sum() ** 2 / (weights**2).sum() / max(1, len(ratios)))
+        return _ess(np.asarray(_log_ratios(samples, reply)))
 
     @override
     async def publish(self, version: int) -> Weights:
@@ -317,8 +319,8 @@ class TinkerTrainer(Trainer):
         return reply
 
 
-class TinkerEngine(Engine):
-    """All samplers of a service as one engine. It never sleeps."""
+class TinkerEngine(OnOtherDevices, Engine):
+    """All samplers of a service as one engine."""
 
     capabilities = Capabilities(exact_versions=True)
     state: EngineState = "open"
@@ -393,6 +395,12 @@ class TinkerEngine(Engine):
         self._version, self._client = weights.version, self._service.samplers[weights.version]
         self._service.is_publishing = False
         self._loaded.set()
+
+    async def regroup(self, width: int) -> None:
+        """Do nothing."""
+
+    def report(self) -> None:
+        """Do nothing."""
 
     @override
     def usage(self) -> Usage:

@@ -1,7 +1,6 @@
 """What Tinker's API does with one model: a trainer and engines, the same as those of a run.
 
 One training client has the trainer at a time. Its requests are executed in the order in which they arrive.
-
 The engines serve one version of the weights at a time:
 
     base         the model itself; any client may sample from it
@@ -9,8 +8,7 @@ The engines serve one version of the weights at a time:
     snapshot     of save_weights_and_get_sampling_client; loaded when no request runs
     in flight    of the same with kind="inflight"; loaded between two decode steps
 
-A sampling client whose weights are served no longer is refused. The folder of the service keeps checkpoints
-over restarts:
+A sampling client whose weights are served no longer is refused. Checkpoints outlive the server:
 
     MODEL/weights/NAME              of save_state: a Hugging Face folder with the optimizer's state
     MODEL/sampler_weights/NAME      a Hugging Face folder in the engines' type
@@ -73,19 +71,19 @@ class Failed(NamedTuple):
 class Unknown(TailraceError):
     """The service does not know the id: it belongs to another life of the server, or has ended."""
 
+    status_code = 404
+
 
 @dataclass
 class Sampler:
     """A sampling client. `weights`: BASE, the path of a checkpoint, or the name of a snapshot."""
 
-    id: str
     weights: str
     model_id: str = ""
     """Of a client in flight, which gets the newest weights of this model."""
 
 
-@dataclass
-class Training:
+class Training(NamedTuple):
     """The training client that has the trainer."""
 
     model_id: str
@@ -130,7 +128,7 @@ class TinkerService:
 
     def create_session(self) -> str:
         """Begin a session, and return its id."""
-        self._sessions[id := _new_id()] = now()
+        self._sessions[id := os.urandom(8).hex()] = now()
         return id
 
     def heartbeat(self, session_id: str) -> None:
@@ -249,7 +247,7 @@ class TinkerService:
         for sampler in self._samplers.values():
             if in_flight and sampler.model_id == model_id:
                 sampler.weights = snapshot
-        self._samplers[sampler_id] = Sampler(sampler_id, snapshot, model_id if in_flight else "")
+        self._samplers[sampler_id] = Sampler(snapshot, model_id if in_flight else "")
         return {"sampling_session_id": sampler_id}
 
     def info(self, model_id: str) -> dict[str, Any]:
@@ -268,7 +266,7 @@ class TinkerService:
         else:
             weights, folder = path, self._folder_of(path, "sampler_weights")
         await self._serve(weights, folder, drains=True)
-        self._samplers[sampler_id] = Sampler(sampler_id, weights)
+        self._samplers[sampler_id] = Sampler(weights)
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Raises Unknown."""
@@ -394,10 +392,6 @@ class TinkerService:
             raise RequestRefused(f"name = {name!r}: there is such a checkpoint; choose another name")
         folder.parent.mkdir(parents=True, exist_ok=True)
         return f"tinker://{model_id}/{kind}/{name}", folder
-
-
-def _new_id() -> str:
-    return os.urandom(8).hex()
 
 
 async def _outcome(work: Coroutine[Any, Any, Any]) -> Any:

@@ -21,6 +21,8 @@ INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
 """`loss_fn_inputs` of a loss beside target_tokens."""
 OF_RATIO = ("advantages", "logprobs")
 """Those of all other losses."""
+UNKNOWN = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
+UNKNOWN += ["record_stability_info"]
 CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 CONFIGS: Mapping[str, Mapping[str, str]] = {"ppo": CLIPS, "cispo": CLIPS, "dro": {"beta": "beta"}}
 """Keys of `loss_fn_config`, and our names of them."""
@@ -141,16 +143,9 @@ def sampling_of(
 ) -> tuple[list[int], SamplingParams, bool]:
     """Return the prompt of a request, how it is sampled, and whether greedily. Raises RequestRefused if this
     server cannot."""
-    for key in (
-        "topk_prompt_logprobs",
-        "topk_sample_logprobs",
-        "target_prompt_logprobs",
-        "prompt_alt_tokens_k",
-    ):
+    for key in UNKNOWN:
         if getattr(request, key):
-            raise RequestRefused(f"{key}: this server returns the log-probs of the tokens themselves only")
-    if request.record_stability_info:
-        raise RequestRefused("record_stability_info: this server has no stable_reinforce; leave it out")
+            raise RequestRefused(f"{key}: this server returns the log-probs of the tokens only")
     try:
         ids = request.prompt.to_ints()
     except ValueError:

@@ -64,9 +64,8 @@ class TrainerSettings(Settings):
     """The trainer: optimizer, micro-batches, device."""
 
     kind: Literal["torch", "tinker"] = "torch"
-    """torch: processes of the run. tinker: the service of `engine.kind = "tinker"`, which takes
-    `learning_rate`, `warmup_steps`, `betas`, `weight_decay`, `max_grad_norm` and `lora.rank` of this
-    section."""
+    """torch: processes of the run. tinker: the service of `engine.kind = "tinker"`, which takes from this
+    section the learning rate, warm-up, betas, weight decay, gradient norm and `lora.rank`."""
     learning_rate: float = Field(default=1e-6, gt=0, le=1)
     """Learning rate of the policy."""
     critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)

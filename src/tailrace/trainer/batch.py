@@ -107,20 +107,21 @@ class LossDatum(msgspec.Struct, frozen=True):
     advantages: list[float]
     old_logprobs: list[float] = []
 
-    def sample(self, number: int) -> TrainingSample:
-        """The sequence as the trainer packs it."""
-        prompt, *targets = self.ids
-        old_logprobs = self.old_logprobs or [0.0] * len(targets)
-        return TrainingSample(SampleId(number, 0, 0), [prompt], targets, old_logprobs, 0.0)
+    @property
+    def num_leading(self) -> int:
+        """Leading targets without an advantage; the last target is none of them."""
+        last = len(self.advantages) - 1
+        return next((number for number, each in enumerate(self.advantages[:last]) if each), last)
+
+    def sample(self, number: int, start: int = 0) -> TrainingSample:
+        """The sequence as the trainer packs it; the targets before `start` are part of the prompt."""
+        old_logprobs = self.old_logprobs[start:] or [0.0] * (len(self.advantages) - start)
+        prompt, targets = self.ids[: start + 1], self.ids[start + 1 :]
+        return TrainingSample(SampleId(number, 0, 0), prompt, targets, old_logprobs, 0.0)
 
 
 class LossOutput(msgspec.Struct, frozen=True):
-    """What a pass found for one datum.
-
-    Args:
-        number: of the datum in the call.
-        logprobs, losses: [num_tokens]
-    """
+    """The log-probs and losses of a datum, [num_tokens]; `number` is its place in the call."""
 
     number: int
     logprobs: list[float]
@@ -128,11 +129,7 @@ class LossOutput(msgspec.Struct, frozen=True):
 
 
 class AdamStep(msgspec.Struct, frozen=True):
-    """Parameters of one AdamW step, in place of those of TrainerSettings.
-
-    Args:
-        max_grad_norm: 0: the gradient is not clipped.
-    """
+    """Parameters of one AdamW step, in place of the settings'. `max_grad_norm` 0: no clipping."""
 
     learning_rate: float
     betas: tuple[float, float]

@@ -35,6 +35,7 @@ from tailrace.trainer.packing import MicroBatch
 from tailrace.types import SampleId
 
 N = TypeVar("N", Tensor, float)
+Ids = tuple[int, ...]
 
 
 class TokenSums(NamedTuple, Generic[N]):
@@ -177,38 +178,54 @@ class ForwardBackward:
         return statistics
 
     def run_tokens(
-        self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
+        self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool, share_prompts: bool
     ) -> list[LossOutput]:
         """Compute a loss that is a sum over tokens, and add its gradients to their sum. Returns the outputs
-        of the data that this rank computed."""
+        of the data that this rank computed.
+
+        With `share_prompts` leading targets without an advantage are a prompt: the sequences of a micro-batch
+        share it, and its log-probs are computed once. dro has a gradient there, and the ranks of a sharded
+        model would not have the same prompts.
+        """
         outputs: list[LossOutput] = []
-        samples = [datum.sample(number) for number, datum in enumerate(data)]
+        starts = [datum.num_leading if share_prompts and loss.name != "dro" else 0 for datum in data]
+        samples = [datum.sample(number, starts[number]) for number, datum in enumerate(data)]
+        prompts = self._prompt_logprobs({tuple(each.prompt_ids): each.prompt_ids for each in samples})
         for batch in self.policy.own_micro_batches(samples, self.max_tokens_per_microbatch):
             if batch.is_filler:
                 self._fill(batch, with_gradient)
                 continue
             numbers = [id.prompt for id in batch.ids]
-            advantages = torch.tensor(
-                [each for number in numbers for each in data[number].advantages], device=self.policy.device
-            )
+            advantages = [each for number in numbers for each in data[number].advantages[starts[number] :]]
             with torch.set_grad_enabled(with_gradient):
                 logprobs = self.policy.logprobs(batch).logprobs
                 per_token = token_loss(
                     loss.name,
                     logprobs,
                     batch.behavior_logprobs,
-                    advantages,
+                    torch.tensor(advantages, device=self.policy.device),
                     clip_low=loss.clip_low,
                     clip_high=loss.clip_high,
                     beta=loss.beta,
                 )
             if with_gradient:
                 per_token.sum().backward()  # type: ignore[no-untyped-call]
-            lengths = batch.num_tokens.tolist()
-            parts = (torch.split(values.detach().cpu(), lengths) for values in (logprobs, per_token))
+            parts = (_by_sample(values, batch) for values in (logprobs, per_token))
             for number, found, terms in zip(numbers, *parts, strict=True):
-                outputs.append(LossOutput(number, found.tolist(), terms.tolist()))
+                before = prompts[tuple(samples[number].prompt_ids)]
+                outputs.append(LossOutput(number, before + found, [0.0] * len(before) + terms))
         return outputs
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, prompts: dict[Ids, list[int]]) -> dict[Ids, list[float]]:
+        """The log-probs of each prompt's tokens from the second on."""
+        keys, found = list(prompts), {key: list[float]() for key in prompts}
+        samples = [LossDatum(ids, [0.0] * (len(ids) - 1)).sample(i) for i, ids in enumerate(prompts.values())]
+        for batch in self.policy.own_micro_batches(samples, self.max_tokens_per_microbatch):
+            if not batch.is_filler:
+                parts = _by_sample(self.policy.logprobs(batch).logprobs, batch)
+                found |= {keys[id.prompt]: part for id, part in zip(batch.ids, parts, strict=True)}
+        return found
 
     def _fill(self, batch: MicroBatch, with_gradient: bool) -> None:
         """Make the passes of `run` with a gradient of zero, because other ranks make them."""
@@ -296,6 +313,11 @@ class ForwardBackward:
         loss = (losses.value_loss(values, advantages + values.detach()) * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return advantages, loss.detach()
+
+
+def _by_sample(values: Tensor, batch: MicroBatch) -> list[list[float]]:
+    """Values of completion tokens, [C], of each sample."""
+    return [part.tolist() for part in torch.split(values.detach().cpu(), batch.num_tokens.tolist())]
 
 
 def _generated_by_published(batch: MicroBatch) -> Tensor:

@@ -89,7 +89,9 @@ class TorchTrainer:
         """As `ForwardBackward.run_tokens`. The gradients are part of the next `step_sum`."""
         self._check_awake("run_tokens", "weights")
         with self._parts["gradients"].added_to(self._optimizer.parameters):
-            return self._forward_backward.run_tokens(data, loss, with_gradient=with_gradient)
+            return self._forward_backward.run_tokens(
+                data, loss, with_gradient=with_gradient, share_prompts=self._ranks.num_ranks == 1
+            )
 
     def step_sum(self, adam: AdamStep) -> float:
         """Step on the sum of the gradients of `run_tokens`, as Tinker's `optim_step`. Returns the norm of the

@@ -78,13 +78,15 @@ def openai_app(routers: Iterable[APIRouter], *, max_body_bytes: int) -> FastAPI:
         TransferFailed: str,
     }
     for kind, message in errors.items():
-        app.add_exception_handler(kind, _handler(message))
+        app.add_exception_handler(kind, error_reply(message))
     for router in routers:
         app.include_router(router)
     return app
 
 
-def _handler(message: Callable[[Any], str]) -> Callable[[Request, Exception], Response]:
+def error_reply(message: Callable[[Any], str]) -> Callable[[Request, Exception], Response]:
+    """Return what replies to an error, with its `status_code`, or 400."""
+
     def handle(request: Request, why: Exception) -> Response:
         status, headers = getattr(why, "status_code", 400), getattr(why, "headers", None)
         kind = "invalid_request_error" if status < 500 else "server_error"
