@@ -80,11 +80,11 @@ async def open_workers(
             yield workers
 
 
-Start = Callable[..., Awaitable[RemoteWorker]]
+StartWorker = Callable[..., Awaitable[RemoteWorker]]
 """Starts a worker: its kind, name, job and devices."""
 
 
-def _starter(config: RunConfig, spawner: Spawner, started: list[RemoteWorker]) -> Start:
+def _starter(config: RunConfig, spawner: Spawner, started: list[RemoteWorker]) -> StartWorker:
     """Return what starts workers, which it adds to a list."""
 
     async def start(kind: type[Worker], name: str, job: Job, devices: Devices | None = None) -> RemoteWorker:
@@ -96,7 +96,7 @@ def _starter(config: RunConfig, spawner: Spawner, started: list[RemoteWorker]) -
 
 
 async def _rewards(
-    config: RunConfig, tokenizer: Tokenizer, start: Start
+    config: RunConfig, tokenizer: Tokenizer, start: StartWorker
 ) -> tuple[RewardPool | None, tuple[RemoteJudge, ...]]:
     """Start the reward workers, if reward functions are called, and the judges."""
     reward, pool = where_workers_run(config.host, config.reward), None
@@ -126,12 +126,12 @@ async def _at_service(
     spawner: Spawner,
 ) -> AsyncIterator[Workers]:
     """Trainer and engine at a service with Tinker's API; rewards here."""
-    from tailrace.tinker.client import Service, TinkerEngine, TinkerTrainer
+    from tailrace.tinker.client import TinkerEngine, TinkerSession, TinkerTrainer
 
     engine = config.engine
     assert config.sampling and isinstance(engine, TinkerEngineSettings)
     started: list[RemoteWorker] = []
-    service = await Service.open(engine, (config.trainer.lora or LoraSettings()).rank)
+    service = await TinkerSession.open(engine, (config.trainer.lora or LoraSettings()).rank)
     try:
         rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
         trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)

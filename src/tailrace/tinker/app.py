@@ -12,7 +12,7 @@ from tinker import types
 from tailrace.engine.serve.app import error_reply, is_loopback, names_this_machine, openai_app
 from tailrace.engine.settings import ServeSettings
 from tailrace.tinker.service import Failed, TinkerService, Unknown
-from tailrace.tinker.wire import RequestRefused, parse_pass, read_pass, sampling_of
+from tailrace.tinker.wire import NotOffered, parse_pass, read_pass, sampling_of
 from tailrace.trainer.batch import AdamStep
 
 M = TypeVar("M", bound=BaseModel)
@@ -39,7 +39,7 @@ def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastA
             raise HTTPException(401, f"this server needs its key in {KEY_HEADER}: ServiceClient(api_key=KEY)")
 
     app = openai_app([], max_body_bytes=settings.max_body_bytes)
-    for kind in (RequestRefused, Unknown):
+    for kind in (NotOffered, Unknown):
         app.add_exception_handler(kind, error_reply(str))
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(user)])
     _add_sessions(api, service)
@@ -50,13 +50,13 @@ def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastA
 
 
 async def read(kind: type[M], request: Request) -> M:
-    """The body of a request as a message of the SDK. Raises RequestRefused."""
+    """The body of a request as a message of the SDK. Raises NotOffered."""
     try:
         return kind.model_validate_json(await request.body())
     except ValidationError as why:
         defect = why.errors()[0]
         place, version = (".".join(map(str, each)) for each in (defect["loc"], OLDEST_SDK))
-        raise RequestRefused(
+        raise NotOffered(
             f"{place}: {defect['msg']}; this server speaks the protocol of the SDK {version}"
         ) from why
 
@@ -90,7 +90,7 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
         version = tuple(int(part) for part in asked.sdk_version.split(".")[:2] if part.isdigit())
         if version < OLDEST_SDK:
             oldest = ".".join(map(str, OLDEST_SDK))
-            raise RequestRefused(f"the SDK has version {asked.sdk_version}; pip install 'tinker>={oldest}'")
+            raise NotOffered(f"the SDK has version {asked.sdk_version}; pip install 'tinker>={oldest}'")
         return {"type": "create_session", "session_id": service.create_session()}
 
     @api.post("/session_heartbeat")
@@ -139,9 +139,7 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
     async def create_model(request: Request) -> dict[str, Any]:
         asked = await read(types.CreateModelRequest, request)
         if asked.optimizer_config.type != "adamw":
-            raise RequestRefused(
-                f"optimizer_config: this server has adamw, not {asked.optimizer_config.type}"
-            )
+            raise NotOffered(f"optimizer_config: this server has adamw, not {asked.optimizer_config.type}")
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         rank = asked.lora_config.rank if asked.lora_config else None
 
@@ -190,7 +188,7 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
         asked = await read(types.OptimStepRequest, request)
         given = asked.optim_params
         if not isinstance(given, types.AdamParams):
-            raise RequestRefused(f"optim_params: this server has adamw, not {given.type}")
+            raise NotOffered(f"optim_params: this server has adamw, not {given.type}")
         betas = (given.beta1, given.beta2)
         adam = AdamStep(given.learning_rate, betas, given.eps, given.weight_decay, given.grad_clip_norm)
         return begun(asked.model_id, asked.seq_id, service.optim_step(asked.model_id, adam))
@@ -233,9 +231,9 @@ def _add_sampling(api: APIRouter, service: TinkerService) -> None:
     async def sample(request: Request) -> dict[str, Any]:
         asked = await read(types.SampleRequest, request)
         if asked.sampling_session_id is None:
-            raise RequestRefused("sampling_session_id: this server samples for sampling clients only")
+            raise NotOffered("sampling_session_id: this server samples for sampling clients only")
         if not 1 <= asked.num_samples <= MAX_SAMPLES:
-            raise RequestRefused(f"num_samples = {asked.num_samples}: it must be 1 to {MAX_SAMPLES:,}")
+            raise NotOffered(f"num_samples = {asked.num_samples}: it must be 1 to {MAX_SAMPLES:,}")
         policy = service.policy
 
         async def generate() -> bytes:

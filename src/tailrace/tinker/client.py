@@ -95,7 +95,7 @@ def _ess(log_ratios: Any) -> float:
     return float(weights.sum() ** 2 / (weights**2).sum() / len(weights)) if len(weights) else 1.0
 
 
-class Service:
+class TinkerSession:
     """The connection of a run to a service, with its trainer and its engine. Made by `open`."""
 
     def __init__(self, client: Any, base_model: str, rank: int) -> None:
@@ -105,7 +105,7 @@ class Service:
         self.is_publishing = False
 
     @classmethod
-    async def open(cls, settings: TinkerEngineSettings, rank: int) -> "Service":
+    async def open(cls, settings: TinkerEngineSettings, rank: int) -> "TinkerSession":
         """Begin a session. Raises a ConfigError if the service does not take the key or has no such model."""
         (url,), loop = settings.urls, asyncio.get_running_loop()
         try:  # the key: $TINKER_API_KEY
@@ -156,7 +156,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     def __init__(
         self,
-        service: Service,
+        service: TinkerSession,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
         sampling: SamplingSettings,
@@ -328,7 +328,7 @@ class TinkerEngine(OnOtherDevices, Engine):
 
     def __init__(
         self,
-        service: Service,
+        service: TinkerSession,
         settings: TinkerEngineSettings,
         sampling: SamplingSettings,
         counter: TokenCounter,

@@ -29,7 +29,7 @@ from tailrace.engine.base import Engine
 from tailrace.errors import CheckpointError, TailraceError
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
-from tailrace.tinker.wire import Pass, RequestRefused, pass_bytes, sample_bytes
+from tailrace.tinker.wire import NotOffered, Pass, pass_bytes, sample_bytes
 from tailrace.trainer.base import LoraSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, TokenLoss
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, SamplingParams, noise_seed
@@ -172,7 +172,7 @@ class TinkerService:
         self._check_base(base_model)
         lora = self.policy.lora
         if lora and rank not in (None, lora.rank):
-            raise RequestRefused(
+            raise NotOffered(
                 f"rank = {rank}: the adapter of this server has rank {lora.rank}; ask for that, or start the "
                 f"server with --trainer.lora.rank {rank}"
             )
@@ -314,7 +314,7 @@ class TinkerService:
             sample = Sample(SampleId(0, 0, 0), group)
             sample.extend(ids[1:], [0.0] * (len(ids) - 1), 0)
             return await self._trainer.reference_logprobs(sample)
-        raise RequestRefused(
+        raise NotOffered(
             "prompt log-probs: the trainer computes them, and its weights are not those of this sampling "
             "client any more; ask before the next optim_step"
         )
@@ -324,7 +324,7 @@ class TinkerService:
         """Inside the block the engines serve the weights of a sampling client."""
         async with self._loading:
             if sampler.weights != self._served:
-                raise RequestRefused(
+                raise NotOffered(
                     "the engines serve one version of the weights at a time, not this sampling client's "
                     "any more; make a new sampling client"
                 )
@@ -356,7 +356,7 @@ class TinkerService:
 
     def _check_base(self, name: str) -> None:
         if name != self.policy.name:
-            raise RequestRefused(f"base_model = {name!r}: this server has {self.policy.name!r}")
+            raise NotOffered(f"base_model = {name!r}: this server has {self.policy.name!r}")
 
     def _check_model(self, model_id: str) -> None:
         if self._training is None or self._training.model_id != model_id:
@@ -370,26 +370,26 @@ class TinkerService:
         if (other := self._training) is not None and other.session_id != session_id:
             silent_s = now() - self._sessions.get(other.session_id, float("-inf"))
             if silent_s < SILENT_S:
-                raise RequestRefused(
+                raise NotOffered(
                     "another training client has the trainer of this server; it is free once that client is "
                     f"closed, or has been silent for {SILENT_S:g} s"
                 )
         self._training = Training(model_id, session_id)
 
     def _folder_of(self, path: str, kind: str) -> Path:
-        """The folder of a tinker:// path. Raises RequestRefused if there is none."""
+        """The folder of a tinker:// path. Raises NotOffered if there is none."""
         match = _PATH.fullmatch(path)
         folder = self.folder.joinpath(*match.groups()) if match and ".." not in path else None
         if folder is None or match is None or match[2] != kind or not folder.is_dir():
-            raise RequestRefused(f"{path}: this server has no such checkpoint ({kind})")
+            raise NotOffered(f"{path}: this server has no such checkpoint ({kind})")
         return folder
 
     def _new_folder(self, model_id: str, kind: str, name: str, *, overwrite: bool) -> tuple[str, Path]:
         if not _NAME.fullmatch(name):
-            raise RequestRefused(f"name = {name!r}: a name has letters, digits, '.', '_' and '-'")
+            raise NotOffered(f"name = {name!r}: a name has letters, digits, '.', '_' and '-'")
         folder = self.folder / model_id / kind / name
         if folder.exists() and not overwrite:
-            raise RequestRefused(f"name = {name!r}: there is such a checkpoint; choose another name")
+            raise NotOffered(f"name = {name!r}: there is such a checkpoint; choose another name")
         folder.parent.mkdir(parents=True, exist_ok=True)
         return f"tinker://{model_id}/{kind}/{name}", folder
 
@@ -397,7 +397,7 @@ class TinkerService:
 async def _outcome(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await work
-    except (RequestRefused, Unknown, CheckpointError) as why:
+    except (NotOffered, Unknown, CheckpointError) as why:
         return Failed(str(why), True)
     except TailraceError as why:
         return Failed(f"{type(why).__name__}: {why}", False)

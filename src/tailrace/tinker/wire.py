@@ -28,7 +28,7 @@ CONFIGS: Mapping[str, Mapping[str, str]] = {"ppo": CLIPS, "cispo": CLIPS, "dro":
 """Keys of `loss_fn_config`, and our names of them."""
 
 
-class RequestRefused(TailraceError):
+class NotOffered(TailraceError):
     """A client asks for what this server does not do. The message says what, and what would do instead."""
 
 
@@ -41,21 +41,21 @@ class Pass(NamedTuple):
 
 
 def parse_pass(body: bytes) -> Any:
-    """Return the message of a pass. Raises RequestRefused if it is none."""
+    """Return the message of a pass. Raises NotOffered if it is none."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as why:
-        raise RequestRefused(f"this is no ForwardBackwardRequest of the released SDK ({why})") from why
+        raise NotOffered(f"this is no ForwardBackwardRequest of the released SDK ({why})") from why
     return message
 
 
 def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
-    """Return what a message asks for. Raises RequestRefused if it cannot be computed."""
+    """Return what a message asks for. Raises NotOffered if it cannot be computed."""
     name = message.loss_fn
     if name not in get_args(TokenLossName):
         has = ", ".join(get_args(TokenLossName))
-        raise RequestRefused(
+        raise NotOffered(
             f"loss_fn = {name!r}: this server has {has}; others can be computed by the client, with "
             "forward_backward_custom"
         )
@@ -63,12 +63,12 @@ def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
     given = {key: value.number for key, value in message.loss_fn_config_v2.items()}
     if unknown := sorted(given.keys() - known.keys()):
         has = ", ".join(known) or "none"
-        raise RequestRefused(f"loss_fn_config: {name} has no {unknown[0]!r}; its parameters are: {has}")
+        raise NotOffered(f"loss_fn_config: {name} has no {unknown[0]!r}; its parameters are: {has}")
     loss = TokenLoss(name, **{known[key]: value for key, value in given.items()})
     try:
         data = [_datum(each, name, vocabulary, context) for each in message.data]
-    except RequestRefused as why:
-        raise RequestRefused(f"data: {why}") from why
+    except NotOffered as why:
+        raise NotOffered(f"data: {why}") from why
     return Pass(data, loss, not message.forward_only)
 
 
@@ -77,31 +77,29 @@ def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
     inputs = INPUTS.get(loss, OF_RATIO)
     found = {key: _values(key, tensor) for key, tensor in datum.loss_fn_inputs.items()}
     if missing := [key for key in ("target_tokens", *inputs) if key not in found]:
-        raise RequestRefused(f"loss_fn_inputs: {loss} needs {missing[0]!r}")
+        raise NotOffered(f"loss_fn_inputs: {loss} needs {missing[0]!r}")
     if extra := sorted(found.keys() - {"target_tokens", *inputs}):
-        raise RequestRefused(f"loss_fn_inputs: {loss} of this server takes no {extra[0]!r}")
+        raise NotOffered(f"loss_fn_inputs: {loss} of this server takes no {extra[0]!r}")
     targets = found["target_tokens"]
     if not ids or {len(each) for each in found.values()} != {len(ids)}:
         lengths = ", ".join(f"{key} {len(each)}" for key, each in found.items())
-        raise RequestRefused(
-            f"all must have the length of model_input, {len(ids)}, and at least 1: {lengths}"
-        )
+        raise NotOffered(f"all must have the length of model_input, {len(ids)}, and at least 1: {lengths}")
     if ids[1:] != targets[:-1]:
-        raise RequestRefused("target_tokens must be model_input shifted by one token, then one more token")
+        raise NotOffered("target_tokens must be model_input shifted by one token, then one more token")
     whole = [*ids, targets[-1]]
     if not all(0 <= id < vocabulary for id in whole):
-        raise RequestRefused(f"a token is not in the vocabulary of {vocabulary} tokens")
+        raise NotOffered(f"a token is not in the vocabulary of {vocabulary} tokens")
     if len(ids) > context:
-        raise RequestRefused(f"{len(ids)} tokens; the context has {context}")
+        raise NotOffered(f"{len(ids)} tokens; the context has {context}")
     advantages, *old = (found[key] for key in inputs)
     if not all(map(math.isfinite, (value for each in (advantages, *old) for value in each))):
-        raise RequestRefused(f"a value of {' or '.join(inputs)} is not finite")
+        raise NotOffered(f"a value of {' or '.join(inputs)} is not finite")
     return LossDatum(whole, advantages, *old)
 
 
 def _tokens(chunk: Any) -> list[int]:
     if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-        raise RequestRefused(f"model_input: this server takes text, not {kind}")
+        raise NotOffered(f"model_input: this server takes text, not {kind}")
     found: list[int] = np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
     return found
 
@@ -109,7 +107,7 @@ def _tokens(chunk: Any) -> list[int]:
 def _values(key: str, tensor: Any) -> list[Any]:
     """The values of a vector; those of target_tokens are integers."""
     if len(tensor.shape) > 1 or tensor.WhichOneof("encoding") == "sparse_csr":
-        raise RequestRefused(f"loss_fn_inputs: {key}: this server takes one value for each token")
+        raise NotOffered(f"loss_fn_inputs: {key}: this server takes one value for each token")
     dtype = np.int64 if tensor.dtype == pb.DTYPE_INT64 else np.float32
     values = np.frombuffer(tensor.dense, dtype)
     found: list[Any] = values.astype(np.int64 if key == "target_tokens" else np.float64).tolist()
@@ -141,23 +139,23 @@ def pass_bytes(asked: Pass, outputs: Sequence[LossOutput]) -> bytes:
 def sampling_of(
     request: types.SampleRequest, *, vocabulary: int, context: int
 ) -> tuple[list[int], SamplingParams, bool]:
-    """Return the prompt of a request, how it is sampled, and whether greedily. Raises RequestRefused if this
+    """Return the prompt of a request, how it is sampled, and whether greedily. Raises NotOffered if this
     server cannot."""
     for key in UNKNOWN:
         if getattr(request, key):
-            raise RequestRefused(f"{key}: this server returns the log-probs of the tokens only")
+            raise NotOffered(f"{key}: this server returns the log-probs of the tokens only")
     try:
         ids = request.prompt.to_ints()
     except ValueError:
-        raise RequestRefused("prompt: this server takes text only") from None
+        raise NotOffered("prompt: this server takes text only") from None
     if not all(0 <= id < vocabulary for id in ids):
-        raise RequestRefused(f"prompt: a token is not in the vocabulary of {vocabulary} tokens")
+        raise NotOffered(f"prompt: a token is not in the vocabulary of {vocabulary} tokens")
     params = request.sampling_params
     if not (0 <= params.temperature <= 1000 and 0 < params.top_p <= 1):
-        raise RequestRefused("sampling_params: temperature is 0 to 1000, and top_p above 0 and at most 1")
+        raise NotOffered("sampling_params: temperature is 0 to 1000, and top_p above 0 and at most 1")
     room = context - len(ids)
     if not ids or room < 1:
-        raise RequestRefused(f"the prompt has {len(ids)} tokens; it must have 1 to {context - 1}")
+        raise NotOffered(f"the prompt has {len(ids)} tokens; it must have 1 to {context - 1}")
     stop: Sequence[Any] = (params.stop,) if isinstance(params.stop, str) else params.stop or ()
     sampling = SamplingParams(
         max_completion_tokens=min(room, room if params.max_tokens is None else max(1, params.max_tokens)),

@@ -35,7 +35,7 @@ from tailrace.trainer.packing import MicroBatch
 from tailrace.types import SampleId
 
 N = TypeVar("N", Tensor, float)
-Ids = tuple[int, ...]
+TokenIds = tuple[int, ...]
 
 
 class TokenSums(NamedTuple, Generic[N]):
@@ -217,7 +217,7 @@ class ForwardBackward:
         return outputs
 
     @torch.no_grad()
-    def _prompt_logprobs(self, prompts: dict[Ids, list[int]]) -> dict[Ids, list[float]]:
+    def _prompt_logprobs(self, prompts: dict[TokenIds, list[int]]) -> dict[TokenIds, list[float]]:
         """The log-probs of each prompt's tokens from the second on."""
         keys, found = list(prompts), {key: list[float]() for key in prompts}
         samples = [LossDatum(ids, [0.0] * (len(ids) - 1)).sample(i) for i, ids in enumerate(prompts.values())]
