@@ -118,7 +118,7 @@ def _serve_tinker(
         problem, remedy = "the engines of this service take whole weights", 'set it to "merged"'
         raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
     check_policy(config)
-    config = fitted_to_machine(config, prompt_tokens=context_length(model), overlaps=True).config
+    config = fitted_to_machine(config, prompt_tokens=1, overlaps=True).config
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as why:
@@ -133,10 +133,10 @@ async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, fo
     from tailrace.tinker.app import make_app
     from tailrace.tinker.service import ServedPolicy, TinkerService
 
-    assert config.model
-    path = config.model.path
+    assert config.model and config.sampling
+    path, context = config.model.path, 1 + config.sampling.max_completion_tokens
     vocabulary, name = read_config(path)["vocab_size"], settings.served_model_name
-    policy = ServedPolicy(name, path, vocabulary, context_length(path), config.trainer.lora)
+    policy = ServedPolicy(name, path, vocabulary, context, config.trainer.lora)
     with bind(settings.host, settings.port, "--host, --port") as bound:
         async with open_workers(config, folder, load_tokenizer(path)) as workers:
             assert isinstance(workers.trainer, RemoteTrainer)

@@ -18,6 +18,7 @@ import asyncio
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ from tailrace.workers.trainer import RemoteTrainer
 
 SILENT_S = 30.0
 """The SDK's heartbeats come each 10 s. After this time without one, another client may have the trainer."""
-KEPT_RESULTS = 10_000
-"""Results that are kept for a client that asks again; the oldest are forgotten."""
+KEPT_RESULTS = 256
+"""Results that are kept after a client took them, should it ask again."""
 BASE, SNAPSHOTS = "base", "snapshots"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH = re.compile(rf"tinker://([\w:.-]+)/(weights|sampler_weights)/({_NAME.pattern})")
@@ -108,6 +109,7 @@ class TinkerService:
         """The time of the last heartbeat."""
         self._samplers: dict[str, Sampler] = {}
         self._results: dict[str, asyncio.Task[Any]] = {}
+        self._taken = deque[str]()
         self._training: Training | None = None
         self._trainer_turn = asyncio.Lock()
         self._trainer_weights = BASE
@@ -150,8 +152,6 @@ class TinkerService:
             work.close()
             return
         self._results[request_id] = asyncio.ensure_future(_outcome(work))
-        while len(self._results) > KEPT_RESULTS and next(iter(self._results.values())).done():
-            del self._results[next(iter(self._results))]
 
     async def result(self, request_id: str, timeout_s: float) -> Any:
         """Wait for the result of a request, or a `Failed`; None: there is none yet. Raises Unknown."""
@@ -160,6 +160,9 @@ class TinkerService:
         await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
             return None
+        self._taken.append(request_id)
+        while len(self._taken) > KEPT_RESULTS:
+            self._results.pop(self._taken.popleft(), None)
         return Failed("it was cancelled", True) if task.cancelled() else task.result()
 
     def cancel(self, request_id: str) -> None:
