@@ -9,8 +9,9 @@ from tinker_cases import QUICKSTART, Server, serving
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The quickstart's model, all weights trained."""
-    with serving(QUICKSTART, tmp_path_factory.mktemp("tinker")) as started:
+    """The quickstart's model, all weights trained, in the type in which it learns alike on any processor."""
+    types = ("--dtype", "float32", "--trainer.dtype", "float32")
+    with serving(QUICKSTART, tmp_path_factory.mktemp("tinker"), *types) as started:
         yield started
 
 

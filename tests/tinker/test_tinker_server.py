@@ -59,15 +59,18 @@ def test_a_loop_of_reinforcement_learning_raises_the_reward(connect: Callable[[]
 
     training = connect().create_lora_training_client(base_model=BASE).result()
     tokenizer, rewards = training.get_tokenizer(), []
-    params = types.SamplingParams(max_tokens=100)
     sizes = {"min_terms": 2, "max_terms": 6, "min_digits": 1, "max_digits": 1, "size": 16}
     for step in range(10):
         sampling = training.save_weights_and_get_sampling_client().result()
         rows = list(reasoning_gym.create_dataset("chain_sum", seed=step, **sizes))
         prompts = [tokenizer.encode(f"{row['question']}\n") for row in rows]
         replies = [
-            sampling.sample(types.ModelInput.from_ints(ids), num_samples=8, sampling_params=params)
-            for ids in prompts
+            sampling.sample(
+                types.ModelInput.from_ints(ids),
+                num_samples=8,
+                sampling_params=types.SamplingParams(max_tokens=100, seed=100 * step + number),
+            )
+            for number, ids in enumerate(prompts)
         ]
         data, total = [], 0.0
         for ids, reply, row in zip(prompts, replies, rows, strict=True):
