@@ -179,6 +179,7 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
+    from PIL import Image
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
     places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
@@ -192,7 +193,8 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
     left.set(xlabel="trained samples", ylabel="reward")
     right.set(xlabel="seconds of training")
     left.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
+    Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
 
 
 def main(
