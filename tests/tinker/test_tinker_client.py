@@ -93,6 +93,21 @@ def test_what_a_service_cannot_do_is_refused_before_anything_starts(
     assert message in refusal(CONFIG, tmp_path / "run", **{**at_service, **changes})
 
 
-def test_a_service_that_is_not_there_is_named(at_service: dict[str, str], tmp_path: Path) -> None:
-    nowhere = {**at_service, "engine.urls": '["http://127.0.0.1:1"]'}
-    assert "http://127.0.0.1:1" in refusal(CONFIG, tmp_path / "run", **nowhere)
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"engine.urls": '["http://127.0.0.1:1"]'}, "tml-any", "no service with Tinker's API answers there"),
+        ({}, "", "the service needs a key"),
+        ({"engine.base_model": "other"}, "tml-any", "the service has no such model; choose from quickstart"),
+    ],
+)
+def test_a_service_without_an_answer_a_key_or_the_model_is_named(
+    changes: dict[str, str],
+    key: str,
+    message: str,
+    at_service: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    assert message in refusal(CONFIG, tmp_path / "run", **{**at_service, **changes})

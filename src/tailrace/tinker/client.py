@@ -51,16 +51,21 @@ T = TypeVar("T")
 
 
 def check_service(settings: TinkerEngineSettings) -> None:
-    """Raises a ConfigError if nothing answers at the address or the key is not taken: the SDK would go on
-    asking for minutes."""
+    """Raises a ConfigError if the service does not answer, takes no key or has no such model. The SDK would go
+    on asking for minutes."""
     (url,), key = settings.urls, os.environ.get(KEY_VARIABLE, "")
+    route, headers = f"{url}/api/v1/get_server_capabilities", {"x-api-key": key}
     try:
-        reply = httpx.get(f"{url}/api/v1/healthz", headers={"x-api-key": key}, timeout=CHECK_S)
-    except httpx.HTTPError as why:
-        problem = f"nothing answers there ({type(why).__name__})"
-        raise ConfigError("engine.urls", url, problem, "start the service, or correct the address") from why
-    if not key or reply.status_code in (401, 403):
-        raise ConfigError("engine.urls", url, "the service needs a key", f"set ${KEY_VARIABLE}")
+        reply = httpx.get(route, headers=headers, timeout=CHECK_S)
+        if not key or reply.status_code in (401, 403):
+            raise ConfigError("engine.urls", url, "the service needs a key", f"set ${KEY_VARIABLE}")
+        models = [each["model_name"] for each in reply.json()["supported_models"]]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as why:
+        problem = f"no service with Tinker's API answers there ({type(why).__name__})"
+        raise ConfigError("engine.urls", url, problem, "start it, or correct the address") from why
+    if settings.base_model not in models:
+        problem, remedy = "the service has no such model", f"choose from {', '.join(models)}"
+        raise ConfigError("engine.base_model", settings.base_model, problem, remedy)
 
 
 def check_algorithm_of_service(algorithm: AlgorithmSettings) -> None:
@@ -106,7 +111,7 @@ class TinkerSession:
 
     @classmethod
     async def open(cls, settings: TinkerEngineSettings, rank: int) -> "TinkerSession":
-        """Begin a session. Raises a ConfigError if the service does not take the key or has no such model."""
+        """Begin a session. Raises a ConfigError if none begins."""
         (url,), loop = settings.urls, asyncio.get_running_loop()
         try:  # the key: $TINKER_API_KEY
             client = await loop.run_in_executor(None, partial(tinker.ServiceClient, base_url=url))
