@@ -51,8 +51,8 @@ T = TypeVar("T")
 
 
 def check_service(settings: TinkerEngineSettings) -> None:
-    """Raises a ConfigError if the service does not answer, takes no key or has no such model. The SDK would go
-    on asking for minutes."""
+    """Raises a ConfigError if the service does not answer, takes no key or has no such model. The SDK would
+    go on asking for minutes."""
     (url,), key = settings.urls, os.environ.get(KEY_VARIABLE, "")
     route, headers = f"{url}/api/v1/get_server_capabilities", {"x-api-key": key}
     try:
