@@ -190,9 +190,9 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
         means = list(map(fmean, rewards))
         line, *_ = left.errorbar(places, means, list(map(interval, rewards)), label=name, capsize=3)
         right.plot(list(map(fmean, seconds)), means, color=line.get_color(), marker="o", markersize=3)
-    left.set(xlabel="trained samples", ylabel="reward")
+    left.set(xlabel="trained samples", ylabel="reward", ylim=(0, 1))  # intervals of two seeds exceed it
     right.set(xlabel="seconds of training")
-    left.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=100)
     Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
 
