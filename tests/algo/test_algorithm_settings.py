@@ -51,7 +51,7 @@ def test_an_unknown_preset_is_refused(name: object) -> None:
 def test_a_group_of_one_needs_a_critic(advantage: str) -> None:
     assert said(1, advantage=advantage) == (
         f"algorithm.advantage = '{advantage}': a group of one sample always has an advantage of zero; "
-        "raise run.group_size, or use a critic: 'gae'"
+        "raise run.group_size, compare the samples of a step: 'batch', or use a critic: 'gae'"
     )
 
 

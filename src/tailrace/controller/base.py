@@ -10,6 +10,7 @@ from tailrace.engine.base import Engine
 from tailrace.ledger.prices import Prices
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
+from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.router import Play
 from tailrace.settings import Resumable, Settings
@@ -23,6 +24,7 @@ class RunSettings(Settings):
     """Rounds of the schedule."""
     group_size: int = Field(ge=1, le=65_536)
     """Samples of one prompt (K)."""
+    groups: GroupSettings = GroupSettings()
     seed: int = Field(default=0, ge=0)
     """Seed of the prompt order and of the sampling noise."""
     eval_every: Resumable[int] = Field(default=0, ge=0)
@@ -46,6 +48,17 @@ class RunSettings(Settings):
     """Seconds without an optimizer step after which the run says which task waits for what."""
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error."""
+
+    @property
+    def num_trained(self) -> int:
+        """Samples of one prompt that are trained."""
+        return self.groups.keep or self.group_size
+
+    @model_validator(mode="after")
+    def _check_that_groups_can_be_complete(self) -> "RunSettings":
+        if self.num_trained > self.group_size:
+            raise ValueError(f"groups.keep = {self.groups.keep} is more than group_size = {self.group_size}")
+        return self
 
     @model_validator(mode="after")
     def _check_that_samples_differ(self) -> "RunSettings":
