@@ -10,8 +10,8 @@ order  rolloutpipe, which trains short groups first, against serial
 kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
        the task are those of examples/tools.toml
-groups  groups of 8 (GRPO) against the first 4 of 8 to end, and against one sample a prompt with an advantage over
-       the step (2606.17250), each with 128 samples a step
+groups  groups of 8 (GRPO) against the first 4 of 8 to end, and against one sample a prompt with an advantage
+       over the step (2606.17250), each with 128 samples a step
 real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml);
        tailbatch and rollpacker also train the prompts that they have deferred, in one more round
 

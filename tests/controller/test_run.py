@@ -319,7 +319,7 @@ def test_advantages_over_a_step_wait_for_its_last_sample_however_a_schedule_stre
         rewards = [sample.reward for sample in step.samples if sample.reward is not None]
         expected = group_advantages(rewards, scale="group")
         assert [sample.advantage for sample in step.samples] == pytest.approx(expected)
-        assert step.start_s == next(accumulated).start_s
+        assert step.start_s == next(accumulated).end_s
     assert next(accumulated, None) is None
 
 

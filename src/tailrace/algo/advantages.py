@@ -110,10 +110,8 @@ class ComputeAdvantages:
             return "reward not finite"
         scale = self.settings.advantage
         # Under gae the trainer's critic computes advantages from the rewards; under batch, `of_step` does.
-        if scale == "gae" or scale == "batch":
-            advantages = rewards
-        else:
-            advantages = group_advantages(rewards, scale=scale)
+        later = scale == "gae" or scale == "batch"
+        advantages = rewards if later else group_advantages(rewards, scale=scale)  # type: ignore[arg-type]
         if any(abs(advantage) > MAX_ADVANTAGE for advantage in advantages):
             return "reward too large"
         for sample, advantage in zip(samples, advantages, strict=True):
@@ -126,8 +124,7 @@ class ComputeAdvantages:
         return self.settings.advantage == "batch"
 
     def of_step(self, samples: Sequence[Sample]) -> None:
-        """Set the advantages over the samples of a step, whose `advantage` is their shaped reward: as
-        `group_advantages` with scale "group" of one group. A step of one sample has an advantage of zero."""
+        """Set the advantages of a step, as of one group. Until then they are the shaped rewards."""
         advantages = group_advantages([sample.advantage for sample in samples], scale="group")
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage

@@ -82,10 +82,9 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group"
     """group: reward minus the group's mean, divided by its standard deviation (GRPO). none: reward minus the
     group's mean (Dr. GRPO). rloo: reward minus the mean of the other samples. gae: generalised advantage
-    estimation for each token, with a critic that is trained beside the policy (PPO). batch: as group, over all
-    samples of the optimizer step, for `run.group_size = 1`. The mean is known when the last sample of the
-    step is there, so gradients wait for `step`: a schedule that streams a batch trains it at once, later.
-    (algo/advantages.py)"""
+    estimation for each token, with a critic that is trained beside the policy (PPO). batch: as group, over
+    all samples of the optimizer step, for `run.group_size = 1`. Gradients wait for the last sample of the
+    step, so a schedule that streams a batch trains it at its end. (algo/advantages.py)"""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount a token, for gae."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)

@@ -55,13 +55,9 @@ class RunSettings(Settings):
         return self.groups.keep or self.group_size
 
     @model_validator(mode="after")
-    def _check_that_groups_can_be_complete(self) -> "RunSettings":
+    def _check_samples(self) -> "RunSettings":
         if self.num_trained > self.group_size:
             raise ValueError(f"groups.keep = {self.groups.keep} is more than group_size = {self.group_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_that_samples_differ(self) -> "RunSettings":
         if self.eval_temperature is not None and self.eval_greedy:
             raise ValueError("eval_temperature needs eval_greedy = false")
         if self.eval_samples > 1 and self.eval_greedy:

@@ -241,10 +241,7 @@ class Run:
 
         Args:
             samples: samples to launch for each group; more than `group_size` makes the group a race for the
-                first `group_size` samples.
-
-        Raises:
-            ConfigError: such a race, and rules in [run.groups].
+                first `group_size` samples. With rules in [run.groups] that is a ConfigError.
         """
         if samples and samples > self.group_size and self._settings.groups.has_rule:
             problem = "this schedule races the members of a group itself"
@@ -278,8 +275,8 @@ class Run:
             self.pool.drop(group, reason)
 
     async def accumulate(self, batch: Batch) -> None:
-        """Forward and backward pass now; before the step if advantages depend on all of its samples. Gradients
-        are kept; the weights do not change."""
+        """Forward and backward pass now, or before the step if advantages depend on all of its samples.
+        Gradients are kept; the weights do not change."""
         units = self._checked(batch)
         if self._advantages.wait_for_step:
             self._waiting += units

@@ -101,21 +101,21 @@ def of_generated(rows: Rows, name: str) -> float:
 
 def over_control(rows: Rows, name: str) -> float:
     """Mean over the samples of groups with rules, over that of control groups, minus 1."""
-    ruled, control = _against_control(rows, name)
+    ruled, control = _against_control(rows, name, "completions/mean_length")
     return ruled / control - 1.0 if control else 0.0
 
 
 def less_control(rows: Rows, name: str) -> float:
-    """Mean over the samples of groups with rules, less that of control groups."""
-    ruled, control = _against_control(rows, name)
+    """Mean reward of the samples of groups with rules, less that of control groups."""
+    ruled, control = _against_control(rows, name, "reward")
     return ruled - control
 
 
-def _against_control(rows: Rows, name: str) -> tuple[float, float]:
-    steps, whole = steps_of(rows), {"control/mean_length": "completions/mean_length"}.get(name, "reward")
+def _against_control(rows: Rows, name: str, of_all: str) -> tuple[float, float]:
+    steps = steps_of(rows)
     number, control = summed(steps, "samples/trained"), summed(steps, "control/samples")
     sum_of_control = sum(row[name] * row["control/samples"] for row in steps if name in row)
-    sum_of_all = sum(row[whole] * row["samples/trained"] for row in steps)
+    sum_of_all = sum(row[of_all] * row["samples/trained"] for row in steps)
     return (sum_of_all - sum_of_control) / max(1, number - control), sum_of_control / max(1, control)
 
 
@@ -290,8 +290,8 @@ round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Mai
 round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
-control/mean_length | share | over_control | lap.length_bias | Mean trained length over the mean length without
-    interruptions, minus 1. A run takes it from control groups; the planner and benchmarks/race know it.
+control/mean_length | share | over_control | lap.length_bias | Mean trained length over the mean without
+    interruptions, minus 1. A run knows that of control groups; the planner and benchmarks/race know all.
 control/reward | - | less_control | lap.reward_bias | Mean reward less that of control groups.
 - | s | - | lap.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race measures
     it.

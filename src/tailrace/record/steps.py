@@ -304,9 +304,8 @@ def _control_figures(samples: Sequence[Sample]) -> Row:
     control = [sample for sample in samples if sample.group.ruled is False]
     if not control:
         return {}
-    lengths = [sample.num_tokens for sample in control]
-    figures = {"mean_length": fmean(lengths), "reward": mean(_known_rewards(control))}
-    return in_family("control/", (("samples", len(control)), *figures.items()))
+    mean_length, reward = fmean(sample.num_tokens for sample in control), mean(_known_rewards(control))
+    return {"control/samples": len(control), "control/mean_length": mean_length, "control/reward": reward}
 
 
 def _means(prefix: str, items: Iterable[tuple[str, float]]) -> Row:

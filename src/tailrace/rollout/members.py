@@ -31,7 +31,9 @@ class GroupSettings(Settings):
     @model_validator(mode="after")
     def _check_control(self) -> "GroupSettings":
         if self.control == 1 or (self.control and not self.has_rule):
-            raise ValueError("control needs 2 or more, and a rule (keep, deadline_s, replacements) to measure")
+            raise ValueError(
+                "control needs 2 or more, and a rule (keep, deadline_s, replacements) to measure"
+            )
         return self
 
     @property
@@ -47,20 +49,15 @@ class Deadlines:
     """A timer for each group in service, from the start of its first request."""
 
     def __init__(self, seconds: float | None, on_late: Callable[[Group], None]) -> None:
-        self._seconds, self._on_late = seconds, on_late
-        self._timers: dict[Group, asyncio.TimerHandle] = {}
+        self._seconds, self._on_late, self._timers = seconds, on_late, dict[Group, asyncio.TimerHandle]()
 
     def begin(self, group: Group) -> None:
         """A request of the group has started."""
         if self._seconds and group.ruled and group not in self._timers:
-            loop = asyncio.get_running_loop()
-            self._timers[group] = loop.call_later(self._seconds, self._over, group)
+            later = asyncio.get_running_loop().call_later
+            self._timers[group] = later(self._seconds, self._on_late, group)
 
     def end(self, group: Group) -> None:
-        """The group waits for no member any more, or is parked."""
+        """It is over, or the group waits for no member any more or is parked."""
         if timer := self._timers.pop(group, None):
             timer.cancel()
-
-    def _over(self, group: Group) -> None:
-        del self._timers[group]
-        self._on_late(group)

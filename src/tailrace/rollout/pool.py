@@ -272,7 +272,7 @@ class SetAdvantages(Protocol):
 
     @property
     def wait_for_step(self) -> bool:
-        """Whether `of_step` sets them, before an optimizer step computes its gradients."""
+        """Whether `of_step` sets them, before the gradients of an optimizer step are computed."""
 
     def __call__(self, group: Group) -> str | None:
         """Set those of a complete group, or return the reason why the group is filtered."""
@@ -305,12 +305,8 @@ class Pool:
         compute_advantages: SetAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
-        """
-        Args:
-            replace: draws a group in place of one that is filtered or dropped.
-            another: makes one more sample of a group, or none if that may launch no more.
-            deadline_s: of groups with rules (members.GroupSettings).
-        """
+        """`replace` draws a group in place of one that is filtered or dropped. `another` makes one more
+        sample of a group, or none if it may launch no more."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
         self.generated = Ring("generated", drop=self.drop)
@@ -518,23 +514,20 @@ class Pool:
 
     def _late(self, group: Group) -> None:
         """The deadline of the group is over."""
-        if self._shut:
-            return
+        self._deadlines.end(group)
         for sample in [each for each in group.samples if not each.ended]:
             self._lose(sample, "late")
         while len(group.samples) < group.num_required and self._adds_member(group):
             pass
-        if num_lost := max(0, group.num_required - len(group.samples)):
-            group.num_required -= num_lost
-            self.progress.lost(num_lost)
+        self.progress.lost(num_lost := max(0, group.num_required - len(group.samples)))
+        group.num_required -= num_lost
         if group.samples:
             self._look(group)
         else:
             self.drop(group, "late")
             self._num_late += 1
             if self._num_late == MAX_CONSECUTIVE_LATE:
-                problem = f"the last {MAX_CONSECUTIVE_LATE} groups had no member before their deadline"
-                raise AllLate(f"{problem}; raise run.groups.deadline_s")
+                raise AllLate(f"{self._num_late} groups in succession were late; raise run.groups.deadline_s")
             self._draw_instead(group)
         self._pump()
         self.changed.fire()
@@ -555,7 +548,7 @@ class Pool:
             group.samples.append(sample)
             self._samples.wait(sample)
             asyncio.get_running_loop().call_soon(self._pump)
-        return sample is not None
+        return bool(sample)
 
     def _score_next(self) -> None:
         """Hand generated groups to the scorers while these have room."""
