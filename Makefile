@@ -117,6 +117,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/learning.py order
 	$(BIN)/python benchmarks/learning.py kv
 	$(BIN)/python benchmarks/learning.py episodes
+	$(BIN)/python benchmarks/learning.py groups --seeds 5
 	$(BIN)/python benchmarks/lag_gradient.py
 	$(BIN)/tailrace compare benchmarks/race.toml
 

@@ -232,6 +232,8 @@ def test_a_group_without_a_member_in_time_is_dropped_and_another_prompt_drawn() 
 def test_a_deadline_that_no_member_meets_ends_the_run() -> None:
     with pytest.raises(AllLate, match=r"100 groups in succession were late; raise run.groups.deadline_s"):
         one_group({0: 20, 1: 20, 2: 20}, deadline_s=10.5)
+    with pytest.raises(AllLate):  # control groups are no sign that members can be in time
+        one_group({0: 20, 1: 20, 2: 20}, rounds=500, deadline_s=10.5, control=2)
 
 
 def test_a_parked_group_has_its_deadline_anew() -> None:

@@ -246,7 +246,7 @@ class Run:
         if samples and samples > self.group_size and self._settings.groups.has_rule:
             problem = "this schedule races the members of a group itself"
             remedy = "remove [run.groups], or set schedule.response_speculation = 1"
-            raise ConfigError("run.groups", self._settings.groups.model_dump(), problem, remedy)
+            raise ConfigError("run.groups", "these rules", problem, remedy)
         groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
         self.restart([group for group in groups if self._is_too_old(group)], reason="interrupted")
         while len(groups) < n:

@@ -25,8 +25,8 @@ class GroupSettings(Settings):
     """New samples, with seeds of their own, that a group may launch for members that failed or are late. One
     that fails while more than `keep` are alive needs none. Without replacements left the member is lost."""
     control: int = Field(default=0, ge=0)
-    """Every n-th prompt is a control group, to which no rule applies. The figures control/ compare the others
-    with it: it measures the bias of the rules. 0: none."""
+    """Every n-th prompt is a control group, to which no rule applies. `length_bias` and `reward_bias` compare
+    the others with these groups, and are as uncertain as means over so few prompts. 0: none."""
 
     @model_validator(mode="after")
     def _check_control(self) -> "GroupSettings":

@@ -337,7 +337,7 @@ class Pool:
         self._parking: asyncio.Task[None] | None = None
         self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
         self._pumping = self._shut = False
-        self._num_filtered = self._num_late = 0  # since the last group that became ready
+        self._num_filtered = self._num_late = 0  # since the last group, or group with rules, became ready
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -587,7 +587,7 @@ class Pool:
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
-            self._num_filtered = self._num_late = 0
+            self._num_filtered, self._num_late = 0, 0 if group.ruled else self._num_late
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             return self._end_race()
