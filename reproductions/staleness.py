@@ -27,7 +27,7 @@ over a step x + rho - 1/2. Together:
     staleness = phi (N (1 + c^2) / 2 + Q) / B + rho - 1/2,    Q = B / 2 if phi = 1, else R - B / 2
 
 A FIFO window (windowed_fifo, window 1) has G samples alive, in flight or complete. They are refilled after
-each publication, so G are alive while the trainer waits and G - B while it works: G - rho B on average, and by
+each publication, so G are alive while the trainer waits and G - B while it works, on average G - rho B. By
 Little's law a sample is taken G / B - rho steps after its launch, whatever its length. Its mean token came
 E[n] tau (1 + c^2) / 2 seconds after the launch:
 

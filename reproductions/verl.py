@@ -252,8 +252,8 @@ def modes(seed: int) -> Table:
 
 OWN_LENGTHS = partial(fully_asynchronous, own_lengths=True)
 PARAMETERS = """
-printed 9 | 512 prompts of 16 responses a step, 32 an optimizer step, 128 a fetch, 4 fetches, at most 28K tokens,
-    3 scales | fully_async.md
+printed 9 | 512 prompts of 16 responses a step, 32 an optimizer step, 128 a fetch, 4 fetches, at most 28K
+    tokens, 3 scales | fully_async.md
 printed 3 | TP 4, 80% of the memory, 16 prompts at once on a server | the published scripts and code
 fitted 3 | the trainer's seconds for a step on 32, 64 and 128 devices; 16 take twice those of 32 | the
     update_actor of synchronous rows

@@ -32,7 +32,9 @@ def test_one_step_off_trains_every_token_one_publication_late() -> None:
         ({"room": 64}, 0.0),  # the trainer waits: the queue is never full
     ],
 )
-def test_staleness_grows_with_concurrency_tail_and_utilisation_as_derived(more: dict[str, object], by: float) -> None:
+def test_staleness_grows_with_concurrency_tail_and_utilisation_as_derived(
+    more: dict[str, object], by: float
+) -> None:
     case = Case("pipelinerl", 16, 8, 0.5, "uniform", 32)
     assert case._replace(**more).closed_form() - case.closed_form() == pytest.approx(by)  # type: ignore[arg-type]
 
