@@ -17,9 +17,7 @@ INTRODUCTION = """\
 # Scorecard
 
 Predictions against measurements, with the error: a column a release. Of ranges, over seeds or settings, the
-middles count. No row is fitted to its measurement.
-
-This page is generated from `docs/scorecard.toml`: `make docs` writes it.
+middles count. No row is fitted to its measurement. Papers: `python -m reproductions NAME --seeds 5`.
 """
 
 
@@ -30,7 +28,7 @@ def scorecard(data: dict[str, Any]) -> str:
 
 
 def _part(part: dict[str, Any], releases: list[str]) -> str:
-    lines = [f"## {part['title']}", "", f"`{part['command']}`", ""]
+    lines = [f"## {part['title']}", "", *([f"`{part['command']}`", ""] if "command" in part else [])]
     lines += [_line("", "measured", *releases), "|---" * (2 + len(releases)) + "|"]
     lines += [_row(row, releases) for row in part["row"]]
     middle = [median([abs(error(row, each)) for row in part["row"] if each in row]) for each in releases]

@@ -28,11 +28,11 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     v1_step.cache_clear()
 
 
-@pytest.mark.parametrize(("staleness", "largest"), [(0.0, 0), (0.5, 1), (1.0, 1)])
-def test_a_threshold_bounds_what_is_drawn_ahead_and_so_the_staleness(staleness: float, largest: int) -> None:
+@pytest.mark.parametrize("staleness", [0.0, 0.5, 1.0])
+def test_only_a_threshold_above_zero_draws_prompts_ahead(staleness: float) -> None:
     schedule = partial(fully_async, groups_per_sync=16, groups_per_step=4, alive=int((1 + staleness) * 16))
     done = simulate(schedule, QUICK, RunSettings(rounds=6, group_size=2))
-    assert len(done.steps) == 6 * 4 and done.lap["staleness_max"] >= largest
+    assert len(done.steps) == 6 * 4
     assert (done.lap["staleness_max"] == 0) == (staleness == 0)
 
 

@@ -5,7 +5,7 @@ before it was killed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +14,7 @@ import msgspec
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Event
 from tailrace.record.figures import (
+    BIASES,
     COSTS,
     FIGURES,
     LAPS,
@@ -101,6 +102,8 @@ class RunSummary:
     """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
     """None if no round trained."""
+    bias: dict[str, float] = field(default_factory=dict)
+    """Of the rules of groups; empty without control groups."""
     cost: float | None = None
     """Of all lives, in the currency of [prices]; None without them."""
 
@@ -158,6 +161,7 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
+            bias={key: value for key, value in (self.lap() if steps else {}).items() if key in BIASES},
             cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
         )
 
@@ -166,7 +170,8 @@ class Summary:
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
         totals = {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
-        unknown = () if any("round/cost" in row for row in rows) else COSTS
+        needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
+        unknown = {key for key, name in needed.items() if not any(name in row for row in rows)}
         return {key: total for key, total in totals.items() if key not in unknown}
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
