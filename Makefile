@@ -95,6 +95,7 @@ install-check:
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/make_configuration.py docs/configuration.md
 	$(BIN)/python docs/make_metrics.py docs/metrics.md
+	$(BIN)/python docs/make_scorecard.py docs/scorecard.md
 	$(BIN)/python docs/make_pictures.py
 
 site: $(VENV)/docs.stamp
