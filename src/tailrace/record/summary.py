@@ -161,7 +161,7 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
-            bias={key: value for key, value in (self.lap() if steps else {}).items() if key in BIASES},
+            bias=self._totals(self.rows, BIASES),
             cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
         )
 
@@ -169,10 +169,14 @@ class Summary:
         """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
-        totals = {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
+        return self._totals(rows, LAPS)
+
+    def _totals(self, rows: Sequence[Row], keys: Iterable[str]) -> dict[str, float]:
+        """Figures of LAPS over the rows, without those that the run does not measure."""
         needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
-        unknown = {key for key, name in needed.items() if not any(name in row for row in rows)}
-        return {key: total for key, total in totals.items() if key not in unknown}
+        measured = (key for key in keys if key not in needed or any(needed[key] in row for row in self.rows))
+        figures = ((key, LAPS[key]) for key in measured)
+        return {key: each.total(rows, each.name) for key, each in figures if each.total}
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
         if not self.bounds:
