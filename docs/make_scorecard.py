@@ -60,7 +60,7 @@ def _middle(value: Any) -> float:
 
 def _value(value: Any, row: dict[str, Any]) -> str:
     numbers = value if isinstance(value, list) else [value]
-    return " to ".join(f"{each:g}" for each in numbers) + row.get("unit", "")
+    return " to ".join(f"{each:g}" for each in numbers) + str(row.get("unit", ""))
 
 
 def _line(*cells: str) -> str:
