@@ -8,7 +8,6 @@
               last two on one H100 (benchmarks/baselines in its repository).
     engine    completion tokens a second of the embedded engine and of transformers' `generate`, 64 and 256
               requests of 64 prompt tokens and 256 completion tokens, which arrive together
-    publish   seconds for the weights to reach a file in shared memory, compared with the publication before
 
 Figures are medians after one unmeasured turn. The two engines take turns.
 """
@@ -25,16 +24,12 @@ from typing import Any
 import torch
 
 from common import QWEN3, run, save_model, write
+from engine_peers import Generate, Requests, native
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.base import GenerationRequest
-from tailrace.engine.native.engine import NativeEngine
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.trainer import TorchTrainer
-from tailrace.types import SampleId, SamplingParams
-from tailrace.weights.filesystem import FilesystemSender
-from tailrace.weights.tensors import Publisher
+from tailrace.types import SampleId
 
 PROMPT, COMPLETION = 64, 256
 """Tokens of the engine's requests."""
@@ -96,65 +91,32 @@ def train(folder: Path, name: str, repeats: int) -> dict[str, float]:
     return {"tokens_s": tokens / took, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def publish(folder: Path, repeats: int) -> dict[str, float]:
-    trainer, sender = trainer_of(folder, 16_384), FilesystemSender.in_shared_memory()
-    try:
-        publisher = Publisher(sender, "bfloat16", trainer.weights())
-        times = [
-            seconds(partial(publisher.publish, trainer.publish(), 1 + turn)) for turn in range(1 + repeats)
-        ]
-    finally:
-        sender.close()
-    return {"seconds": median(times[1:])}
-
-
-def native(folder: Path) -> Callable[[list[list[int]]], int]:
-    settings = NativeEngineSettings(
-        device="cuda", dtype="bfloat16", max_num_seqs=256, kv_cache_tokens=131_072
-    )
-    engine = NativeEngine.from_pretrained(
-        folder, settings, SamplingSettings(max_completion_tokens=COMPLETION)
-    )
-    sampling = SamplingParams(max_completion_tokens=COMPLETION, ignore_end_of_text=True)
-
-    def generate(prompts: list[list[int]]) -> int:
-        for index, prompt in enumerate(prompts):
-            engine.submit(GenerationRequest(str(index), prompt, (), index, sampling=sampling))
-        count = 0
-        while not engine.idle:
-            count += sum(len(output.ids) for output in engine.step())
-        return count
-
-    return generate
-
-
-def transformers(folder: Path) -> Callable[[list[list[int]]], int]:
+def transformers(folder: Path) -> Generate:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
-    lengths = {"max_new_tokens": COMPLETION, "min_new_tokens": COMPLETION}
+    sampling = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 
-    def generate(prompts: list[list[int]]) -> int:
-        given = torch.tensor(prompts, device="cuda")
-        seen = torch.ones_like(given)
+    def generate(requests: Requests) -> int:
+        """Requests of one length and one number of tokens."""
+        given, length = torch.tensor([prompt for prompt, _ in requests], device="cuda"), requests[0][1]
+        lengths = {"max_new_tokens": length, "min_new_tokens": length}
         with torch.inference_mode():
-            out = model.generate(
-                given, attention_mask=seen, do_sample=True, top_k=0, pad_token_id=0, **lengths
-            )
-        return int(out[:, PROMPT:].numel())
+            out = model.generate(given, attention_mask=torch.ones_like(given), **sampling, **lengths)
+        return int(out[:, given.shape[1] :].numel())
 
     return generate
 
 
 def generation(folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    engines = {"native": native(folder), "transformers": transformers(folder)}
+    own = native(str(folder), "bfloat16", device="cuda", kv_cache_tokens=131_072)
+    engines = {"native": own, "transformers": transformers(folder)}
     found: dict[str, dict[str, float]] = {}
     for number in (64, 256):
         rates: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(1 + repeats):
             for name, generate in engines.items():
-                prompts = [ids(PROMPT) for _ in range(number)]
-                took = seconds(partial(generate, prompts))
+                took = seconds(partial(generate, [(ids(PROMPT), COMPLETION) for _ in range(number)]))
                 rates[name] += [number * COMPLETION / took] if turn else []
         found[str(number)] = {name: median(measured) for name, measured in rates.items()}
     return found
@@ -172,8 +134,6 @@ def main(repeats: int = 3, json: Path | None = None) -> None:
         print(f"{save_model(folder, dtype='bfloat16', **QWEN3):,} parameters, bfloat16")
         results["engine"] = generation(folder, repeats)
         print("engine", results["engine"], flush=True)
-        results["publish"] = publish(folder, repeats)
-        print("publish", results["publish"], flush=True)
         for step in STEPS:
             results["trainer"][step] = train(folder, step, repeats)
             print("trainer", step, results["trainer"][step], flush=True)

@@ -110,8 +110,7 @@ class ComputeAdvantages:
             return "reward not finite"
         scale = self.settings.advantage
         # Under gae the trainer's critic computes advantages from the rewards; under batch, `of_step` does.
-        later = scale == "gae" or scale == "batch"
-        advantages = rewards if later else group_advantages(rewards, scale=scale)  # type: ignore[arg-type]
+        advantages = rewards if scale == "gae" or scale == "batch" else group_advantages(rewards, scale=scale)
         if any(abs(advantage) > MAX_ADVANTAGE for advantage in advantages):
             return "reward too large"
         for sample, advantage in zip(samples, advantages, strict=True):

@@ -178,9 +178,7 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
-    rules = GroupSettings(
-        replacements=int(settings.groups.has_rule)
-    )  # a deadline depends on the real lengths
+    rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
     rehearsal = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
