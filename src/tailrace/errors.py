@@ -87,6 +87,10 @@ class Evicted(TailraceError):
     """An engine gives a request back. Its tokens are kept; another engine continues it."""
 
 
+class VersionGone(TailraceError):
+    """No engine serves the version any more that a pinned sample began with."""
+
+
 class EngineDied(Evicted):
     """The engine has ended."""
 

@@ -46,7 +46,7 @@ SETTINGS = RunSettings(rounds=3, group_size=4)
 ZERO_VARIANCE = AlgorithmSettings(filter="zero_variance")
 
 SIM = SimSettings(
-    engines=SimEngineSettings(count=2, slots=24),
+    engines=SimEngineSettings(count=2, slots=24, versions=3),
     trainer=SimTrainerSettings(tokens_per_s=15_000.0),
     lengths=SimLengthSettings(max_tokens=6000),
 )
@@ -112,6 +112,9 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "sortedrl": partial(SCHEDULES["sortedrl"], groups_per_round=16, groups_per_step=8),
     "sortedrl_on_policy": partial(SCHEDULES["sortedrl_on_policy"], groups_per_round=16, groups_per_step=8),
     "windowed_fifo": partial(SCHEDULES["windowed_fifo"], groups_per_step=8, groups_in_flight=20, window=6),
+    "dora": partial(SCHEDULES["dora"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "laminar": partial(SCHEDULES["laminar"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "trl_async": partial(SCHEDULES["trl_async"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8, rounds_sorted=3),
 }
@@ -136,6 +139,9 @@ NEVER_STOP = (
     "one_step_off",
     "streamrl_async",
     "windowed_fifo",
+    "dora",
+    "laminar",
+    "trl_async",
     "tailrace",
 )
 """Those that generate while they publish: their trainer needs devices of its own."""

@@ -12,10 +12,11 @@ a resumed run starts. What it carries from one round to the next is in the run (
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
+from typing import Literal
 
 from tailrace import clock
 from tailrace.controller.base import RunComponents, RunSettings
@@ -66,10 +67,11 @@ class PromptSource:
         group.samples = [self._sample(group) for _ in range(num_samples)]
         return group
 
-    def another(self, group: Group) -> Sample | None:
-        """One more sample of a group with rules; None if it may launch no more."""
+    def another(self, group: Group, always: bool) -> Sample | None:
+        """One more sample of a group with rules; None if it may launch no more. `always`: in place of one
+        whose version is gone."""
         most = self._settings.group_size + self._settings.groups.replacements
-        return self._sample(group) if group.num_launched < most else None
+        return self._sample(group) if always or group.num_launched < most else None
 
     def _sample(self, group: Group) -> Sample:
         id = SampleId(group.prompt.index, group.attempt, group.num_launched)
@@ -90,29 +92,61 @@ class PromptSource:
 
 
 class WeightUpdate:
-    """Loads one version into every engine, between two decode steps.
+    """Loads the newest version into engines, between two decode steps: now, or when they are idle.
 
     Args:
         tasks: the loads run in this task group.
-        kv: whether engines keep or recompute the KV cache of requests in flight.
         ages: of the groups that engines may be working on.
     """
 
-    def __init__(
-        self,
-        tasks: asyncio.TaskGroup,
-        engines: Sequence[Engine],
-        weights: Weights,
-        kv: KV,
-        ages: Ages,
-    ) -> None:
-        self._loads = [tasks.create_task(engine.load(weights, kv=kv)) for engine in engines]
-        ages.published(lambda: all(load.done() for load in self._loads))
+    def __init__(self, tasks: asyncio.TaskGroup, router: Router, ages: Ages) -> None:
+        self._tasks, self._router, self._ages = tasks, router, ages
+        self._loads: list[asyncio.Task[None]] = []
+        self._weights: Weights | None = None
+        self._kv: KV = "keep"
+        self._is_pulled, self._under_way = False, set[int]()
+        router.on_idle = self._idle
+
+    def publish(self, weights: Weights, to: Collection[Engine] | Literal["idle"] | None, kv: KV) -> None:
+        """There is a newer version. `kv`: whether engines keep or recompute the cache of requests in flight."""
+        self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
+        self._router.newest = weights.version
+        for number, engine in enumerate(self._router.engines):
+            if to is None or engine in to:
+                self._load(number)
+            else:
+                engine.report()  # its tokens are a publication older now
+        if to == "idle":
+            for number in range(len(self._router.engines)):
+                self._idle(number)
+        loads = list(self._loads)
+        self._ages.published(lambda: all(load.done() for load in loads))
 
     async def arrived(self) -> None:
-        """Wait until every engine has loaded the version."""
-        if self._loads:
-            await asyncio.wait(self._loads)
+        """Wait until the engines have loaded what they are loading."""
+        while loads := self._loads:
+            self._loads = []
+            await asyncio.wait(loads)
+
+    def _load(self, number: int) -> None:
+        assert self._weights is not None
+        self._under_way.add(number)
+        self._loads.append(self._tasks.create_task(self._loaded(number, self._weights, self._kv)))
+
+    async def _loaded(self, number: int, weights: Weights, kv: KV) -> None:
+        await self._router.withdraw(number, weights.version)
+        await self._router.engines[number].load(weights, kv=kv)
+        self._under_way.discard(number)
+        self._router.loaded(number, weights.version)
+
+    def _idle(self, number: int) -> None:
+        """An engine without requests takes the newest version. So does one that is closed, because a trainer
+        does not keep older ones."""
+        router = self._router
+        is_behind = self._weights is not None and router.newest not in router.served[number]
+        awaited = number in self._under_way or number in router.moves.values() or router.serving[number]
+        if is_behind and not awaited and (self._is_pulled or router.engines[number].state != "open"):
+            self._load(number)
 
 
 MAX_NOT_FINITE = 3
@@ -146,7 +180,6 @@ class Run:
         self._drift = 0.0  # since the KV cache was last recomputed
         self._accumulated: dict[SampleId, Sample] = {}
         self._advantages, self._waiting = compute_advantages, list[list[Sample]]()
-        self._update: WeightUpdate | None = None
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
         self.history = History(dict(start.base.longest))
@@ -155,7 +188,7 @@ class Run:
         for group in (recalled := [*self.parked.groups, *self._interrupted]):
             group.ruled = settings.groups.applies_to(group.prompt)
         self._ledger.recall(recalled)
-        self.router = Router(parts.engines, recorder, parts.play, journal.written)
+        self.router = Router(parts.engines, recorder, parts.play, journal.written, self.version)
         self._generated_before = start.num_generated - self.router.num_generated
         self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
         self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds
@@ -175,6 +208,7 @@ class Run:
             compute_advantages=compute_advantages,
             synchronous_rewards=parts.synchronous_rewards,
         )
+        self._update = WeightUpdate(tasks, self.router, self.pool.ages)
         self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
         self.checkpoints = Checkpoints(
             *(parts, settings, self._ledger, journal, recorder, tasks, self._placement),
@@ -189,15 +223,18 @@ class Run:
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
-    def promise(self, *, staleness: float) -> None:
+    def promise(self, *, staleness: float, pinned: bool = False) -> None:
         """Promise a bound on the age of trained tokens, asserted on every trained token.
 
         A schedule that promises nothing is refused before it starts.
 
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
+            pinned: every sample ends on the version that it began with, which is the newest one when it
+                begins. If no engine serves that any more, the sample starts again ("version gone").
         """
-        self.promised = self._bound = staleness
+        self.promised, self.router.pinned = staleness, pinned
+        self._bound = staleness
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
         """The rounds that remain. Evaluations and checkpoints stand between them.
@@ -219,6 +256,10 @@ class Run:
             await self._placement.round_ended()
             self._state.end_round()
         await self._between_rounds(last=True)
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return self._parts.engines
 
     @property
     def round(self) -> int:
@@ -324,28 +365,56 @@ class Run:
         await self.accumulate(batch)
         await self.step()
 
-    async def publish(self, *, kv: KV | float = "keep") -> None:
-        """Send the weights to every engine. Engines load them between two decode steps; no request ends.
+    async def publish(
+        self, *, to: Collection[Engine] | Literal["idle"] | None = None, kv: KV | float = "keep"
+    ) -> None:
+        """Send the weights to engines. These load them between two decode steps; no request ends.
 
         Returns when the weights are on their way. Requests launched from now on get the new weights, and
         training may go on while engines load. The next publication waits until this one has arrived.
 
         Args:
+            to: None: every engine. "idle": each takes the newest weights when it has no request. Else only
+                these, at least one; the others keep their weights. Of pinned samples, an engine gives back
+                those whose version it will not serve any more.
             kv: whether engines keep or recompute the KV cache of requests in flight. A number: they keep it
                 while the drift since they last recomputed it is below, in nats a token. The drift is a sum
                 over optimizer steps: the KL of the behaviour policy to the current one over the tokens of the
                 step, divided by their mean lag if that is above 1.
         """
+        if to is not None and not to:
+            raise ScheduleError('publish(to=...) names no engine; name one, or write to="idle"')
         version = self.version + 1
         start_s = clock.now()
         weights = await self._parts.trainer.publish(version)
-        await self._update_arrived()
+        await self._update.arrived()
         self._state.publish(version)
         kv = self._keep_or_recompute(kv)
-        self._update = WeightUpdate(self._tasks, self._parts.engines, weights, kv, self.pool.ages)
+        self._update.publish(weights, to, kv)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
         await self._placement.published()
+
+    def serving(self, engine: Engine) -> list[Sample]:
+        """The samples that an engine serves now."""
+        return list(self.router.serving[self.engines.index(engine)])
+
+    def served(self, engine: Engine) -> tuple[int, ...]:
+        """The versions that an engine serves, the oldest first. Empty while it loads."""
+        return self.router.served[self.engines.index(engine)]
+
+    def move(self, sample: Sample, engine: Engine) -> None:
+        """Let another engine of the same version go on with a request in flight, without prefill where
+        engines can hand over a KV cache. One that is not in flight stays where it is."""
+        source = next((each for each in self.engines if sample in self.serving(each)), engine)
+        version = self.served(source)[-1:] if sample.pin is None else (sample.pin,)
+        if not {*version} & {*self.served(engine)}:
+            raise ScheduleError(
+                f"sample {sample.id} cannot move to {engine.name}, which serves {self.served(engine)} and not "
+                f"version {version}"
+            )
+        if source is not engine:
+            self.router.move(sample, self.engines.index(engine))
 
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""
@@ -374,7 +443,7 @@ class Run:
             LedgerError: tokens are unaccounted for.
         """
         await self.pool.park()
-        await self._update_arrived()
+        await self._update.arrived()
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.active.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
@@ -384,7 +453,7 @@ class Run:
         """End the run within a round, because steps of rounds that were interrupted count."""
         await self.pool.park()
         await self.publish()
-        await self._update_arrived()
+        await self._update.arrived()
         self._state.end(self._settings.rounds)
         await self._between_rounds(last=True)
         await self._close_ledger()
@@ -393,7 +462,7 @@ class Run:
         """Stop all requests in mid-round, save the trainer and check the ledger."""
         parked = list(self.parked.groups)  # without those that only the interruption parks
         await self.pool.park()
-        await self._update_arrived()
+        await self._update.arrived()
         await self.checkpoints.save_mid_round(self._state, parked, self.history.longest)
         await self._close_ledger()
 
@@ -422,6 +491,8 @@ class Run:
                 raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
             self._accumulated[sample.id] = sample
             self._lags.add(sample, self.version, self._state.lag)
+            if self.router.pinned and len(sample.spans) > 1:
+                raise StalenessError(f"sample {sample.id} is pinned and has tokens of {sample.spans}")
             if sample.spans and self.version - sample.oldest_version > self._bound:
                 raise StalenessError(
                     f"sample {sample.id} has tokens {self.version - sample.oldest_version} publications old "
@@ -488,7 +559,3 @@ class Run:
         self._recorder.emit(events.Spent(clock.now(), cost))
         return prices.settings.overrun(cost)
 
-    async def _update_arrived(self) -> None:
-        if self._update is not None:
-            await self._update.arrived()
-            self._update = None

@@ -182,6 +182,8 @@ class Engine(EngineVerbs, Protocol):
     name: str
     slots: int
     """Requests that it decodes together."""
+    versions: int
+    """Versions that it serves at the same time, the last ones that it loaded; a sample's `pin` chooses."""
     width: int
     """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
     them."""
@@ -194,6 +196,9 @@ class Engine(EngineVerbs, Protocol):
 
         Only for servers that the run starts, and simulated engines.
         """
+
+    def take_over(self, sample: Sample, source: "Engine") -> None:
+        """Take the KV cache of a request that another engine of the same version has given up, if it can."""
 
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""

@@ -38,7 +38,7 @@ class SupervisedEngine(Engine):
     def __init__(
         self, name: str, slots: int, start: Callable[[], Awaitable[EngineLife]], counter: TokenCounter
     ) -> None:
-        self.name, self.slots, self.width = name, slots, 1
+        self.name, self.slots, self.width, self.versions = name, slots, 1, 1
         self._slots_of_one = slots
         self.capabilities = Capabilities()
         self.state: EngineState = "dead"
@@ -172,6 +172,10 @@ class SupervisedEngine(Engine):
     def usage(self) -> Usage:
         usage = self._ended + self._life.usage() if self._life else self._ended
         return msgspec.structs.replace(usage, num_generated=self._counter.num)
+
+    @override
+    def take_over(self, sample: Sample, source: Engine) -> None:
+        """The cache is computed again from the tokens: it stays in the process of the source."""
 
     @override
     def report(self) -> None:

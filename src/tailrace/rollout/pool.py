@@ -68,8 +68,8 @@ class _State:
 class SamplesInFlight:
     """One state for each sample, and the queue of those that wait, in `order`."""
 
-    def __init__(self, order: Order = launched_first) -> None:
-        self._order = order
+    def __init__(self, order: Order = launched_first, moves: dict[Sample, int | None] | None = None) -> None:
+        self._order, self._moves = order, {} if moves is None else moves
         self._states: dict[Sample, _State] = {}
         self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
         self._ties = itertools.count()
@@ -132,6 +132,7 @@ class SamplesInFlight:
             del self._states[sample]
         else:
             state.stage = Stage.ABORTING
+            self._moves.pop(sample, None)  # it goes nowhere
             # Once: a second cancellation would interrupt the abort that the first one waits for.
             if not state.task.cancelling():
                 state.task.cancel()
@@ -300,13 +301,13 @@ class Pool:
         recorder: Recorder,
         *,
         replace: Callable[[Group], list[Group]],
-        another: Callable[[Group], Sample | None],
+        another: Callable[[Group, bool], Sample | None],
         deadline_s: float | None,
         compute_advantages: SetAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
         """`replace` draws a group in place of one that is filtered or dropped. `another` makes one more
-        sample of a group, or none if it may launch no more."""
+        sample of a group, or none if it may launch no more, which need not be asked."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
         self.generated = Ring("generated", drop=self.drop)
@@ -335,7 +336,8 @@ class Pool:
         self._source: Draw | None = None
         self._places, self._to_score = inf, False  # of a race: how many more groups win it, and when
         self._parking: asyncio.Task[None] | None = None
-        self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
+        self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
+        self._orders = itertools.count()
         self._pumping = self._shut = False
         self._num_filtered = self._num_late = 0  # since the last group, or group with rules, became ready
 
@@ -543,8 +545,8 @@ class Pool:
                 asyncio.get_running_loop().call_soon(self._score_next)
         self._discard(sample, reason)
 
-    def _adds_member(self, group: Group) -> bool:
-        if sample := self._another(group):
+    def _adds_member(self, group: Group, *, always: bool = False) -> bool:
+        if sample := self._another(group, always):
             group.samples.append(sample)
             self._samples.wait(sample)
             asyncio.get_running_loop().call_soon(self._pump)
@@ -612,6 +614,8 @@ class Pool:
         while (sample := self._next(slots)) and self.num_requests < slots and not self.is_held:
             if not self.admission.admits(sample.group, self):
                 break
+            if not self._router.has_room(sample, self.num_requests):
+                break
             self._frontier[sample.group] = None
             task = self._tasks.create_task(self._router.serve(sample))
             self._samples.serve(sample, task)
@@ -644,6 +648,9 @@ class Pool:
             self._ledger.waste(sample, discarded)
         elif stage is Stage.SERVING and (task.cancelled() or task.exception()):
             self._shut = True
+        elif stage is Stage.SERVING and sample.finish_reason is None:
+            self._discard(sample, "version gone")
+            self._adds_member(sample.group, always=True)
         self._look(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)

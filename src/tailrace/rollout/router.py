@@ -10,6 +10,7 @@ Beside it, the reference stage: log-probs of finished samples under the referenc
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -17,7 +18,7 @@ from math import inf
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
 from tailrace.environments.episode import Serve, Written, not_written
-from tailrace.errors import Evicted, LedgerError, RewardFailed
+from tailrace.errors import Evicted, LedgerError, RewardFailed, VersionGone
 from tailrace.record.events import (
     Decoded,
     EngineStateChanged,
@@ -108,10 +109,21 @@ class Router:
         recorder: Recorder,
         play: Play | None = None,
         written: Written = not_written,
+        version: int = 0,
     ) -> None:
         self.engines, self._play, self._written = engines, play or single_turn, written
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
+        self.on_idle: Callable[[int], None] = lambda number: None
+        """Called with the number of an engine that has no request any more, or is closed."""
+        self.pinned = False
+        """Every sample ends on the version that it began with."""
+        self.newest, self.served = version, [(version,) for _ in engines]
+        """The published version, and the versions that each engine serves, the oldest first."""
+        self.serving: list[dict[Sample, asyncio.Task[None]]] = [{} for _ in engines]
+        """The requests of each engine."""
+        self.moves: dict[Sample, int | None] = {}
+        """Requests that leave their engine for another one; None: any that serves their version."""
         self._recorder = recorder
         self._loads = EngineLoads(engines)
         self._numbers = {engine.name: number for number, engine in enumerate(engines)}
@@ -171,7 +183,53 @@ class Router:
 
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""
-        await self._play(sample, self._serve_turn, self._recorder, self._written)
+        with suppress(VersionGone):
+            await self._play(sample, self._serve_turn, self._recorder, self._written)
+
+    def version_of(self, sample: Sample) -> int:
+        """The version of a pinned sample; before its first token, the one that it would get."""
+        return sample.spans[0].version if sample.spans else self.newest
+
+    def has_room(self, sample: Sample, num_requests: int) -> bool:
+        """Whether a pinned sample may be served now. `num_requests`: how many the pool has sent."""
+        if not self.pinned or sample.spans:
+            return True
+        taken, shares = self._loads.requests, self._loads.shares
+        able = [n for n, versions in enumerate(self.served) if self.newest in versions and shares[n] < inf]
+        room = sum(max(0, self.engines[number].slots - taken[number]) for number in able)
+        if has_room := room > max(0, num_requests - sum(taken)):
+            return has_room
+        for number in [number for number, requests in enumerate(self.serving) if not requests]:
+            self.on_idle(number)  # its requests may have been cancelled
+        return False
+
+    def move(self, sample: Sample, number: int | None) -> None:
+        """Let an engine give a request back, for another one."""
+        for requests in self.serving:
+            if (task := requests.get(sample)) and not task.cancelling():
+                self.moves[sample] = number
+                task.cancel()
+
+    async def withdraw(self, number: int, version: int) -> None:
+        """Before an engine loads a version: it gives back the pinned requests of those that it will not serve
+        any more."""
+        kept = (*self.served[number], version)[-self.engines[number].versions : -1]
+        if not self.pinned:
+            return
+        self.served[number] = kept
+        leaving = [sample for sample in self.serving[number] if sample.pin not in (None, *kept)]
+        for sample in leaving:
+            self.move(sample, None)
+        while any(sample in self.serving[number] for sample in leaving):
+            await self.changed.wait(f"requests to leave {self.engines[number].name}")
+
+    def loaded(self, number: int, version: int) -> None:
+        """An engine has loaded a version."""
+        versions = dict.fromkeys((*self.served[number], version))
+        self.served[number] = tuple(versions)[-self.engines[number].versions :]
+        if self.pinned:
+            self.changed.fire()
+            self.on_changed()
 
     async def _serve_turn(self, sample: Sample) -> None:
         while sample.finish_reason is None:
@@ -182,6 +240,9 @@ class Router:
             if not self._loads.requests[number]:
                 self._busy_since_s[number] = now()
             self._loads.add(number, 1)
+            task = asyncio.current_task()
+            assert task is not None
+            self.serving[number][sample] = task
             had = sample.num_tokens
             self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
             outcome = "cancelled"
@@ -190,24 +251,57 @@ class Router:
                 outcome = str(sample.finish_reason)
             except Evicted:
                 outcome, sample.engine = "evicted", None
+            except asyncio.CancelledError:
+                if sample not in self.moves:
+                    raise
+                task.uncancel()
+                outcome = str(sample.finish_reason or "moved")
             finally:
                 self._loads.add(number, -1)
+                del self.serving[number][sample]
+                if self.pinned:
+                    self.changed.fire()
                 gained = sample.num_tokens - had
                 self._recorder.emit(
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )
                 self._report_decoding(number)
+            if not self.serving[number]:
+                self.on_idle(number)
+            target = self.moves.pop(sample, None)
+            if outcome == "moved" and target is not None:
+                self.engines[target].take_over(sample, engine)
+                sample.engine = self.engines[target].name
+            elif target is not None:
+                self.on_idle(target)
 
     def _pick(self, sample: Sample) -> int | None:
-        """The number of the engine that serves the sample; None: no engine is open."""
+        """The number of the engine that serves the sample; None: no engine is open.
+
+        Raises:
+            VersionGone: no engine serves the version of a pinned sample any more.
+        """
         least, shares = self._loads.least(), self._loads.shares
         last = self._numbers.get(sample.engine or "")
+        if self.pinned:
+            version = self.version_of(sample)
+            able = [n for n, versions in enumerate(self.served) if version in versions]
+            if not able and sample.spans:
+                raise VersionGone(f"no engine serves version {version} any more")
+            least = min(able, key=shares.__getitem__, default=None)
+            if least is None or shares[least] == inf:
+                return None
+            sample.pin = version
+            sample.group.begun(version)
+            last = last if last in able else None
         if least is None or last is None or shares[last] >= min(1.0, shares[least] + SLACK):
             return least
         return last
 
     def _engine_changed(self, engine: Engine, why: str) -> None:
         self._loads.refresh()
+        if engine.state != "open":
+            self.on_idle(self._numbers[engine.name])
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()

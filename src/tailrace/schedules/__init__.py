@@ -9,6 +9,8 @@ from typing import Any
 
 from tailrace.schedules.april import april, april_dapo
 from tailrace.schedules.conventional import conventional
+from tailrace.schedules.dora import dora
+from tailrace.schedules.laminar import laminar
 from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
 from tailrace.schedules.pipelinerl import pipelinerl
@@ -19,6 +21,7 @@ from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy
 from tailrace.schedules.streamrl import streamrl, streamrl_async
 from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
+from tailrace.schedules.trl_async import trl_async
 from tailrace.schedules.windowed_fifo import windowed_fifo
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
@@ -47,6 +50,9 @@ SCHEDULES: dict[str, Schedule] = {
     "sortedrl": sortedrl,
     "sortedrl_on_policy": sortedrl_on_policy,
     "windowed_fifo": windowed_fifo,
+    "dora": dora,
+    "laminar": laminar,
+    "trl_async": trl_async,
     "tailrace": tailrace,
     "tailrace_on_policy": tailrace_on_policy,
 }

@@ -5,6 +5,10 @@ continues, costs a prefill of what the cache does not hold: nothing if the engin
 for a prompt that another sample of the group has in the cache, else the prompt and all tokens so far. When
 the cache is full, the request that was admitted last is preempted and keeps its tokens.
 
+An engine may serve its last versions at the same time, as adapters of LoRA: a pinned sample keeps its own.
+That costs nothing more. Nor does the KV cache of a request that moves: its transfer hides behind the decoding
+of the others, and `abort_s` is paid.
+
 The time of decode steps has a closed form. A step of n running requests takes
 
     overhead_s + max(base_s, compute_s * n) + slope_s * n + context_s * P
@@ -30,7 +34,7 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, DecodeSums, EngineState, Usage
+from tailrace.engine.base import Capabilities, DecodeSums, Engine, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
@@ -135,7 +139,7 @@ class SimEngine:
         max_tokens: float = math.inf,
         host: Host | None = None,
     ) -> None:
-        self.name, self.version, self._cost = name, 0, cost
+        self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions
         self._set_width(1)
         self.capabilities = Capabilities(exact_versions=True, sleep=True)
         self.state: EngineState = "open"
@@ -217,6 +221,10 @@ class SimEngine:
             await asyncio.sleep(self._cost.regroup_s)
             self._lent = False
             self._open(f"it uses the devices of {width} engines")
+
+    def take_over(self, sample: Sample, source: Engine) -> None:
+        assert isinstance(source, SimEngine)
+        self._suspended.keep(sample, source._suspended.forget(sample))
 
     def report(self) -> None:
         self._settle()
@@ -402,7 +410,8 @@ class SimEngine:
         self._suspended.keep(sample, before + self._running[sample].base + self._steps)
 
     def _sync(self, sample: Sample) -> None:
-        sample.grow(self._running[sample].base + self._steps - sample.num_tokens, self.version)
+        version = self.version if sample.pin is None else sample.pin
+        sample.grow(self._running[sample].base + self._steps - sample.num_tokens, version)
 
     def _leave(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None]:
         sample.finish_reason = finish_reason

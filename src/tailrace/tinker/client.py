@@ -338,7 +338,7 @@ class TinkerEngine(OnOtherDevices, Engine):
         sampling: SamplingSettings,
         counter: TokenCounter,
     ) -> None:
-        self.name, self.slots = "engine-0", settings.max_num_seqs
+        self.name, self.slots, self.versions = "engine-0", settings.max_num_seqs, 1
         self._service, self._sampling, self._counter = service, sampling, counter
         self._chunk_tokens = settings.chunk_tokens or inf
         self._version, self._client = next(iter(service.samplers.items()))

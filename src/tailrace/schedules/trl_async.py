@@ -1,0 +1,35 @@
+"""TRL's AsyncGRPOTrainer with LoRA (pull request 7017 of huggingface/trl): pinned by adapters.
+
+    max_loras >= max_staleness + 1 adapters stay loaded       engine.versions
+    a rollout that began under an older policy ends under it  run.promise(pinned=True)
+    every engine gets every adapter                           run.publish
+
+Of the pull request, its documentation and review were read. TRL 1.18 holds generation to max_staleness; here
+the selection of the groups keeps the bound. Without LoRA, TRL loads the weights in flight: that is `tailrace`.
+"""
+
+from tailrace.controller.run import Run
+from tailrace.schedules.parameters import Bound, Count, require
+from tailrace.schedules.window import window
+
+
+async def trl_async(run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound) -> None:
+    """Each engine serves the last staleness + 1 versions, and a sample keeps its own.
+
+    Args:
+        groups_per_step: groups of an optimizer step (U = B/K).
+        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
+        staleness: bound on the age of a trained token, in publications (max_staleness).
+    """
+    served = min(engine.versions for engine in run.engines)
+    problem = f"samples need {staleness + 1} versions, and an engine serves {served} at a time"
+    remedy = "lower it, or serve more adapters (max_loras of vLLM, sim.engines.versions)"
+    require(served > staleness, "staleness", staleness, problem, remedy)
+    run.promise(staleness=staleness, pinned=True)
+    select = window(run, groups_per_step, groups_in_flight, staleness)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
+        async for groups in run.pool.stream(groups_per_step, select):
+            await run.accumulate(groups)
+        await run.step()
+        await run.publish()
