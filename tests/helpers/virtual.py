@@ -54,7 +54,7 @@ SIM = SimSettings(
 
 EXACT = SimSettings(
     engines=SimEngineSettings(
-        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0
+        slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0, versions=3
     ),
     trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0),
     lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),

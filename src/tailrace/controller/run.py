@@ -105,20 +105,19 @@ class WeightUpdate:
         self._weights: Weights | None = None
         self._kv: KV = "keep"
         self._is_pulled, self._under_way = False, set[int]()
-        router.on_idle = self._idle
 
     def publish(self, weights: Weights, to: Collection[Engine] | Literal["idle"] | None, kv: KV) -> None:
         """There is a newer version. `kv`: whether engines keep or recompute the cache of requests in flight."""
+        engines = self._router.engines
         self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
         self._router.newest = weights.version
-        for number, engine in enumerate(self._router.engines):
-            if to is None or engine in to:
+        chosen = engines if to is None else () if to == "idle" else to
+        for number, engine in enumerate(engines):
+            if engine in chosen:
                 self._load(number)
             else:
                 engine.report()  # its tokens are a publication older now
-        if to == "idle":
-            for number in range(len(self._router.engines)):
-                self._idle(number)
+        self._pull()
         loads = list(self._loads)
         self._ages.published(lambda: all(load.done() for load in loads))
 
@@ -139,14 +138,21 @@ class WeightUpdate:
         self._under_way.discard(number)
         self._router.loaded(number, weights.version)
 
-    def _idle(self, number: int) -> None:
-        """An engine without requests takes the newest version. So does one that is closed, because a trainer
-        does not keep older ones."""
-        router = self._router
-        is_behind = self._weights is not None and router.newest not in router.served[number]
-        awaited = number in self._under_way or number in router.moves.values() or router.serving[number]
-        if is_behind and not awaited and (self._is_pulled or router.engines[number].state != "open"):
-            self._load(number)
+    async def keep(self) -> None:
+        """Load the newest version into engines that are idle, if they shall, until cancelled."""
+        while True:
+            self._pull()
+            await self._router.changed.wait("an idle engine, to load the newest weights")
+
+    def _pull(self) -> None:
+        """Of the engines without requests, those that are closed take the newest version, too, because a
+        trainer does not keep older ones."""
+        router, moves = self._router, self._router.moves.values()
+        for number, engine in enumerate(router.engines if self._weights else ()):
+            is_free = not router.serving[number] and number not in self._under_way and number not in moves
+            is_behind = router.newest not in router.served[number]
+            if is_free and is_behind and (self._is_pulled or engine.state != "open"):
+                self._load(number)
 
 
 MAX_NOT_FINITE = 3
@@ -219,7 +225,7 @@ class Run:
             parts, settings, self.router, self._ledger, recorder, self.checkpoints
         )
         self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
-        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep())]
+        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep(), self._update.keep())]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 

@@ -36,9 +36,14 @@ class SupervisedEngine(Engine):
     """
 
     def __init__(
-        self, name: str, slots: int, start: Callable[[], Awaitable[EngineLife]], counter: TokenCounter
+        self,
+        name: str,
+        slots: int,
+        start: Callable[[], Awaitable[EngineLife]],
+        counter: TokenCounter,
+        versions: int = 1,
     ) -> None:
-        self.name, self.slots, self.width, self.versions = name, slots, 1, 1
+        self.name, self.slots, self.width, self.versions = name, slots, 1, versions
         self._slots_of_one = slots
         self.capabilities = Capabilities()
         self.state: EngineState = "dead"

@@ -114,8 +114,6 @@ class Router:
         self.engines, self._play, self._written = engines, play or single_turn, written
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
-        self.on_idle: Callable[[int], None] = lambda number: None
-        """Called with the number of an engine that has no request any more, or is closed."""
         self.pinned = False
         """Every sample ends on the version that it began with."""
         self.newest, self.served = version, [(version,) for _ in engines]
@@ -197,11 +195,7 @@ class Router:
         taken, shares = self._loads.requests, self._loads.shares
         able = [n for n, versions in enumerate(self.served) if self.newest in versions and shares[n] < inf]
         room = sum(max(0, self.engines[number].slots - taken[number]) for number in able)
-        if has_room := room > max(0, num_requests - sum(taken)):
-            return has_room
-        for number in [number for number, requests in enumerate(self.serving) if not requests]:
-            self.on_idle(number)  # its requests may have been cancelled
-        return False
+        return room > max(0, num_requests - sum(taken))
 
     def move(self, sample: Sample, number: int | None) -> None:
         """Let an engine give a request back, for another one."""
@@ -259,21 +253,17 @@ class Router:
             finally:
                 self._loads.add(number, -1)
                 del self.serving[number][sample]
-                if self.pinned:
+                if self.pinned or not self.serving[number]:
                     self.changed.fire()
                 gained = sample.num_tokens - had
                 self._recorder.emit(
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )
                 self._report_decoding(number)
-            if not self.serving[number]:
-                self.on_idle(number)
             target = self.moves.pop(sample, None)
             if outcome == "moved" and target is not None:
                 self.engines[target].take_over(sample, engine)
                 sample.engine = self.engines[target].name
-            elif target is not None:
-                self.on_idle(target)
 
     def _pick(self, sample: Sample) -> int | None:
         """The number of the engine that serves the sample; None: no engine is open.
@@ -301,7 +291,8 @@ class Router:
     def _engine_changed(self, engine: Engine, why: str) -> None:
         self._loads.refresh()
         if engine.state != "open":
-            self.on_idle(self._numbers[engine.name])
+            number = self._numbers[engine.name]
+            self.served[number] = self.served[number][-1:]
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()

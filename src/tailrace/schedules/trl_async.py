@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer with LoRA (pull request 7017 of huggingface/trl): pinned by adapters.
+"""TRL (von Werra et al. 2020): AsyncGRPOTrainer with LoRA, pull request 7017 of huggingface/trl.
 
     max_loras >= max_staleness + 1 adapters stay loaded       engine.versions
     a rollout that began under an older policy ends under it  run.promise(pinned=True)
