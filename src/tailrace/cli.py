@@ -27,7 +27,7 @@ COMMANDS = {
         "commands.simulate:simulate",
         "run the schedule in virtual time, on the [sim] section's set-up",
     ),
-    "fit": ("commands.fit:fit_run", "the costs and lengths of a run, as the [sim] section of a config"),
+    "fit": ("commands.fit:fit_run", "costs and lengths of a run or a log, as the [sim] section of a config"),
     "plan": (
         "commands.plan:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",

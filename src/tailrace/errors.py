@@ -128,11 +128,7 @@ class SandboxFailed(TailraceError):
 
 
 class _TooManyFailures(TailraceError):
-    """So many failures in sequence that the run ends.
-
-    Args:
-        first: reason and traceback of the first of them.
-    """
+    """So many failures in sequence that the run ends. `first`: reason and traceback of the first of them."""
 
     words: ClassVar[str]
 
@@ -174,11 +170,8 @@ class _CountedFailure(TailraceError):
 
 
 class RewardFailed(_CountedFailure):
-    """A sample has no reward.
-
-    Args:
-        is_defect: the exception is of a kind that shows a defect of the function, whatever the completion is.
-    """
+    """A sample has no reward. `is_defect`: the exception is of a kind that shows a defect of the function,
+    whatever the completion is."""
 
     def __init__(self, reason: str, detail: str = "", *, is_defect: bool = False) -> None:
         super().__init__(reason, detail)

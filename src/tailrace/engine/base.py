@@ -152,19 +152,13 @@ class EngineVerbs(Protocol):
         """Extend the sample in place, from the tokens it has, until its present turn ends.
 
         The call may be cancelled at any token. The sample then holds every token that was generated, and
-        another call, on any replica, continues from them.
-
-        Raises:
-            Evicted: the engine is dead or asleep, or becomes so; the sample keeps its tokens.
-        """
+        another call, on any replica, continues from them. Raises an Evicted if the engine is dead or
+        asleep, or becomes so; the sample keeps its tokens."""
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """Take new weights between two decode steps. No request ends. An engine that is dead or asleep takes
-        them before it opens again.
-
-        Args:
-            kv: "keep" keeps the KV cache of the old weights; "recompute" computes it with the new ones.
-        """
+        them before it opens again. `kv`: "keep" keeps the KV cache of the old weights; "recompute" computes
+        it with the new ones."""
 
     async def sleep(self) -> None:
         """Give every request back (`Evicted`) and the device's memory free."""
@@ -207,11 +201,8 @@ _BITS = 40
 
 
 class TokenCounter:
-    """The token count of one engine in one life of a run.
-
-    Args:
-        path: the file; an existing count goes on. None: the count is in memory only.
-    """
+    """The token count of one engine in one life of a run. `path`: the file; an existing count goes on. None:
+    the count is in memory only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.num = 0

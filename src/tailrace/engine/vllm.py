@@ -326,16 +326,13 @@ def launch(
     seed: int = 0,
     adapter_rank: int | None = None,
 ) -> Launch:
-    """The command line of one server on the loopback interface.
+    """The command line of one server on the loopback interface. Raises a ConfigError as `find_interpreter`.
 
     Args:
         max_context: tokens of a prompt and its completion together.
         plugins: the folder that `write_plugin` has written.
         seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         adapter_rank: of the adapters that it gets in place of whole weights.
-
-    Raises:
-        ConfigError: as `find_interpreter`.
     """
     flags = {
         "--model": str(model),

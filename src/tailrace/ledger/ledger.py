@@ -88,11 +88,7 @@ class Ledger:
                 self.end(group, "trained", "trained")
 
     def end(self, group: Group, fate: Fate, reason: str) -> None:
-        """Record the fate of a group.
-
-        Raises:
-            LedgerError: it has a fate already.
-        """
+        """Record the fate of a group. Raises a LedgerError if it has a fate already."""
         if group.fate is not None:
             raise LedgerError(f"prompt {group.prompt.index} ended twice: {group.fate}, then {fate}")
         group.fate = fate
@@ -113,14 +109,8 @@ class Ledger:
         return sum(sample.num_tokens for sample in samples if sample.fate is None)
 
     def check(self, num_generated: int) -> None:
-        """Check that both balances close.
-
-        Args:
-            num_generated: tokens that samples gained, as counted when they arrived (engine/base.py).
-
-        Raises:
-            LedgerError: tokens or prompts are unaccounted for.
-        """
+        """Check that both balances close. Raises a LedgerError if tokens or prompts are unaccounted for.
+        `num_generated`: tokens that samples gained, as counted when they arrived (engine/base.py)."""
         totals = self.totals
         held = self.held_tokens
         known = totals.num_known_tokens + held

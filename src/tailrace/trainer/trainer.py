@@ -103,10 +103,7 @@ class TorchTrainer:
 
     def step(self) -> StepStats:
         """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
-
-        Raises:
-            ScheduleError: nothing was accumulated since the last step, or the trainer is asleep.
-        """
+        Raises a ScheduleError if nothing was accumulated since the last step, or the trainer is asleep."""
         self._check_awake("step", *self._parts)
         self._compute_waiting()
         started = time.perf_counter()
@@ -210,11 +207,7 @@ class TorchTrainer:
 
     def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
-        discarded. Raises as `checkpoint.read`.
-
-        Args:
-            optimizer: False: AdamW begins anew.
-        """
+        discarded. Raises as `checkpoint.read`. `optimizer`: False: AdamW begins anew."""
         parameters = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy, parameters, self._ranks)
         begun_anew = {"counts": torch.zeros(2, dtype=torch.int64)}

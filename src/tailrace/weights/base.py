@@ -187,21 +187,13 @@ class WeightSender(Protocol):
     def publish(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
         """Make tensors available as a version. They may change after the call.
 
-        The version can be sent until two newer ones are published, any number of times.
-
-        Args:
-            tensors: on the CPU, by Hugging Face name; no two may share memory.
-
-        Raises:
-            TransferFailed: there is no room for them; it names where, and the remedy.
-        """
+        The version can be sent until two newer ones are published, any number of times. Raises a
+        TransferFailed if there is no room for them; it names where, and the remedy. `tensors`: on the CPU, by
+        Hugging Face name; no two may share memory."""
 
     def send(self, version: int, link: Link) -> None:
-        """Send a version to one engine. Any thread may call it, for several engines at the same time.
-
-        Raises:
-            TransferFailed: the engine did not take it, or the version is no longer kept.
-        """
+        """Send a version to one engine. Any thread may call it, for several engines at the same time. Raises
+        a TransferFailed if the engine did not take it, or the version is no longer kept."""
 
     def rendezvous(self, link: Link) -> Address:
         """Return where the two ends of a link meet. Any thread may call it."""
@@ -212,11 +204,8 @@ class WeightSender(Protocol):
 
 
 async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[None]) -> None:
-    """Run the trainer's and the engine's half of a transfer together, until both are done.
-
-    Raises:
-        TransferFailed: either half failed; the engine's error comes first.
-    """
+    """Run the trainer's and the engine's half of a transfer together, until both are done. Raises a
+    TransferFailed if either half failed; the engine's error comes first."""
     task = asyncio.ensure_future(sending)
     try:
         await loading
@@ -227,11 +216,8 @@ async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[N
 
 
 def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
-    """Return the tensors that a publication must have, from the headers of the served model's files.
-
-    Raises:
-        ConfigError: the folder is incomplete or damaged.
-    """
+    """Return the tensors that a publication must have, from the headers of the served model's files. Raises a
+    ConfigError if the folder is incomplete or damaged."""
     shapes = tensor_shapes(model)
     if read_config(model).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
@@ -241,11 +227,8 @@ def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
 
 
 def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo]) -> None:
-    """Check that the offered tensors are the expected ones, in any order.
-
-    Raises:
-        WeightsRefused: a tensor is missing, extra, of another shape or of another type; names them.
-    """
+    """Check that the offered tensors are the expected ones, in any order. Raises a WeightsRefused that names
+    those that are missing, extra, of another shape or of another type."""
     have, want = ({tensor.name: tensor for tensor in tensors} for tensors in (offered, expected))
     both = [(have[name], want[name]) for name in want if name in have]
     defects = {

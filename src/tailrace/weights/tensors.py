@@ -20,11 +20,7 @@ def manifest(tensors: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
 
 
 class Publisher:
-    """Publishes a trainer's weights in the engines' type.
-
-    Args:
-        tensors: the initial weights with their names.
-    """
+    """Publishes a trainer's weights in the engines' type. `tensors`: the initial weights with their names."""
 
     def __init__(self, sender: WeightSender, dtype: DTYPE, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._sender, self._dtype = sender, getattr(torch, dtype)

@@ -115,11 +115,8 @@ class Stranded(msgspec.Struct):
 
 
 class TrainerWorker(Worker):
-    """A process of the trainer: executes one call after another, and sends weights beside them.
-
-    Args:
-        sender: None: another process of the trainer has it.
-    """
+    """A process of the trainer: executes one call after another, and sends weights beside them. `sender`:
+    None: another process of the trainer has it."""
 
     job_type = TrainerJob
     role = "trainer"
@@ -159,11 +156,7 @@ class TrainerWorker(Worker):
         return self._trainer.ess(units)
 
     def step(self) -> StepStats:
-        """Do one optimizer step.
-
-        Raises:
-            ScheduleError: nothing was accumulated.
-        """
+        """Do one optimizer step. Raises a ScheduleError if nothing was accumulated."""
         return self._trainer.step()
 
     def run_tokens(self, data: list[LossDatum], loss: TokenLoss, with_gradient: bool) -> list[LossOutput]:
@@ -185,21 +178,14 @@ class TrainerWorker(Worker):
             return self._trainer.reference_logprobs(sample)
 
     def publish(self, version: int) -> Weights:
-        """Publish the current weights.
-
-        Raises:
-            TransferFailed: there is no room for them.
-        """
+        """Publish the current weights. Raises a TransferFailed if there is no room for them."""
         with self._trainer.present("weights"):
             return self._publish(self._trainer.publish(), version)
 
     @beside
     def send(self, version: int, link: Link) -> None:
-        """Send a version to an engine. What is sent is a copy. The engine decides when this ends.
-
-        Raises:
-            TransferFailed: the engine did not take it.
-        """
+        """Send a version to an engine. What is sent is a copy. The engine decides when this ends. Raises a
+        TransferFailed if the engine did not take it."""
         assert self._sender is not None
         self._sender.send(version, link)
 
@@ -210,11 +196,8 @@ class TrainerWorker(Worker):
         return self._sender.rendezvous(link)
 
     def sleep(self) -> None:
-        """Move state off the device, and give back memory that is not in use.
-
-        Raises:
-            ConfigError: there is no room for it.
-        """
+        """Move state off the device, and give back memory that is not in use. Raises a ConfigError if there
+        is no room for it."""
         try:
             self._trainer.sleep()
         except (OSError, RuntimeError) as why:  # of a file, or of pinned memory
@@ -225,22 +208,15 @@ class TrainerWorker(Worker):
         give_memory_back()
 
     def wake(self, early: bool) -> None:
-        """Take the state back, or only what is needed to accumulate.
-
-        Raises:
-            NotWoken: there is no memory.
-        """
+        """Take the state back, or only what is needed to accumulate. Raises a NotWoken without memory."""
         try:
             self._trainer.wake(early=early)
         except (RuntimeError, MemoryError) as why:  # of torch's allocators, and of a mapped file
             raise NotWoken(str(why)) from why
 
     def save(self, folder: str) -> None:
-        """Begin a checkpoint. Training may go on when this returns.
-
-        Raises:
-            CheckpointError: it cannot be begun.
-        """
+        """Begin a checkpoint. Training may go on when this returns. Raises a CheckpointError if it cannot be
+        begun."""
         self._written = Future()
         with self._trainer.present("weights", "optimizer"):
             write = self._trainer.save(Path(folder))
@@ -251,19 +227,11 @@ class TrainerWorker(Worker):
 
     @beside
     def written(self) -> None:
-        """Wait until the checkpoint that was begun is complete.
-
-        Raises:
-            CheckpointError: it has failed.
-        """
+        """Wait until the checkpoint that was begun is complete. Raises a CheckpointError if it has failed."""
         self._written.result()
 
     def restore(self, folder: str, optimizer: bool) -> None:
-        """Continue from a checkpoint, as TorchTrainer.restore.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Continue from a checkpoint, as TorchTrainer.restore. Raises a CheckpointError if unreadable."""
         with self._trainer.present("weights", "gradients", "optimizer"):
             self._trainer.restore(Path(folder), optimizer=optimizer)
 
@@ -318,11 +286,7 @@ class TrainerWorker(Worker):
         return self._store
 
     def _train(self, ranks: "Ranks | None") -> None:
-        """Load the model and execute calls.
-
-        Args:
-            ranks: None: it is alone.
-        """
+        """Load the model and execute calls. `ranks`: None: it is alone."""
         import torch
 
         from tailrace.trainer.trainer import TorchTrainer
@@ -455,11 +419,8 @@ class RemoteTrainer:
         return (await _begin(self._replicas[0], TrainerWorker.reference_logprobs, asked))[0]
 
     async def step(self) -> StepStats:
-        """As Trainer.step. `compute_s` is that of the slowest process.
-
-        Raises:
-            ScheduleError: nothing was accumulated.
-        """
+        """As Trainer.step. `compute_s` is that of the slowest process. Raises a ScheduleError if nothing was
+        accumulated."""
         self._given = [0] * len(self._given)
         answers = await _begin(self.workers, TrainerWorker.step)
         firsts = answers[:: len(self._replicas[0])]
@@ -511,10 +472,7 @@ class RemoteTrainer:
 
     async def send(self, weights: Weights, link: Link) -> None:
         """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
-
-        Raises:
-            TransferFailed: the engine did not take the weights.
-        """
+        Raises a TransferFailed if the engine did not take the weights."""
         if weights.is_streamed:
             await self._first.call(TrainerWorker.send, weights.version, link)
 
@@ -537,11 +495,8 @@ class RemoteTrainer:
         return completed
 
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
-        """As Trainer.restore. The engines get the weights with the next publication.
-
-        Args:
-            optimizer: False: AdamW begins anew.
-        """
+        """As Trainer.restore. The engines get the weights with the next publication. `optimizer`: False:
+        AdamW begins anew."""
         await _begin(self.workers, TrainerWorker.restore, str(folder), optimizer)
 
     async def close(self) -> None:

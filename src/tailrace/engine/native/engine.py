@@ -118,14 +118,12 @@ class NativeEngine:
         version: int = 0,
         adapter_scale: float | None = None,
     ) -> "NativeEngine":
-        """Load a Hugging Face model folder.
+        """Load a Hugging Face model folder. Raises a ConfigError if the folder is missing, incomplete or
+        damaged, or this engine cannot run the model.
 
         Args:
             sampling: of requests that bring no parameters of their own.
             adapter_scale: `load` gets LoRA adapters; alpha / rank. None: it gets whole weights.
-
-        Raises:
-            ConfigError: the folder is missing, incomplete or damaged, or this engine cannot run the model.
         """
         budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
         device = torch.device(settings.device)
@@ -195,7 +193,8 @@ class NativeEngine:
         return [self._output(sequence, None) for sequence in live if sequence.logprobs]
 
     def load(self, tensors: abc.Mapping[str, Tensor], *, version: int, kv: KV) -> list[GenerationOutput]:
-        """Take new weights. No request ends.
+        """Take new weights. No request ends. Raises a ValueError if a tensor is missing or of another shape.
+        Nothing has changed.
 
         Args:
             tensors: all weights, by Hugging Face name; or an adapter, which replaces the one before.
@@ -205,9 +204,6 @@ class NativeEngine:
 
         Returns:
             What `report` does, of the old version.
-
-        Raises:
-            ValueError: a tensor is missing or of another shape. Nothing has changed.
         """
         with torch.inference_mode():
             if self._adapter_scale is None:

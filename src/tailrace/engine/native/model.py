@@ -103,11 +103,8 @@ class Layer:
 
 
 class CausalLM:
-    """Weights and the forward pass. Made by `from_pretrained`.
-
-    Args:
-        max_tokens: rotary embeddings are made for positions below it; at most the model's context.
-    """
+    """Weights and the forward pass. Made by `from_pretrained`. `max_tokens`: rotary embeddings are made for
+    positions below it; at most the model's context."""
 
     def __init__(
         self, config: PreTrainedConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype
@@ -225,15 +222,9 @@ class CausalLM:
 
     def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
         """Set each adapted weight to W + scale B A, in place. W is the weight that the model had before the
-        first adapter; a copy of it is kept.
-
-        Args:
-            tensors: A [rank, in] and B [out, rank] of each adapted weight, named as in trainer/adapter.py.
-
-        Raises:
-            ValueError: they are of no weight of this model, or of another shape, or a B is missing. Nothing
-                has changed.
-        """
+        first adapter; a copy of it is kept. Raises a ValueError if they are of no weight of this model, or of
+        another shape, or a B is missing. Nothing has changed. `tensors`: A [rank, in] and B [out, rank] of
+        each adapted weight, named as in trainer/adapter.py."""
         suffix = ".lora_A.weight"
         adapted: dict[str, tuple[Tensor, Tensor]] = {}
         for name, a in tensors.items():
@@ -357,10 +348,7 @@ class DecodeAttention:
 
 class PrefillAttention:
     """Causal attention of whole contexts, one after another without padding. Keeps their keys and values.
-
-    Args:
-        lengths: of the contexts, in the order of the rows.
-    """
+    `lengths`: of the contexts, in the order of the rows."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths

@@ -13,11 +13,8 @@ from tailrace.engine.settings import NativeEngineSettings
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Admitted sequences with the same context, which is computed once for all of them, or copied.
-
-    Args:
-        sibling: a sequence with a slot that begins with the context; None: it must be computed.
-    """
+    """Admitted sequences with the same context, which is computed once for all of them, or copied. `sibling`:
+    a sequence with a slot that begins with the context; None: it must be computed."""
 
     sequences: list[Sequence]
     sibling: Sequence | None
