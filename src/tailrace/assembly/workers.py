@@ -15,11 +15,12 @@ from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.base import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
+from tailrace.engine.proof import probe_ids
 from tailrace.engine.settings import NativeEngineSettings, TinkerEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, WorkerDied, first_cause
-from tailrace.model_folder import context_length
+from tailrace.model_folder import context_length, read_config
 from tailrace.trainer.base import LoraSettings, Reference, Trainer
 from tailrace.weights.base import in_run_folder
 from tailrace.workers.calls import Job, RemoteWorker, Spawner, Worker
@@ -165,7 +166,12 @@ async def _started(
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number, supervised_engine.width)
             job = EngineJob(
-                threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
+                threads=engine.threads,
+                model=model,
+                engine=engine,
+                sampling=sampling,
+                adapter=trainer.adapter,
+                trainer_dtype=trainer.dtype,
             )
             remote = RemoteEngine(await spawner.start(name, EngineWorker, job, devices), job)
             remote.send = remote_trainer.send
@@ -184,6 +190,7 @@ async def _started(
         weights=in_run_folder(config.weights, folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
         checkpoints=folder.absolute() if life is not None else None,
+        probe=probe_ids(engine.kind, read_config(model)["vocab_size"], context_length(model)),
         seed=config.run.seed,
     )
     reference_job = ReferenceJob(

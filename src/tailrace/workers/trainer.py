@@ -24,15 +24,17 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
+from tailrace.engine.proof import SCORED
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
-from tailrace.types import Sample
+from tailrace.types import Sample, SampleId
 from tailrace.weights.base import (
     DTYPE,
     Address,
     Link,
+    Probe,
     ProcessGroupSettings,
     Weights,
     WeightSender,
@@ -48,10 +50,14 @@ if TYPE_CHECKING:
     from tailrace.trainer.distributed import Ranks
     from tailrace.trainer.trainer import TorchTrainer
 
+    Publish = Callable[[Iterable[tuple[str, Tensor]], int, Probe | None], Weights]
+
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 Units = list[list[TrainingSample]]
 
+PROBED_VERSIONS = 4
+"""Versions whose log-probs of the probe are remembered, to name the one that an engine has instead."""
 BLAME_S = 2.0
 """Seconds after the first failed collective in which a process may end and show why."""
 
@@ -66,6 +72,8 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    probe: tuple[int, ...] = ()
+    """The fixed sequence by which engines prove that they have a publication; empty: there is none."""
     checkpoints: Path | None = None
     """The folder of the run, into which it writes checkpoints that the controller reads."""
     seed: int = 0
@@ -128,11 +136,15 @@ class TrainerWorker(Worker):
     _written: Future[None]
     """Of the last checkpoint that was begun."""
     _trainer: "TorchTrainer"
-    _publish: "Callable[[Iterable[tuple[str, Tensor]], int], Weights]"
+    _publish: "Publish"
+    _initial: tuple[float, ...]
+    """Log-probs of the probe before the first step."""
 
     def __init__(self, job: TrainerJob, connection: WorkerConnection, sender: WeightSender | None) -> None:
         self._job, self._connection, self._sender = job, connection, sender
         self._received = connection.in_turn(self)
+        self._probed: dict[int, tuple[float, ...]] = {}
+        """Log-probs of the probe under the last versions that had one."""
 
     @override
     @classmethod
@@ -191,7 +203,23 @@ class TrainerWorker(Worker):
             TransferFailed: there is no room for them.
         """
         with self._trainer.present("weights"):
-            return self._publish(self._trainer.publish(), version)
+            return self._publish(self._trainer.publish(), version, self._probe(version))
+
+    def _probe(self, version: int) -> Probe | None:
+        """The probe of a version, if it has one: all processes of the trainer compute it."""
+        ids, every = self._job.probe, self._job.weights.probe_every
+        if not ids or not every or version % every:
+            return None
+        kept = list(self._probed.items())[1 - PROBED_VERSIONS :]
+        self._probed = {old: values for old, values in kept if old < version} | {version: self._score_probe()}
+        return Probe(ids, len(ids) - SCORED, self._initial, dict(self._probed), {})
+
+    def _score_probe(self) -> tuple[float, ...]:
+        if not (ids := self._job.probe):
+            return ()
+        scored = list(ids[-SCORED:])
+        sample = TrainingSample(SampleId(0, 0, 0), list(ids[:-SCORED]), scored, [0.0] * SCORED, 0.0)
+        return tuple(self._trainer.logprobs(sample))
 
     @beside
     def send(self, version: int, link: Link) -> None:
@@ -338,26 +366,28 @@ class TrainerWorker(Worker):
                 ranks=ranks,
             )
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
-        self._publish = self._open_publisher()
+        self._publish, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
         self._connection.answer(STARTED, None)
         for call in self._received:
             self._connection.execute(self, call)
 
-    def _open_publisher(self) -> "Callable[[Iterable[tuple[str, Tensor]], int], Weights]":
+    def _open_publisher(self) -> "Publish":
         """Return what publishes. Without a sender this process only helps to gather the weights."""
         from tailrace.weights.tensors import Publisher
 
         if self._sender is not None:
             return Publisher(self._sender, self._job.published_dtype, self._trainer.weights()).publish
 
-        def help_to_gather(tensors: "Iterable[tuple[str, Tensor]]", version: int) -> Weights:
+        def help_to_gather(
+            tensors: "Iterable[tuple[str, Tensor]]", version: int, probe: Probe | None
+        ) -> Weights:
             if self._job.replica == 0:
                 for _ in tensors:
                     pass
             return Weights(version)
 
-        help_to_gather(self._trainer.weights(), 0)
+        help_to_gather(self._trainer.weights(), 0, None)
         return help_to_gather
 
     @contextmanager

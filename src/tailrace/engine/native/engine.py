@@ -23,9 +23,9 @@ from torch import Tensor
 from tailrace.devices import attention_kernels
 from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.native.cache import Block, Cache, Sequence
-from tailrace.engine.native.model import CausalLM, DecodeAttention, PrefillAttention
+from tailrace.engine.native.model import CausalLM, ContinuedAttention, DecodeAttention, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
-from tailrace.engine.native.scheduler import Admitted, Scheduler
+from tailrace.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import KV, FinishReason, SamplingParams
@@ -105,6 +105,8 @@ class NativeEngine:
         """Tokens since the start."""
         self._num_prefilled = 0
         self._decoded = DecodeSums()
+        self._scored: list[tuple[Sequence, Block]] = []
+        """What `score` computed last."""
         self._last_step_s: float | None = None
         """When the last step ended, if requests remained."""
 
@@ -218,7 +220,34 @@ class NativeEngine:
             self._version, self._last_step_s = version, None
             if kv == "recompute":
                 self._scheduler.recompute()
+                self._scored = []
         return outputs
+
+    def score(self, ids: abc.Sequence[int], num_prefix: int) -> tuple[list[float], list[float]]:
+        """Log-probs of the tokens after a prefix: with the prefix from the cache, where a request would find
+        it there, and with the prefix computed. The prefix stays in the cache for the next call. Nothing else
+        changes."""
+        noise = noise_stream(0)
+        sequence = Sequence("", list(ids[:num_prefix]), num_prefix, noise, self._sampling, False)
+        cached = sibling_of(sequence, self._version, [each for each, _ in self._scored])
+        sequence.prompt_version = self._version
+        with torch.inference_mode(), attention_kernels():
+            (block,) = self._prefill([sequence.context])
+            cold = self._logprobs_after(block, ids)
+            warm = self._logprobs_after(self._scored[0][1], ids) if cached else cold
+        self._scored = [(sequence, block)]
+        return warm, cold
+
+    def _logprobs_after(self, block: Block, ids: abc.Sequence[int]) -> list[float]:
+        start = block[0].shape[1]
+        positions = self._tensor(list(range(start, len(ids) - 1)))
+        x = self._model.forward(self._tensor(list(ids[start:-1])), positions, ContinuedAttention(block))
+        logp = (self._model.logits(x) / self._sampling.temperature).log_softmax(-1)
+        return logp.gather(1, self._tensor(list(ids[start + 1 :]))[:, None])[:, 0].tolist()
+
+    def weights(self) -> abc.Mapping[str, Tensor]:
+        """The weights with which it computes, by Hugging Face name, in the shape of the files."""
+        return self._model.weights()
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache. Raises ValueError if a request is being served."""
@@ -226,6 +255,7 @@ class NativeEngine:
             raise ValueError("requests are being served; abort them first")
         with torch.inference_mode():
             self._scheduler.cache.release()
+            self._scored = []
             self._model.release()
         torch.cuda.empty_cache()  # without CUDA it does nothing
 

@@ -223,6 +223,10 @@ class CausalLM:
         for matrix in self._matrices():
             matrix.pack()
 
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name, as `load` takes them: one gain of the norms of q and k."""
+        return {name: w[0] if "norm" in name and w.dim() == 2 else w for name, w in self._weights.items()}
+
     def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
         """Set each adapted weight to W + scale B A, in place. W is the weight that the model had before the
         first adapter; a copy of it is kept.
@@ -353,6 +357,23 @@ class DecodeAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [step.attend(layer, q[step.rows], k[step.rows], v[step.rows]) for step in self._steps]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class ContinuedAttention:
+    """Causal attention of the tokens after a context of one sequence, whose keys and values are known."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        known = self._block[2 * layer : 2 * layer + 2]
+        k, v = (
+            torch.cat((old, new.transpose(0, 1)), 1)[None] for old, new in zip(known, (k, v), strict=True)
+        )
+        mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - len(q))
+        q = q.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(q, *for_fused_attention(q, k, v), mask, enable_gqa=True)[0]
+        return out.transpose(0, 1).flatten(1)
 
 
 class PrefillAttention:
