@@ -32,7 +32,7 @@ ROOMS: Mapping[str, set[str]] = {
     "trainer": {"algo", "weights"},
     "reward": {"data"},
     "environments": {"data"},
-    "ledger": {"record"},
+    "ledger": {"engine", "record"},
     "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},

@@ -31,11 +31,13 @@ LEAST: Mapping[DTYPE, float] = {"float32": 1e-3, "bfloat16": 0.05}
 """Nats a token."""
 MOVED = 0.1
 """Of LEAST: when the trainer's log-probs have moved so far, an exact engine gives other bits."""
-SCORED = 16
+SCORED = 12
 """Tokens of a probe that are scored: the last ones."""
-PREFIXES = {"native": 16, "vllm": 272}
+PREFIXES = {"native": 8, "vllm": 276}
 """Tokens before them, by the kind of the engine: prefix caches of servers count in blocks, of up to 256
 tokens. Engines of other kinds answer no probe."""
+NOT_FINITE = 1e9
+"""The difference of log-probs one of which is not finite. JSON has no infinity."""
 _NAMED = 3
 """Tensors that a cause names, at most."""
 _REMEMBERED = 4
@@ -135,9 +137,9 @@ def _not_loaded(version: int, evidence: str) -> str:
 
 
 def _off(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean |difference|; infinite if a value is not finite."""
+    """Mean |difference|; NOT_FINITE if a value is not finite."""
     off = fmean(abs(a - b) for a, b in zip(one, other, strict=True))
-    return off if isfinite(off) else float("inf")
+    return off if isfinite(off) else NOT_FINITE
 
 
 def probe_ids(kind: str, vocabulary: int, max_tokens: int) -> tuple[int, ...]:

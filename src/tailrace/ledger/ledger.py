@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.clock import now
+from tailrace.engine.base import Verdict
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import MarkRow
-from tailrace.record.events import GroupEnded, Recorder, TokensWasted
+from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
 from tailrace.types import Group, Sample
 
 Fate = Literal["trained", "filtered", "dropped"]
@@ -101,6 +102,11 @@ class Ledger:
         self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
+    def probe(self, engine: str, verdict: Verdict) -> None:
+        """Record how an engine answered the probe of a publication."""
+        self._journal.probe(engine, verdict)
+        self._recorder.emit(WeightsProbed(now() - verdict.seconds, now(), engine, verdict))
+
     def skip(self) -> None:
         """Record a row of the data without a usable prompt: it is drawn and dropped at once."""
         self.totals.num_drawn += 1
@@ -158,6 +164,9 @@ class NullJournal:
 
     def end(self, group: Group, reason: str) -> None:
         """A group has its fate."""
+
+    def probe(self, engine: str, verdict: Verdict) -> None:
+        """An engine answered the probe of a publication."""
 
     async def mark(self, mark: MarkRow) -> None:
         """Commit the mark of a complete checkpoint, with all changes until now."""

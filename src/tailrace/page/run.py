@@ -124,6 +124,7 @@ class RunView:
         for life in lives:
             slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
         rounds = [each for life in lives for each in (*life.rounds, *life.open_rounds)]
+        probes = [each for life in lives for each in life.probes]
         rewards = [covered([*life.scorings, *life.open_scorings]).tolist() for life in lives]
         return {
             "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
@@ -138,6 +139,7 @@ class RunView:
             "passes": _times(lives, "passes", "accumulate"),
             "steps": _times(lives, "steps", "step"),
             "publications": _times(lives, "publications", "publish"),
+            "probes": [(each.start_s, each.end_s, each.verdict.cause) for each in probes],
             "rewards": [*chain.from_iterable(rewards)],
             "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
         }
