@@ -106,6 +106,11 @@ class Dialect(Protocol):
             LookupError, TypeError, ValueError: it is malformed.
         """
 
+    async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
+        """The log-probs of the tokens of `attempt.ids` after a prefix. With `cached` the prefix may come from
+        the cache. Only where `capabilities.scores`."""
+        raise NotImplementedError
+
     async def abort(self, attempt: Attempt) -> bool:
         """End a request; its stream then ends with finish "abort". False: the server has no route for that,
         and the caller closes the stream."""

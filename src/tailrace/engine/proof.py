@@ -8,7 +8,8 @@ Limits. An engine that is exact gives the same bits for the same question: warm 
 answers that do not move although the trainer's do are those of older weights. All other comparisons are
 means of |difference| over the scored tokens. Their limit follows from the run's own noise: the difference of
 engine and trainer before the first load, when both have the weights of the model folder, is what numerics
-alone make. The limit is SLACK times that, and at least LEAST of the coarser type of the two.
+alone make. The limit is SLACK times that, at least LEAST of the coarser type of the two and at most SLACK**2
+times LEAST, because a server that is joined may begin with other weights.
 
     type        noise of 135M parameters        limit
     float32     0.00001                         0.001
@@ -65,7 +66,8 @@ class Prover:
 
     def __init__(self, probe: Probe, before: Answer, *, exact: bool, dtype: DTYPE, adapter: bool) -> None:
         self._exact, self._least, self._adapter = exact, LEAST[dtype], adapter
-        self.limit = max(self._least, SLACK * _off(before.cold, probe.initial))
+        noise = min(_off(before.cold, probe.initial), SLACK * self._least)
+        self.limit = max(self._least, SLACK * noise)
         self._before = before
         self._moved = before.cold, probe.initial
         """The newest answer that differed from the one before it, and the trainer's of then."""
@@ -112,14 +114,14 @@ class Prover:
         if (off := _off(cold, expected)) > limit:
             if self._adapter and _off(cold, probe.initial) <= min(limit, off / 2):
                 return _NO_ADAPTER
-            older = {0: probe.initial} | {each: of for each, of in probe.expected.items() if each != version}
-            nearest = min(older, key=lambda each: _off(cold, older[each]))
-            if (others := _off(cold, older[nearest])) <= min(limit, off / 2):
-                return _not_loaded(
-                    nearest, f"log-probs are off those by {others:.3g}, off the new by {off:.3g}"
-                )
-            known = "each tensor arrived" if answer.checksums else "which cannot be seen from outside"
-            return f"tensors missing or changed ({known}): log-probs are off by {off:.3g} (limit {limit:.3g})"
+            known = {0: probe.initial, **probe.expected}
+            others = {each: _off(cold, known[each]) for each in known if each != version}
+            nearest = min(others, key=lambda each: others[each])
+            if others[nearest] <= min(limit, off / 2):
+                evidence = f"log-probs are off those by {others[nearest]:.3g}, and off the new by {off:.3g}"
+                return _not_loaded(nearest, evidence)
+            which = "each tensor arrived" if answer.checksums else "which cannot be seen from outside"
+            return f"tensors missing or changed ({which}): log-probs are off by {off:.3g} (limit {limit:.3g})"
         if (off := _off(answer.warm, cold)) > (0.0 if self._exact else limit):
             return (
                 f"stale prefix cache: log-probs are right when the prefix is computed, and off by {off:.3g} "

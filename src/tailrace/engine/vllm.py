@@ -135,6 +135,17 @@ class Vllm(Dialect):
         return Chunk(ids, logprobs, finish, spans, cached)
 
     @override
+    async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
+        """Log-probs of a prompt are those of a temperature of 1."""
+        route, body = self.request(attempt)
+        del body["stream_options"]
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
+        body |= {"stream": False, "sampling_params": body["sampling_params"] | asked}
+        rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
+        scored = range(num_prefix, len(attempt.ids))
+        return [float(rows[place][str(attempt.ids[place])]["logprob"]) for place in scored]
+
+    @override
     async def abort(self, attempt: Attempt) -> bool:
         names = [f"generate-tokens-{attempt.id}"]
         await call(self.client, "POST", ABORT, body={"request_ids": names}, timeout_s=5.0)
@@ -162,7 +173,7 @@ class Vllm(Dialect):
         except ServerRefused:  # an update that this or another client gave up is still open
             await call(self.client, "POST", finish, body={})
             await call(self.client, "POST", start)
-        info = {"weights": asdict(weights), "link": list(link)}
+        info = {"weights": asdict(replace(weights, probe=None)), "link": list(link)}
         await call(self.client, "POST", "/update_weights", body={"update_info": info})
         await call(self.client, "POST", finish, body={"weight_version": label_of(weights.version)})
 
@@ -220,6 +231,7 @@ async def detect(
             exact_versions=True,
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
             sampling_mask=raw and sampling.temperature == 1,
+            scores=_numbers(version) is not None and sampling.temperature == 1,
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),
     )
@@ -232,9 +244,7 @@ def _missing(
     config: Mapping[str, Any],
     sampling: SamplingSettings,
 ) -> list[str]:
-    # `tailrace serve` says that it is tailrace.
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(map(int, numbers.groups())) < OLDEST:
+    if (numbers := _numbers(version)) and numbers < OLDEST:
         return [f"what came with vLLM {OLDEST[0]}.{OLDEST[1]}: update vLLM"]
     missing = [f"the route {route}: {remedy}" for route, remedy in kind.routes.items() if route not in paths]
     if not config:
@@ -250,6 +260,12 @@ def _missing(
     if mode != wanted and (sampling.temperature != 1 or wanted == "raw_logprobs"):
         missing.append(f"log-probs of the right kind (it has {mode}): start it with --logprobs-mode {wanted}")
     return missing
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    """None: it is no vLLM; `tailrace serve` says that it is tailrace."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else None
 
 
 async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
