@@ -95,6 +95,7 @@ install-check:
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/make_configuration.py docs/configuration.md
 	$(BIN)/python docs/make_metrics.py docs/metrics.md
+	$(BIN)/python docs/make_scorecard.py docs/scorecard.md
 	$(BIN)/python docs/make_pictures.py
 
 site: $(VENV)/docs.stamp
@@ -117,6 +118,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/learning.py order
 	$(BIN)/python benchmarks/learning.py kv
 	$(BIN)/python benchmarks/learning.py episodes
+	$(BIN)/python benchmarks/learning.py groups --seeds 5
 	$(BIN)/python benchmarks/lag_gradient.py
 	$(BIN)/tailrace compare benchmarks/race.toml
 

@@ -26,7 +26,7 @@ Generate = Callable[[Requests], int]
 """Serves requests that arrive together; returns the number of tokens."""
 
 
-def native(model: str, dtype: str = "float32") -> Generate:
+def native(model: str, dtype: str = "float32", **settings: object) -> Generate:
     import torch
 
     from tailrace.engine.base import GenerationRequest
@@ -35,8 +35,12 @@ def native(model: str, dtype: str = "float32") -> Generate:
     from tailrace.types import SamplingParams
 
     torch.set_num_threads(1)
-    settings = NativeEngineSettings(dtype=dtype, max_num_seqs=MAX_REQUESTS, kv_cache_tokens=KV_TOKENS)
-    engine = NativeEngine.from_pretrained(Path(model), settings, SamplingSettings(max_completion_tokens=1536))
+    given = {"dtype": dtype, "max_num_seqs": MAX_REQUESTS, "kv_cache_tokens": KV_TOKENS, **settings}
+    of_engine, limits = (
+        NativeEngineSettings.model_validate(given),
+        SamplingSettings(max_completion_tokens=1536),
+    )
+    engine = NativeEngine.from_pretrained(Path(model), of_engine, limits)
 
     def generate(requests: Requests) -> int:
         for index, (prompt, length) in enumerate(requests):

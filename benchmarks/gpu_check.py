@@ -1,6 +1,6 @@
 """The check list for a machine with a GPU: every part of a run on it, or what was skipped and why.
 
-    make gpu-check        python benchmarks/gpu_check.py [--list] [--only WORD] [--json FILE]
+    make gpu-check        python benchmarks/gpu_check.py [--list] [--only WORD] [--part I N] [--json FILE]
 
 Most checks are short live runs. Every schedule runs on the quickstart's model and task, on the embedded
 engine and on vLLM (the interpreter $VLLM_PYTHON). The parts of a run, from LoRA to a trainer sharded over two
@@ -9,9 +9,10 @@ weights. A run passes if it ends, each of its steps has a finite gradient, and t
 trainer differ by less than MAX_MISMATCH_KL. The other checks drive an engine, a trainer or a publication in
 this process, and look at kernels, memory and micro-batches.
 
-All compute in bfloat16, except where a check names float32. --list prints the checks and what each would have
-caught. Without a GPU those that a CPU can run are run on it, with a small model, and the list says what was
-skipped. The exit code is 1 if a check failed.
+All compute in bfloat16, except where a check names float32. --list prints the checks and what each would
+have caught. Parts of an odd number of parts, as --part 1 5, may run side by side. Without a GPU those that a
+CPU can run are run on it, with a small model, and the list says what was skipped. The exit code is 1 if a
+check failed.
 """
 
 import json as jsons
@@ -387,6 +388,7 @@ def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results
 def main(
     list: bool = False,
     only: Annotated[str, Parameter(help="checks whose name has this word")] = "",
+    part: Annotated[tuple[int, int], Parameter(help="I N: every N-th check, from the I-th")] = (1, 1),
     json: Path | None = None,
 ) -> None:
     import torch
@@ -395,6 +397,10 @@ def main(
     chosen = [check for check in checks("cuda" if num_gpus else "cpu") if only in check.name]
     if not chosen:
         raise SystemExit(f"no check has {only!r} in its name; --list prints the names")
+    first, number = part
+    if not 1 <= first <= number:
+        raise SystemExit(f"--part {first} {number}: the first number must be 1 to {number}")
+    chosen = chosen[first - 1 :: number]
     if list:
         width = max(len(check.name) for check in chosen)
         print("\n".join(f"{check.name:{width}}  {check.catches}" for check in chosen))

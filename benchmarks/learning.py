@@ -1,6 +1,6 @@
 """What schedules learn from equally many samples, from several seeds.
 
-    python benchmarks/learning.py [lag|april|order|kv|episodes|real] [--seeds 3] [--samples N]
+    python benchmarks/learning.py [lag|april|order|kv|episodes|groups|real] [--seeds 3] [--samples N]
                                   [--only NAME,NAME] [--folder DIR] [--figure F]
 
 lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps a round (PipelineRL,
@@ -10,6 +10,8 @@ order  rolloutpipe, which trains short groups first, against serial
 kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
        the task are those of examples/tools.toml
+groups  groups of 8 (GRPO) against the first 4 of 8 to end, and against one sample a prompt with an advantage
+       over the step (2606.17250), each with 128 samples a step
 real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml);
        tailbatch and rollpacker also train the prompts that they have deferred, in one more round
 
@@ -42,6 +44,11 @@ class Study(NamedTuple):
     settings: dict[str, str]
     schedules: dict[str, dict[str, Any]]
     config: Path = QUICKSTART
+    own: dict[str, dict[str, str]] = {}
+    """Settings of single runs."""
+
+    def settings_of(self, name: str) -> dict[str, str]:
+        return {**self.settings, **self.own.get(name, {})}
 
 
 WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
@@ -79,6 +86,18 @@ STUDIES = {
             "pipelinerl": {"name": "pipelinerl", **RING, "groups_per_step": 8, "ring_groups": 16},
         },
         EXAMPLES / "tools.toml",
+    ),
+    "groups": Study(
+        {},
+        {
+            "GRPO": {"name": "serial", **WHOLE},
+            "4 of 8": {"name": "serial", "groups_per_round": 64, "groups_per_step": 32},
+            "one sample": {"name": "serial", "groups_per_round": 256, "groups_per_step": 128},
+        },
+        own={
+            "4 of 8": {"run.groups.keep": "4"},
+            "one sample": {"run.group_size": "1", "algorithm.name": "one_sample"},
+        },
     ),
     "real": Study(
         {},
@@ -118,9 +137,10 @@ def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> Non
     groups = schedule.get(
         "groups_per_round", schedule.get("groups_per_step", 1) * schedule.get("steps_per_round", 1)
     )
-    rounds = samples // load_config(study.config).run.group_size // groups
+    settings = study.settings_of(name)
+    rounds = samples // load_config(study.config, settings).run.num_trained // groups
     always = {"run.seed": seed, "run.rounds": rounds, "run.eval_every": rounds, "run.checkpoint_every": 0}
-    config = load_config(study.config, {**always, **study.settings})
+    config = load_config(study.config, {**always, **settings})
     train(config.model_copy(update={"schedule": schedule}), folder)
 
 
@@ -190,15 +210,15 @@ def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -
         means = list(map(fmean, rewards))
         line, *_ = left.errorbar(places, means, list(map(interval, rewards)), label=name, capsize=3)
         right.plot(list(map(fmean, seconds)), means, color=line.get_color(), marker="o", markersize=3)
-    left.set(xlabel="trained samples", ylabel="reward")
+    left.set(xlabel="trained samples", ylabel="reward", ylim=(0, 1))  # intervals of two seeds exceed it
     right.set(xlabel="seconds of training")
-    left.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=100)
     Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
 
 
 def main(
-    study: Literal["lag", "april", "order", "kv", "episodes", "real"] = "lag",
+    study: Literal["lag", "april", "order", "kv", "episodes", "groups", "real"] = "lag",
     seeds: int = 3,
     samples: int = 8192,
     only: str = "",

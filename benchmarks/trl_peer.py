@@ -208,7 +208,7 @@ def draw(runs: dict[str, dict[str, list[Figures]]], path: Path) -> None:
                 for key in ("minutes", "reward")
             )
             axes.plot(minutes, rewards, marker="o", label=f"{side}, cores: {cores}")
-    axes.set(xlabel="minutes after the first step", ylabel="reward")
+    axes.set(xlabel="minutes after the first step", ylabel="mean reward", ylim=(0, 1))
     axes.legend()
     picture.savefig(path, dpi=150)
 

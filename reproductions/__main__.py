@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from reproductions.base import Paper, Span, Table, count, over_seeds
 from tailrace.errors import ConfigError
 
-PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker")
+PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker", "verl", "staleness")
 """Files beside this one."""
 COUNTED = (
     "Of the parameters, {printed} are printed, {fitted} fitted and {assumed} assumed.",

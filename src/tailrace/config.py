@@ -155,7 +155,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check_together(self) -> "RunConfig":
-        check_algorithm(self.algorithm, group_size=self.run.group_size, sampling=self.sampling)
+        check_algorithm(self.algorithm, group_size=self.run.num_trained, sampling=self.sampling)
         if (self.engine.kind == "tinker") != (self.trainer.kind == "tinker"):
             problem, remedy = "engine and trainer are of one service", 'set both kinds to "tinker", or none'
             raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)

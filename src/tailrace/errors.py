@@ -161,6 +161,10 @@ class AllFiltered(TailraceError):
     """So many groups in succession were filtered that the run ends."""
 
 
+class AllLate(TailraceError):
+    """So many groups in succession had no member before their deadline that the run ends."""
+
+
 class _CountedFailure(TailraceError):
     """Data, not a crash: one sample or row fails.
 

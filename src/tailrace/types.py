@@ -284,10 +284,10 @@ class Group:
 
     prompt: Prompt
     num_required: int
-    """K, the samples that are trained."""
+    """The samples that are trained: K, or fewer by the rules of the group."""
     samples: list[Sample]
     num_launched: int = 0
-    """Samples that the group was launched with."""
+    """Samples that were launched in this attempt; the next one has this number."""
     kept: list[Sample] = field(default_factory=list)
     """The samples that finished first, in the order in which they finished; at most `num_required`."""
     attempt: int = 0
@@ -298,6 +298,8 @@ class Group:
     """Oldest version among its tokens; None before the first token."""
     on_older: Callable[[int | None, int], None] | None = None
     """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
+    ruled: bool | None = None
+    """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
     round_drawn: int = 0
     deferrals: int = 0
     """How often the group was parked or deferred."""

@@ -26,7 +26,7 @@ def test_a_preset_sets_its_fields_and_passes_the_check(name: str) -> None:
     preset = algorithm(name=name)
     assert {key: getattr(preset, key) for key in PRESETS[name]} == PRESETS[name]  # type: ignore[index]
     sampling = SamplingSettings(max_completion_tokens=10)
-    check_algorithm(preset, group_size=1 if name == "ppo" else 2, sampling=sampling)
+    check_algorithm(preset, group_size=1 if name in ("ppo", "one_sample") else 2, sampling=sampling)
 
 
 def test_presets_are_all_different() -> None:
@@ -48,10 +48,10 @@ def test_an_unknown_preset_is_refused(name: object) -> None:
 
 
 @pytest.mark.parametrize("advantage", ["group", "none", "rloo"])
-def test_a_group_of_one_needs_a_critic(advantage: str) -> None:
+def test_a_group_of_one_needs_a_critic_or_the_samples_of_its_step(advantage: str) -> None:
     assert said(1, advantage=advantage) == (
         f"algorithm.advantage = '{advantage}': a group of one sample always has an advantage of zero; "
-        "raise run.group_size, or use a critic: 'gae'"
+        "raise run.group_size, compare the samples of a step: 'batch', or use a critic: 'gae'"
     )
 
 

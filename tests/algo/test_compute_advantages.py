@@ -111,3 +111,32 @@ def test_the_overlong_penalty_grows_from_30k_to_32k_as_pipelinerl_has_it() -> No
         for n in (30_000, 31_000)
     ]
     assert taken == pytest.approx([0.0, 0.2])
+
+
+def test_one_sample_a_prompt_is_compared_with_the_samples_of_its_step() -> None:
+    over_step = ComputeAdvantages(AlgorithmSettings(name="one_sample"), max_completion_tokens=10)
+    groups = [group((reward,)) for reward in (1.0, 0.0, 0.0, 1.0)]
+    assert [over_step(each) for each in groups] == [None] * 4
+    samples = [each.samples[0] for each in groups]
+    assert [sample.advantage for sample in samples] == [1.0, 0.0, 0.0, 1.0]
+    over_step.of_step(samples)
+    size = 0.5 / (3**-0.5 + 1e-4)
+    assert [sample.advantage for sample in samples] == pytest.approx([size, -size, -size, size])
+
+
+def test_penalties_are_in_the_advantages_of_a_step() -> None:
+    over_step = ComputeAdvantages(
+        AlgorithmSettings(name="one_sample", overlong_buffer=0.5, overlong_penalty=1.0),
+        max_completion_tokens=10,
+    )
+    samples = group((1.0, 1.0)).samples  # of 10 and 9 tokens
+    assert over_step(samples[0].group) is None
+    over_step.of_step(samples)
+    assert samples[0].advantage == -samples[1].advantage < 0
+
+
+def test_a_step_of_one_sample_has_an_advantage_of_zero() -> None:
+    (sample,) = group((1.0,)).samples
+    sample.advantage = 1.0
+    ComputeAdvantages(AlgorithmSettings(name="one_sample"), 10).of_step([sample])
+    assert sample.advantage == 0.0

@@ -48,5 +48,6 @@ def test_an_interval_is_that_of_students_t() -> None:
 @pytest.mark.parametrize("name", STUDIES)
 def test_each_schedule_of_a_study_is_one_of_the_registry(name: str) -> None:
     study = STUDIES[name]
-    for schedule in study.schedules.values():
-        resolve(load_config(study.config, study.settings).model_copy(update={"schedule": schedule}))
+    for run, schedule in study.schedules.items():
+        config = load_config(study.config, study.settings_of(run))
+        resolve(config.model_copy(update={"schedule": schedule}))

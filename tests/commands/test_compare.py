@@ -14,12 +14,14 @@ from tailrace.cli import main
 from tailrace.commands.compare import ComparedSchedule, Comparison, in_turn
 from tailrace.config import load_config
 from tailrace.page.run import open_runs
-from tailrace.record.figures import LAPS, Row
+from tailrace.record.figures import BIASES, LAPS, Row
 from tailrace.schedules import SCHEDULES
 
 
 def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
-    given = {name: 0.5 for name, figure in LAPS.items() if figure.total} | {"bound_s": 0.0}
+    given = {name: 0.5 for name, figure in LAPS.items() if figure.total and name not in BIASES} | {
+        "bound_s": 0.0
+    }
     given |= {
         "main_time_s": main_s,
         "main_s_per_1000_samples": 1000 * main_s / samples,

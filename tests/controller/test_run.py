@@ -26,6 +26,7 @@ from helpers.virtual import (
     simulate,
 )
 from tailrace import clock
+from tailrace.algo.advantages import group_advantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents, RunSettings
@@ -307,6 +308,19 @@ def test_gradients_step_and_publication_begin_one_after_another() -> None:
 
 
 # -- publishing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["serial", "rolloutpipe_eager", "streamrl", "pipelinerl"])
+def test_advantages_over_a_step_wait_for_its_last_sample_however_a_schedule_streams_it(name: str) -> None:
+    settings = change(SETTINGS, group_size=1)
+    outcome = simulate(SCHEDULES_BY_NAME[name], settings, algorithm=AlgorithmSettings(name="one_sample"))
+    accumulated = iter(outcome.of(Accumulated))
+    for step in outcome.of(Stepped):
+        rewards = [sample.reward for sample in step.samples if sample.reward is not None]
+        expected = group_advantages(rewards, scale="group")
+        assert [sample.advantage for sample in step.samples] == pytest.approx(expected)
+        assert step.start_s == next(accumulated).end_s
+    assert next(accumulated, None) is None
 
 
 def test_training_goes_on_while_weights_arrive_and_the_next_publication_waits_for_them() -> None:

@@ -155,7 +155,7 @@ def test_the_pictures_of_the_schedules_are_small() -> None:
     page = ROOT / "docs" / "choosing-a-schedule.md"
     pictures = [page.parent / target for target in re.findall(r"!\[.*?\]\((.+?)\)", page.read_text())]
     files = {*(ROOT / "docs" / "images").iterdir()}
-    studies = {ROOT / "docs" / "images" / f"learning_{name}.png" for name in ("lag", "real")}
+    studies = {ROOT / "docs" / "images" / f"learning_{name}.png" for name in ("lag", "real", "trl")}
     assert files - {*pictures} == studies
     assert [picture for picture in pictures if picture.stat().st_size >= MAX_PICTURE_BYTES] == []
 

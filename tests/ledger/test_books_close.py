@@ -25,6 +25,7 @@ from helpers.virtual import (
     Death,
     Outcome,
     beside_each_other,
+    change,
     dying,
     regenerated,
     reporting,
@@ -37,6 +38,7 @@ from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+from tailrace.rollout.members import GroupSettings
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import (
     SimEngineSettings,
@@ -125,8 +127,15 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
     return partial(SCHEDULES[name], **parameters)
 
 
+RULES = st.builds(
+    GroupSettings,
+    keep=st.sampled_from([None, 2]),
+    deadline_s=st.sampled_from([None, 0.5, 3.0]),
+    replacements=st.integers(0, 3),
+)
 RUNS = st.builds(
     RunSettings,
+    groups=st.one_of(st.just(GroupSettings()), RULES),
     rounds=st.sampled_from([4, 3, 2, 1]),
     group_size=st.integers(2, 3),
     seed=st.integers(0, 1000),
@@ -136,6 +145,7 @@ RUNS = st.builds(
 )
 ALGORITHMS = st.builds(
     AlgorithmSettings,
+    advantage=st.sampled_from(["group", "batch"]),
     filter=st.sampled_from(["none", "zero_variance"]),
     kl_coef=st.sampled_from([0.0, 0.1]),
     kl_in=st.sampled_from(["loss", "reward"]),
@@ -200,6 +210,8 @@ def test_the_books_close_in_every_world(
     book: Book,
     write_s: float,
 ) -> None:
+    if schedule.keywords.get("response_speculation", 1.0) > 1 or algorithm.filter != "none":
+        run = change(run, groups=GroupSettings())  # its groups are races; or it filters those of one member
     drawn: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

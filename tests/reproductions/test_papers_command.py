@@ -48,7 +48,7 @@ def test_a_table_shows_each_printed_figure_beside_ours_with_its_kind_and_its_bar
     assert "Fitted to r_train = 26.02: tau." in said and "Not attempted: Figs. 5a, 5b," in said
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", [name for name in PAPERS if name != "staleness"])  # it has no set-up to fit
 def test_a_paper_says_what_is_printed_fitted_and_assumed_and_what_is_not_attempted(name: str) -> None:
     paper = import_module(f"reproductions.{name}").PAPER
     assert all(paper.num_parameters.values()) and sum(paper.num_parameters.values()) > len(paper.parameters)

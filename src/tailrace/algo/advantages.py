@@ -109,13 +109,24 @@ class ComputeAdvantages:
         if not all(map(math.isfinite, rewards)):
             return "reward not finite"
         scale = self.settings.advantage
-        # Under gae the trainer's critic computes advantages from the rewards.
-        advantages = rewards if scale == "gae" else group_advantages(rewards, scale=scale)
+        # Under gae the trainer's critic computes advantages from the rewards; under batch, `of_step` does.
+        advantages = rewards if scale == "gae" or scale == "batch" else group_advantages(rewards, scale=scale)
         if any(abs(advantage) > MAX_ADVANTAGE for advantage in advantages):
             return "reward too large"
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
         return None
+
+    @property
+    def wait_for_step(self) -> bool:
+        """Advantages depend on all samples of an optimizer step."""
+        return self.settings.advantage == "batch"
+
+    def of_step(self, samples: Sequence[Sample]) -> None:
+        """Set the advantages of a step, as of one group. Until then they are the shaped rewards."""
+        advantages = group_advantages([sample.advantage for sample in samples], scale="group")
+        for sample, advantage in zip(samples, advantages, strict=True):
+            sample.advantage = advantage
 
     def shaped_reward(self, sample: Sample) -> float:
         """The reward of the task minus the overlong penalty and, if it is in the reward, the KL."""

@@ -15,13 +15,13 @@ from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 
 LossName = Literal["grpo", "gspo", "cispo", "reinforce"]
-AdvantageName = Literal["group", "none", "rloo", "gae"]
+AdvantageName = Literal["group", "none", "rloo", "gae", "batch"]
 Normalize = Literal["sample_mean", "token_mean", "sample_sum", "fixed_length"]
 Correction = Literal["none", "truncate", "mask", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 TokenLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 """Losses of Tinker's `forward_backward`, which are sums over tokens (losses.token_loss)."""
-Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo"]
+Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo", "one_sample"]
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "grpo": {},
@@ -49,11 +49,14 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
         "correction": "truncate",
     },
     "ppo": {"advantage": "gae", "normalize": "token_mean", "kl_estimator": "k1", "kl_in": "reward"},
+    "one_sample": {"advantage": "batch"},
 }
 """Sources: GRPO 2402.03300 4.1. Dr. GRPO 2503.20783 3.2. DAPO 2503.14476 3 and 4.1 (clip 0.28, an overlong
 penalty over the last 4,096 of 20,480 tokens). GSPO 2507.18071 5.1. CISPO 2506.13585 3.1, which prints no
 bound: weights up to 5, as TRL's documentation advises. RLOO 2402.14740. REINFORCE as PipelineRL 2, eq. 5
-with the mean of the group and the ratio of each token. PPO 1707.06347."""
+with the mean of the group and the ratio of each token. PPO 1707.06347. One sample a prompt, with an advantage
+over the batch, is of 2606.17250, of which the abstract alone was at hand: its negative token filtering, which
+it holds necessary for stable training, is not implemented. The loss is GRPO's."""
 
 
 class AlgorithmSettings(Settings):
@@ -79,7 +82,9 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group"
     """group: reward minus the group's mean, divided by its standard deviation (GRPO). none: reward minus the
     group's mean (Dr. GRPO). rloo: reward minus the mean of the other samples. gae: generalised advantage
-    estimation for each token, with a critic that is trained beside the policy (PPO). (algo/advantages.py)"""
+    estimation for each token, with a critic that is trained beside the policy (PPO). batch: as group, over
+    all samples of the optimizer step, for `run.group_size = 1`. Gradients wait for the last sample of the
+    step, so a schedule that streams a batch trains it at its end. (algo/advantages.py)"""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount a token, for gae."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
@@ -165,10 +170,10 @@ def check_algorithm(
         "raise run.group_size",
     )
     refuse(
-        group_size == 1 and algorithm.advantage != "gae",
+        group_size == 1 and algorithm.advantage not in ("gae", "batch"),
         "advantage",
         "a group of one sample always has an advantage of zero",
-        "raise run.group_size, or use a critic: 'gae'",
+        "raise run.group_size, compare the samples of a step: 'batch', or use a critic: 'gae'",
     )
     refuse(
         reinforce and algorithm.old_policy == "recomputed",

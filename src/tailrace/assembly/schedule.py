@@ -24,6 +24,7 @@ from tailrace.data.base import Prompts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RequestStarted, Stepped
+from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
@@ -42,7 +43,7 @@ def with_published_defaults(config: RunConfig) -> RunConfig:
     if algorithm.old_policy is None:
         recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
         algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
-    check_algorithm(algorithm, group_size=config.run.group_size, sampling=config.sampling)
+    check_algorithm(algorithm, group_size=config.run.num_trained, sampling=config.sampling)
     return config.model_copy(update={"algorithm": algorithm})
 
 
@@ -177,7 +178,8 @@ def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, reward
     replicas = 2 if kind == "elastic" else 1
     short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
-    rehearsal = RunSettings(rounds=2, group_size=group_size, step_timeout_s=3600.0)
+    rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
+    rehearsal = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
         await schedule(run)

@@ -195,7 +195,10 @@ def note_default_costs(sim: SimSettings, console: Console) -> None:
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:
     """Run a schedule on simulated parts; return the virtual seconds that it took. Raises a ConfigError if
     [sim] cannot work."""
-    sim = sim_settings(config)
+    sim, deadline_s = sim_settings(config), config.run.groups.deadline_s
+    if deadline_s and deadline_s < sim.engines.base_s:
+        problem = f"no sample can meet it: a decode step takes {sim.engines.base_s:g} s"
+        raise ConfigError("run.groups.deadline_s", deadline_s, problem, "raise it")
     parts = partial(
         simulated_parts,
         sim,

@@ -39,7 +39,7 @@ from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.base import RunComponents
 from tailrace.controller.execution import execute
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.figures import COSTS, LAPS, QUALITIES, TIMES, Row
+from tailrace.record.figures import BIASES, COSTS, LAPS, QUALITIES, TIMES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
@@ -243,7 +243,8 @@ class Comparison:
         for name in self.laps:
             table.add_column(name, justify="right")
         costs = {figure: (label, f"{{:,.4f}} {currency}") for figure, label in COSTS.items() if currency}
-        for figure, (label, form) in {**TIMES, **costs, **QUALITIES}.items():
+        biases = BIASES if all("length_bias" in lap for laps in self.laps.values() for lap in laps) else {}
+        for figure, (label, form) in {**TIMES, **costs, **QUALITIES, **biases}.items():
             table.add_row(label, *(self._cell(name, figure, form) for name in self.laps))
             if figure == "main_s_per_1000_samples" and BASELINE in self.laps:
                 for label, form, value in self._against_serial():

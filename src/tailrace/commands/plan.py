@@ -91,6 +91,9 @@ def problem_of(config: RunConfig) -> Problem:
     for section, key in costs_given(sim):
         problem = "it would be the same for every division of the devices"
         raise ConfigError(f"sim.{section}.{key}", getattr(getattr(sim, section), key), problem, "remove it")
+    if config.run.groups.has_rule:
+        problem = "the planner predicts groups that wait for all of their members"
+        raise ConfigError("run.groups", config.run.groups.model_dump(), problem, "remove it")
     config = with_published_defaults(config)
     return Problem(
         sim=_with_table(without_rates(config)),

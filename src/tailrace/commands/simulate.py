@@ -21,7 +21,7 @@ from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder, Sink
-from tailrace.record.figures import COSTS, QUALITIES, Row
+from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
@@ -106,8 +106,9 @@ def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap
     for key, label in COSTS.items():
         if key in lap:
             table.add_row(label, f"{lap[key]:,.4f}")
-    for key, (label, form) in QUALITIES.items():
-        table.add_row(label, form.format(lap[key]))
+    for key, (label, form) in {**QUALITIES, **BIASES}.items():
+        if key in lap:
+            table.add_row(label, form.format(lap[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")

@@ -10,6 +10,7 @@ from tailrace.engine.base import Engine
 from tailrace.ledger.prices import Prices
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
+from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import DISAGGREGATED, Shared
 from tailrace.rollout.router import Play
 from tailrace.settings import Resumable, Settings
@@ -23,6 +24,7 @@ class RunSettings(Settings):
     """Rounds of the schedule."""
     group_size: int = Field(ge=1, le=65_536)
     """Samples of one prompt (K)."""
+    groups: GroupSettings = GroupSettings()
     seed: int = Field(default=0, ge=0)
     """Seed of the prompt order and of the sampling noise."""
     eval_every: Resumable[int] = Field(default=0, ge=0)
@@ -47,8 +49,15 @@ class RunSettings(Settings):
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error."""
 
+    @property
+    def num_trained(self) -> int:
+        """Samples of one prompt that are trained."""
+        return self.groups.keep or self.group_size
+
     @model_validator(mode="after")
-    def _check_that_samples_differ(self) -> "RunSettings":
+    def _check_samples(self) -> "RunSettings":
+        if self.num_trained > self.group_size:
+            raise ValueError(f"groups.keep = {self.groups.keep} is more than group_size = {self.group_size}")
         if self.eval_temperature is not None and self.eval_greedy:
             raise ValueError("eval_temperature needs eval_greedy = false")
         if self.eval_samples > 1 and self.eval_greedy:

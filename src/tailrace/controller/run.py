@@ -55,15 +55,27 @@ class PromptSource:
         Raises:
             ConfigError: the data has no usable row left.
         """
-        group = Group(self._next_prompt(), self._settings.group_size, [], num_samples, round_drawn=round)
-        group.samples = self.samples(group, num_samples)
+        group = self.begin(Group(self._next_prompt(), 0, [], round_drawn=round), num_samples)
         self._ledger.draw(group)
         return group
 
-    def samples(self, group: Group, n: int) -> list[Sample]:
-        """New samples for the current attempt of a group."""
-        ids = [SampleId(group.prompt.index, group.attempt, number) for number in range(n)]
-        return [Sample(id, group, seed=noise_seed(self._settings.seed, id)) for id in ids]
+    def begin(self, group: Group, num_samples: int) -> Group:
+        """The group with new samples for its current attempt."""
+        group.ruled = self._settings.groups.applies_to(group.prompt)
+        group.num_required = self._settings.num_trained if group.ruled else self._settings.group_size
+        group.kept, group.oldest_version, group.num_launched = [], None, 0
+        group.samples = [self._sample(group) for _ in range(num_samples)]
+        return group
+
+    def another(self, group: Group) -> Sample | None:
+        """One more sample of a group with rules; None if it may launch no more."""
+        most = self._settings.group_size + self._settings.groups.replacements
+        return self._sample(group) if group.num_launched < most else None
+
+    def _sample(self, group: Group) -> Sample:
+        id = SampleId(group.prompt.index, group.attempt, group.num_launched)
+        group.num_launched += 1
+        return Sample(id, group, seed=noise_seed(self._settings.seed, id))
 
     def _next_prompt(self) -> Prompt:
         for _ in range(MAX_CONSECUTIVE_BAD_ROWS):
@@ -134,6 +146,7 @@ class Run:
         self._bound, self._lags = inf, Lags()
         self._drift = 0.0  # since the KV cache was last recomputed
         self._accumulated: dict[SampleId, Sample] = {}
+        self._advantages, self._waiting = compute_advantages, list[list[Sample]]()
         self._update: WeightUpdate | None = None
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
@@ -142,7 +155,9 @@ class Run:
             engine.on_verdict = partial(self._ledger.probe, engine.name)
         parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
-        self._ledger.recall([*self.parked.groups, *self._interrupted])
+        for group in (recalled := [*self.parked.groups, *self._interrupted]):
+            group.ruled = settings.groups.applies_to(group.prompt)
+        self._ledger.recall(recalled)
         self.router = Router(parts.engines, recorder, parts.play, journal.written)
         self._generated_before = start.num_generated - self.router.num_generated
         self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
@@ -157,7 +172,9 @@ class Run:
             self._ledger,
             self.parked,
             recorder,
-            replace=lambda samples: self.prompts(1, samples=samples),
+            replace=lambda group: self.prompts(1, None if settings.groups.has_rule else group.num_launched),
+            another=self._prompt_source.another,
+            deadline_s=settings.groups.deadline_s,
             compute_advantages=compute_advantages,
             synchronous_rewards=parts.synchronous_rewards,
         )
@@ -227,8 +244,12 @@ class Run:
 
         Args:
             samples: samples to launch for each group; more than `group_size` makes the group a race for the
-                first `group_size` samples.
+                first `group_size` samples. With rules in [run.groups] that is a ConfigError.
         """
+        if samples and samples > self.group_size and self._settings.groups.has_rule:
+            problem = "this schedule races the members of a group itself"
+            remedy = "remove [run.groups], or set schedule.response_speculation = 1"
+            raise ConfigError("run.groups", "these rules", problem, remedy)
         groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
         self.restart([group for group in groups if self._is_too_old(group)], reason="interrupted")
         while len(groups) < n:
@@ -242,8 +263,7 @@ class Run:
                 if sample.fate is None and sample.num_tokens:
                     self._ledger.waste(sample, reason)
             group.attempt += 1
-            group.kept, group.oldest_version, group.num_launched = [], None, self.group_size
-            group.samples = self._prompt_source.samples(group, self.group_size)
+            self._prompt_source.begin(group, self.group_size)
         return groups
 
     def defer(self, groups: list[Group]) -> None:
@@ -258,8 +278,15 @@ class Run:
             self.pool.drop(group, reason)
 
     async def accumulate(self, batch: Batch) -> None:
-        """Forward and backward pass now. Gradients are kept; the weights do not change."""
+        """Forward and backward pass now, or before the step if advantages depend on all of its samples.
+        Gradients are kept; the weights do not change."""
         units = self._checked(batch)
+        if self._advantages.wait_for_step:
+            self._waiting += units
+        else:
+            await self._compute(units)
+
+    async def _compute(self, units: list[list[Sample]]) -> None:
         while units:
             async with self._placement.training() as replicas:
                 # One unit at a time, because the other replicas may join at any time.
@@ -269,6 +296,10 @@ class Run:
     async def step(self) -> None:
         """One optimizer step on all gradients accumulated since the last step."""
         lags, self._lags = self._lags, Lags()
+        if waiting := self._waiting:
+            self._waiting = []
+            self._advantages.of_step(list(chain.from_iterable(waiting)))
+            await self._compute(waiting)
         async with self._placement.training(all_replicas=True):
             start_s = clock.now()
             with self._interruption.protected():

@@ -99,6 +99,26 @@ def of_generated(rows: Rows, name: str) -> float:
     return sum(family(counts_of(rows), name).values()) / generated if generated else 0.0
 
 
+def over_control(rows: Rows, name: str) -> float:
+    """Mean over the samples of groups with rules, over that of control groups, minus 1."""
+    ruled, control = _against_control(rows, name, "completions/mean_length")
+    return ruled / control - 1.0 if control else 0.0
+
+
+def less_control(rows: Rows, name: str) -> float:
+    """Mean reward of the samples of groups with rules, less that of control groups."""
+    ruled, control = _against_control(rows, name, "reward")
+    return ruled - control
+
+
+def _against_control(rows: Rows, name: str, of_all: str) -> tuple[float, float]:
+    steps = steps_of(rows)
+    number, control = summed(steps, "samples/trained"), summed(steps, "control/samples")
+    sum_of_control = sum(row[name] * row["control/samples"] for row in steps if name in row)
+    sum_of_all = sum(row[of_all] * row["samples/trained"] for row in steps)
+    return (sum_of_all - sum_of_control) / max(1, number - control), sum_of_control / max(1, control)
+
+
 def _weighted(rows: Rows, name: str, weight: str) -> float:
     found = [row for row in rows if name in row]
     return sum(row[name] * row[weight] for row in found) / max(1, sum(row[weight] for row in found))
@@ -186,6 +206,9 @@ age/max | rounds | largest | ages.rounds_max | The most of a group.
 probe/difference | nats a token | largest | - | The largest difference of an engine's log-probs of the probe
     to the trainer's since the last step, mean over its tokens, after its newest weights were loaded.
 probe/time_s | s | summed | - | Time for which engines were held to answer probes.
+control/samples | samples | - | - | Samples of the step that are of control groups ([run.groups] control).
+control/mean_length | tokens | - | - | Their mean length.
+control/reward | - | - | - | Their mean reward.
 stage/groups/ | groups | - | - | The most groups at a time, since the last step, in each stage between engines
     and trainer: `generated` (they wait for the scorers), `scoring`, `ready` (for the trainer).
 stage/blocked_s/ | s | - | - | Time since the last step in which a full stage blocked the stage before it.
@@ -271,8 +294,9 @@ round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Mai
 round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
-- | share | - | lap.length_bias | Mean trained length over the mean length without interruptions, minus 1.
-    Only the planner and benchmarks/race measure it.
+control/mean_length | share | over_control | lap.length_bias | Mean trained length over the mean without
+    interruptions, minus 1. A run knows that of control groups; the planner and benchmarks/race know all.
+control/reward | - | less_control | lap.reward_bias | Mean reward less that of control groups.
 - | s | - | lap.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race measures
     it.
 """
@@ -303,7 +327,7 @@ TOTALS: Mapping[str, Total] = {
     total.__name__: total
     for total in (
         summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_rollouts,
-        per_sample, per_thousand_samples, of_generated,
+        per_sample, per_thousand_samples, of_generated, over_control, less_control,
     )
 }  # fmt: skip
 _ALL = list(_figures())
@@ -326,6 +350,7 @@ TIMES = {
     "rollout_tokens_per_s": ("rollout tokens/s", "{:,.0f}"),
 }
 COSTS = {"round_cost": "cost a round", "cost_per_1000_samples": "cost per 1,000 samples"}
+BIASES = {"length_bias": ("length bias", "{:+.1%}"), "reward_bias": ("reward bias", "{:+.3f}")}
 QUALITIES = {
     "staleness_max": ("staleness, max (publications)", "{:.0f}"),
     "lag_mean": ("lag, mean (optimizer steps)", "{:.2f}"),
@@ -339,7 +364,7 @@ QUALITIES = {
     "waste_share": ("wasted tokens", "{:.1%}"),
 }
 """The label and the format of figures of a lap in tables that are printed. Costs are in the user's currency,
-and a lap has them only if it had prices."""
+and a lap has them only if it had prices; biases only if it had control groups."""
 
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 

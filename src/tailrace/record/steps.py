@@ -238,6 +238,7 @@ class StepMeter:
             **episode_figures(samples),
             **event.lags.figures(len(samples)),
             **_group_figures(samples, self._round),
+            **_control_figures(samples),
             **self._stages,
         }
         if stats.engine_mismatch_kl is not None:
@@ -284,7 +285,10 @@ class StepMeter:
 
 def _reward_figures(samples: Sequence[Sample]) -> Row:
     groups = list(dict.fromkeys(sample.group for sample in samples))
-    stds = [standard_deviation(_known_rewards(group.trainable)) for group in groups]
+    rewards = [_known_rewards(group.trainable) for group in groups]
+    if max(map(len, rewards)) == 1:  # they are compared with one another
+        rewards = [list(chain.from_iterable(rewards))]
+    stds = list(map(standard_deviation, rewards))
     rewarded = [(each.prompt.source, each.reward) for each in samples if each.reward is not None]
     return {
         "reward": mean(_known_rewards(samples)),
@@ -304,6 +308,14 @@ def _group_figures(samples: Sequence[Sample], round: int) -> Row:
         **mean_and_max("deferrals", [group.deferrals for group in groups]),
         **mean_and_max("age", [round - group.round_drawn for group in groups]),
     }
+
+
+def _control_figures(samples: Sequence[Sample]) -> Row:
+    control = [sample for sample in samples if sample.group.ruled is False]
+    if not control:
+        return {}
+    mean_length, reward = fmean(sample.num_tokens for sample in control), mean(_known_rewards(control))
+    return {"control/samples": len(control), "control/mean_length": mean_length, "control/reward": reward}
 
 
 def _means(prefix: str, items: Iterable[tuple[str, float]]) -> Row:

@@ -5,7 +5,7 @@ before it was killed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +14,7 @@ import msgspec
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Event
 from tailrace.record.figures import (
+    BIASES,
     COSTS,
     FIGURES,
     LAPS,
@@ -101,6 +102,8 @@ class RunSummary:
     """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
     """None if no round trained."""
+    bias: dict[str, float] = field(default_factory=dict)
+    """Of the rules of groups; empty without control groups."""
     cost: float | None = None
     """Of all lives, in the currency of [prices]; None without them."""
 
@@ -158,6 +161,7 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
+            bias=self._totals(self.rows, BIASES),
             cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
         )
 
@@ -165,9 +169,14 @@ class Summary:
         """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
-        totals = {key: each.total(rows, each.name) for key, each in LAPS.items() if each.total}
-        unknown = () if any("round/cost" in row for row in rows) else COSTS
-        return {key: total for key, total in totals.items() if key not in unknown}
+        return self._totals(rows, LAPS)
+
+    def _totals(self, rows: Sequence[Row], keys: Iterable[str]) -> dict[str, float]:
+        """Figures of LAPS over the rows, without those that the run does not measure."""
+        needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
+        measured = (key for key in keys if key not in needed or any(needed[key] in row for row in self.rows))
+        figures = ((key, LAPS[key]) for key in measured)
+        return {key: each.total(rows, each.name) for key, each in figures if each.total}
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
         if not self.bounds:

@@ -17,18 +17,20 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from math import inf
+from typing import Protocol
 
 from tailrace.clock import Signal, now
-from tailrace.errors import AllFiltered, RewardFailed, ScheduleError
+from tailrace.errors import AllFiltered, AllLate, RewardFailed, ScheduleError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.reward.base import Rewards
 from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Ring, Select, earliest
+from tailrace.rollout.members import Deadlines
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample
@@ -142,7 +144,7 @@ class SamplesInFlight:
         aborting = self.park(sample) is not None
         if state is not None and aborting:
             state.discarded = reason
-        elif state is not None and state.task is not None:  # it is scored
+        elif state is not None and state.task is not None and not sample.scored:
             state.task.cancel()
         return aborting
 
@@ -263,10 +265,26 @@ class Ages:
 
 Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""
-SetAdvantages = Callable[[Group], str | None]
-"""Sets the advantages of a complete group, or returns the reason why the group is filtered."""
+
+
+class SetAdvantages(Protocol):
+    """Sets the advantages of samples."""
+
+    @property
+    def wait_for_step(self) -> bool:
+        """Whether `of_step` sets them, before the gradients of an optimizer step are computed."""
+
+    def __call__(self, group: Group) -> str | None:
+        """Set those of a complete group, or return the reason why the group is filtered."""
+
+    def of_step(self, samples: Sequence[Sample]) -> None:
+        """Set those of all samples of an optimizer step."""
+
+
 MAX_CONSECUTIVE_FILTERED = 1_000
 """A filtered group is replaced by another one. This many in succession end the run."""
+MAX_CONSECUTIVE_LATE = 100
+"""So is one without a member before its deadline."""
 
 
 class Pool:
@@ -281,11 +299,14 @@ class Pool:
         partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
         *,
-        replace: Callable[[int], list[Group]],
+        replace: Callable[[Group], list[Group]],
+        another: Callable[[Group], Sample | None],
+        deadline_s: float | None,
         compute_advantages: SetAdvantages,
         synchronous_rewards: bool = False,
     ) -> None:
-        """`replace` draws a group with that many samples, in place of one that is filtered or dropped."""
+        """`replace` draws a group in place of one that is filtered or dropped. `another` makes one more
+        sample of a group, or none if it may launch no more."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
         self.generated = Ring("generated", drop=self.drop)
@@ -307,7 +328,8 @@ class Pool:
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = SynchronousRewards(rewards, self) if synchronous_rewards else rewards
         self._partial_rollouts, self._recorder = partial_rollouts, recorder
-        self._replace, self._compute_advantages = replace, compute_advantages
+        self._replace, self._another, self._compute_advantages = replace, another, compute_advantages
+        self._deadlines = Deadlines(deadline_s, self._late)
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._source: Draw | None = None
@@ -315,7 +337,7 @@ class Pool:
         self._parking: asyncio.Task[None] | None = None
         self._samples, self._orders = SamplesInFlight(lambda sample: self.order(sample)), itertools.count()
         self._pumping = self._shut = False
-        self._num_filtered = 0  # since the last group that became ready
+        self._num_filtered = self._num_late = 0  # since the last group, or group with rules, became ready
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -463,6 +485,8 @@ class Pool:
         """Start what the group lacks."""
         if group not in self._in_flight:
             return  # it was taken, parked or dropped
+        if group.ruled:
+            self._mend(group)
         was_generated = group.serving_complete
         self.progress.keep_finished(group)
         if group.serving_complete:
@@ -482,6 +506,50 @@ class Pool:
         elif group.serving_complete and not was_generated:
             self._end_race()
 
+    def _mend(self, group: Group) -> None:
+        """Take members that failed out of the group, where others are there or can be launched."""
+        for sample in [each for each in group.samples if each.failure and each.fate is None]:
+            if len(group.samples) > group.num_required or self._adds_member(group):
+                self._lose(sample, sample.failure or "")
+
+    def _late(self, group: Group) -> None:
+        """The deadline of the group is over."""
+        self._deadlines.end(group)
+        for sample in [each for each in group.samples if not each.ended]:
+            self._lose(sample, "late")
+        while len(group.samples) < group.num_required and self._adds_member(group):
+            pass
+        self.progress.lost(num_lost := max(0, group.num_required - len(group.samples)))
+        group.num_required -= num_lost
+        if group.samples:
+            self._look(group)
+        else:
+            self.drop(group, "late")
+            self._num_late += 1
+            if self._num_late == MAX_CONSECUTIVE_LATE:
+                raise AllLate(f"{self._num_late} groups in succession were late; raise run.groups.deadline_s")
+            self._draw_instead(group)
+        self._pump()
+        self.changed.fire()
+
+    def _lose(self, sample: Sample, reason: str) -> None:
+        """Take a member out of a group in flight, which goes back to the engines if it was generated."""
+        if sample in sample.group.kept:
+            sample.group.kept.remove(sample)
+            self.progress.num_finished -= 1
+        for ring in (self.generated, self.scoring):
+            if sample.group in ring:
+                ring.leave(sample.group)
+                asyncio.get_running_loop().call_soon(self._score_next)
+        self._discard(sample, reason)
+
+    def _adds_member(self, group: Group) -> bool:
+        if sample := self._another(group):
+            group.samples.append(sample)
+            self._samples.wait(sample)
+            asyncio.get_running_loop().call_soon(self._pump)
+        return bool(sample)
+
     def _score_next(self) -> None:
         """Hand generated groups to the scorers while these have room."""
         while len(self.generated) and not self.scoring.is_full:
@@ -498,6 +566,7 @@ class Pool:
         """Take a group out of the stages before the last one."""
         for stage in (self._in_flight, self._frontier):
             stage.pop(group, None)
+        self._deadlines.end(group)
         for ring in (self.generated, self.scoring):
             ring.leave(group)
 
@@ -518,12 +587,16 @@ class Pool:
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
-            self._num_filtered = 0
+            self._num_filtered, self._num_late = 0, 0 if group.ruled else self._num_late
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             return self._end_race()
+        self._draw_instead(group)
+
+    def _draw_instead(self, group: Group) -> None:
+        """Draw another prompt for a group that was filtered or dropped."""
         if self._source is None:
-            self.launch(self._replace(group.num_launched))
+            self.launch(self._replace(group))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
     def _taken(self, groups: Iterable[Group]) -> None:
@@ -542,6 +615,7 @@ class Pool:
             self._frontier[sample.group] = None
             task = self._tasks.create_task(self._router.serve(sample))
             self._samples.serve(sample, task)
+            self._deadlines.begin(sample.group)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._served, sample))
         self._pumping = False

@@ -47,6 +47,11 @@ class RolloutProgress:
                 self.num_finished += 1
                 self.lengths.add(sample.num_tokens)
 
+    def lost(self, num_members: int) -> None:
+        """So many responses are needed no longer."""
+        self.num_launched -= num_members
+        self._num_needed -= num_members
+
     @property
     def num_needed(self) -> float:
         """Responses after which the rollout ends."""
