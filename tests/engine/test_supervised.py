@@ -9,7 +9,7 @@ import pytest
 from helpers.engine_contract import fresh_samples
 from tailrace import clock
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, TokenCounter, Usage, Verdict
+from tailrace.engine.base import Arrival, Capabilities, TokenCounter, Usage
 from tailrace.engine.supervised import (
     FIRST_PAUSE_S,
     TRANSFER_PAUSE_S,
@@ -53,7 +53,7 @@ class Life:
         self.number, self.fate = number, fate
         self.counter = TokenCounter()
         self.version, self.loaded, self.closed = 0, list[int](), False
-        self.verdict: Verdict | None = None
+        self.arrival: Arrival | None = None
         self.asleep = False
         self.num_running = self.num_reported = 0
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
 
-from tailrace.engine.base import Verdict
+from tailrace.engine.base import Arrival
 from tailrace.weights.base import DTYPE, Probe
 
 SLACK = 4.0
@@ -46,7 +46,7 @@ _REMEMBERED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """What an engine says to a probe. `checksums` is empty where it cannot read its tensors."""
 
     warm: Sequence[float]
@@ -64,7 +64,9 @@ class Prover:
         adapter: publications are adapters.
     """
 
-    def __init__(self, probe: Probe, before: Answer, *, exact: bool, dtype: DTYPE, adapter: bool) -> None:
+    def __init__(
+        self, probe: Probe, before: ProbeAnswer, *, exact: bool, dtype: DTYPE, adapter: bool
+    ) -> None:
         self._exact, self._least, self._adapter = exact, LEAST[dtype], adapter
         noise = min(_off(before.cold, probe.initial), SLACK * self._least)
         self.limit = max(self._least, SLACK * noise)
@@ -74,10 +76,10 @@ class Prover:
         self._published: dict[int, Mapping[str, int]] = {0: before.checksums}
         """Checksums of the last publications that it was to load, by version."""
 
-    def judge(self, probe: Probe, answer: Answer, seconds: float = 0.0) -> Verdict:
+    def judge(self, probe: Probe, answer: ProbeAnswer, seconds: float = 0.0) -> Arrival:
         """Return the differences, and why the newest publication has not arrived, if it has not."""
         version, expected = list(probe.expected.items())[-1]
-        verdict = Verdict(
+        arrival = Arrival(
             version=version,
             difference=_off(answer.cold, expected),
             cache_difference=_off(answer.warm, answer.cold),
@@ -91,9 +93,9 @@ class Prover:
         self._published[version] = probe.checksums
         while len(self._published) > _REMEMBERED:
             del self._published[next(iter(self._published))]
-        return verdict
+        return arrival
 
-    def _cause(self, probe: Probe, answer: Answer, version: int) -> str:
+    def _cause(self, probe: Probe, answer: ProbeAnswer, version: int) -> str:
         expected, cold, limit = probe.expected[version], answer.cold, self.limit
         wrong = [name for name, found in answer.checksums.items() if found != probe.checksums.get(name)]
         if wrong:
