@@ -370,21 +370,21 @@ class HttpEngine(EngineLife):
         if probe and self._prover is None:
             self._prover = self._new_prover(probe, await self._answer(probe))
         await self._update(weights, kv)
-        if probe and self._prover:
+        if self._prover and probe and probe.expected:
             start_s = now()
             answer = await self._answer(probe)
-            self.arrival = self._prover.judge(probe, answer, now() - start_s)
+            self.arrival = self._prover.judge(weights.version, probe, answer, now() - start_s)
 
     async def _answer(self, probe: Probe) -> ProbeAnswer:
         """The warm question is asked as any request is; what the last one left in the cache may answer it."""
-        answers = []
-        for cached in (True, False):
-            attempt = self.connection.probe(probe.ids, 1, seed=0, salt=str(self._version))
-            try:
-                answers.append(await self.dialect.score(attempt, probe.num_prefix, cached=cached))
-            except (ServerRefused, LookupError, TypeError, ValueError) as error:
-                raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
-        return ProbeAnswer(*answers)
+        salt = str(self._version)
+        attempts = [self.connection.probe(probe.ids, 1, seed=0, salt=salt) for _ in range(2)]
+        try:
+            warm = await self.dialect.score(attempts[0], probe.num_prefix, cached=True)
+            cold = await self.dialect.score(attempts[1], probe.num_prefix, cached=False)
+        except (ServerRefused, LookupError, TypeError, ValueError) as error:
+            raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
+        return ProbeAnswer(warm, cold)
 
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:

@@ -160,10 +160,10 @@ class EngineWorker(Worker):
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except ValueError as why:
             raise WeightsRefused(str(why)) from why
-        if probe and self._prover:
+        if self._prover and probe and probe.expected:
             start_s = time.perf_counter()
             answer = self._answer(probe)
-            arrival = self._prover.judge(probe, answer, time.perf_counter() - start_s)
+            arrival = self._prover.judge(weights.version, probe, answer, time.perf_counter() - start_s)
         self._unproven = arrival is not None and bool(arrival.cause)
         self._report()
         return arrival
