@@ -210,7 +210,7 @@ async def _started(
         closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
             assert data and not isinstance(engine, TinkerEngineSettings)
-            fills_context = isinstance(config.environment, EpisodeSettings)
+            fills_context, room = isinstance(config.environment, EpisodeSettings), len(probe) + 1
             longest = partial(
                 longest_sequence,
                 data,
@@ -224,9 +224,7 @@ async def _started(
                 spawner=spawner,
                 devices=devices.engines,
                 min_context=longest(unbounded_prompt=1),
-                max_context=context
-                if fills_context
-                else max(longest(unbounded_prompt=context), len(probe) + 1),
+                max_context=context if fills_context else max(longest(unbounded_prompt=context), room),
                 trainer=remote_trainer,
                 trainer_settings=trainer,
             )

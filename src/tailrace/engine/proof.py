@@ -125,9 +125,8 @@ class Prover:
         for each, (old, _) in older.items():
             if found == old.checksums:
                 return self._has(each, f"all {len(found)} tensors")
-        stale = [
-            name for name in wrong if any(found[name] == old.checksums[name] for old, _ in older.values())
-        ]
+        known = [old.checksums for old, _ in older.values()]
+        stale = [name for name in wrong if any(found[name] == each[name] for each in known)]
         what, names = ("missing", stale) if stale else ("changed on the way", wrong)
         named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
         return f"tensors {what}: {len(names)} of {len(found)}: {named}"
