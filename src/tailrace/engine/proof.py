@@ -95,20 +95,23 @@ class Prover:
         older = {each: known for each, known in reversed(self._known.items()) if each != version}
         wrong = self._wrong_tensors(probe, answer.checksums, older)
         if not all(map(isfinite, answer.cold)):
-            return f"not finite: its log-probs are not ({wrong or _of_tensors(answer)})"
+            return f"not finite: its log-probs are not ({wrong or 'no tensor is known to be wrong'})"
         if wrong:
             return wrong
         for each, (old, trainers) in older.items():
             published = not old.checksums or answer.checksums != old.checksums
             moved = _off(probe.expected, trainers) > MOVED * self._least
             if self._exact and published and moved and answer.cold == old.cold:
-                return self._has(each, f"the same log-probs; {_of_tensors(answer)}")
+                evidence = "its log-probs have not moved, and the trainer's have"
+                return f"{_COPIES} ({evidence})" if answer.checksums else self._has(each, evidence)
         if (off := _off(answer.cold, probe.expected)) > self.limit:
+            evidence = f"its log-probs are off by {off:.3g}, the limit is {self.limit:.3g}"
+            if answer.checksums:
+                return f"{_COPIES} ({evidence})"
             offs = {each: _off(answer.cold, trainers) for each, (_, trainers) in older.items()}
             for each in sorted(offs, key=lambda each: offs[each])[:1]:
                 if offs[each] <= min(self.limit, off / 2):
-                    return self._has(each, f"log-probs are off its by {offs[each]:.3g}, the new by {off:.3g}")
-            evidence = f"log-probs are off by {off:.3g}, the limit is {self.limit:.3g}; {_of_tensors(answer)}"
+                    return self._has(each, f"{evidence}, and off those of it by {offs[each]:.3g}")
             return f"tensors missing or changed ({evidence})"
         if (off := _off(answer.warm, answer.cold)) > (0.0 if self._exact else self.limit):
             right = "log-probs are right when the prefix is computed"
@@ -139,8 +142,7 @@ class Prover:
         return f"weights not loaded: it computes with {older} ({evidence})"
 
 
-def _of_tensors(answer: ProbeAnswer) -> str:
-    return "each tensor has arrived" if answer.checksums else "its tensors cannot be read"
+_COPIES = "older copies: each tensor has arrived, and it computes with others"
 
 
 def _off(one: Sequence[float], other: Sequence[float]) -> float:
