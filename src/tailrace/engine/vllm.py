@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -143,8 +143,13 @@ class Vllm(Dialect):
         del body["stream_options"]
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
         body |= {"stream": False, "sampling_params": body["sampling_params"] | asked}
-        rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
         scored = range(num_prefix, len(attempt.ids))
+        try:
+            rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
+        except ServerRefused as refused:
+            if "not JSON compliant" not in refused.reply:
+                raise
+            return [nan for _ in scored]  # vLLM cannot write what it has computed
         return [float(rows[place][str(attempt.ids[place])]["logprob"]) for place in scored]
 
     @override
