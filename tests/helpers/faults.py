@@ -1,4 +1,4 @@
-"""Faults in the way of weights, planted in the process of an embedded engine, and publications that they spoil.
+"""Faults in the way of weights, planted in the process of an embedded engine, and what they spoil.
 
 FAULTS            with whole weights: what goes wrong, and the beginning of the cause that must be named
 ADAPTER_FAULTS    with adapters

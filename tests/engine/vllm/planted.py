@@ -1,4 +1,4 @@
-"""A plug-in of vLLM in place of weights/vllm_plugin.py: the same backend, with the fault that a file names."""
+"""A plug-in of vLLM in place of weights/vllm_plugin.py: its backend, with the fault that a file names."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,7 @@
 """The receiving half of a transfer inside vLLM, with the fault that planted.py names."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -35,14 +36,12 @@ class PlantedTransfer(TailraceTransfer):
                 case "a skipped load":
                     return dict(self._received[-2])
                 case "an older version":
-                    return dict(self._received[-3])
+                    return dict(self._received[-4])
                 case "a value that is not finite":
                     new[TENSOR][0, 0] = torch.nan
             return new
 
-        tied = (lambda model: None) if what == "old copies" else vllm_backend._process_tied
-        with (
-            patch.object(WeightReceiver, "receive", spoiled),
-            patch.object(vllm_backend, "_process_tied", tied),
-        ):
+        with patch.object(WeightReceiver, "receive", spoiled), ExitStack() as stack:
+            if what == "old copies":  # of the embedding, in the layout of the output layer
+                stack.enter_context(patch.object(vllm_backend, "_process_tied", lambda model: None))
             super().receive_weights(update_info)

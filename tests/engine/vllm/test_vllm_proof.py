@@ -27,13 +27,13 @@ CAUSES: Mapping[str, str] = {
     "": "",
     "a dropped tensor": "tensors missing or changed",
     "a changed tensor": "tensors missing or changed",
-    "a skipped load": "weights not loaded: it computes with version 4 ",
-    "an older version": "weights not loaded: it computes with version 4 ",
+    "a skipped load": "weights not loaded: it computes with version 6 ",
+    "an older version": "weights not loaded: it computes with version 6 ",
     "old copies": "tensors missing or changed",
     "a value that is not finite": "not finite: its log-probs are not",
     "an old prefix cache": "stale prefix cache: ",
 }
-"""The fault of each publication but every second, which is sound. Which tensor is wrong cannot be seen."""
+"""By the fault of a publication; the next one is sound. Which tensor is wrong cannot be seen from outside."""
 
 
 @asynccontextmanager
