@@ -148,12 +148,8 @@ class EngineWorker(Worker):
             self._connection.tell(Alive())  # a transfer may take longer than the health check waits
         probe, arrival = weights.probe, None
         if probe and self._prover is None:
-            self._prover = Prover(
-                *(probe, self._answer(probe)),
-                exact=True,
-                dtype=self._job.engine.dtype,
-                adapter=self._job.adapter is not None,
-            )
+            dtype, adapter = self._job.engine.dtype, self._job.adapter is not None
+            self._prover = Prover(probe, self._answer(probe), exact=True, dtype=dtype, adapter=adapter)
         try:
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except ValueError as why:
