@@ -96,6 +96,10 @@ class TransferFailed(TailraceError):
     over a new link, may succeed."""
 
 
+class NotArrived(TransferFailed):
+    """An engine loaded a publication, and its answers to the probe are not those of it. The message says why."""
+
+
 class WeightsRefused(TailraceError):
     """The published tensors are not those of the served model. The message names them. The engine was not
     touched. Sending again does not help."""

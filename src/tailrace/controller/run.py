@@ -13,6 +13,7 @@ a resumed run starts. What it carries from one round to the next is in the run (
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
@@ -150,6 +151,8 @@ class Run:
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
         self.history = History(dict(start.base.longest))
+        for engine in parts.engines:
+            engine.on_arrival = partial(self._ledger.probe, engine.name)
         parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         for group in (recalled := [*self.parked.groups, *self._interrupted]):

@@ -129,6 +129,26 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
+class Arrival(msgspec.Struct, frozen=True):
+    """How an engine answered the probe of a publication (proof.py). Differences are means of |difference| of
+    log-probs, in nats a token.
+
+    Args:
+        difference: of the engine, without its prefix cache, and the trainer.
+        cache_difference: of the engine with its prefix cache and without.
+        limit: of both; an exact engine may have no difference between the two caches.
+        seconds: for which the engine was held.
+        cause: why the publication has not arrived; empty: it has.
+    """
+
+    version: int
+    difference: float
+    cache_difference: float
+    limit: float
+    seconds: float
+    cause: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What one engine can do and another cannot."""
@@ -141,6 +161,8 @@ class Capabilities:
     sampling_mask: bool = False
     """With top_p or top_k, log-probs are those of the whole vocabulary, or the engine says which tokens could
     be drawn."""
+    scores: bool = False
+    """It answers the probe of a publication."""
 
 
 class EngineVerbs(Protocol):
@@ -182,6 +204,8 @@ class Engine(EngineVerbs, Protocol):
     state: EngineState
     on_state: Callable[[str], None]
     """Called after each change of `state`, with the reason in words. The router sets it."""
+    on_arrival: Callable[[Arrival], None]
+    """Called after each answer to a probe. The run sets it."""
 
     async def regroup(self, width: int) -> None:
         """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
@@ -262,6 +286,9 @@ class EngineLife(EngineVerbs, Protocol):
 
     counter: TokenCounter
     """Counts the tokens that samples gain; the owner sets it."""
+    arrival: Arrival | None
+    """On the last load; None: that publication is not proven. An engine that can, generates nothing with
+    weights that have not arrived."""
 
     async def ready(self) -> None:
         """Wait until it can serve. Raises TailraceError if it cannot."""

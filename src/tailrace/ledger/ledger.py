@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.clock import now
+from tailrace.engine.base import Arrival
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import MarkRow
-from tailrace.record.events import GroupEnded, Recorder, TokensWasted
+from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
 from tailrace.types import Group, Sample
 
 Fate = Literal["trained", "filtered", "dropped"]
@@ -97,6 +98,11 @@ class Ledger:
         self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
+    def probe(self, engine: str, arrival: Arrival) -> None:
+        """Record how an engine answered the probe of a publication."""
+        self._journal.probe(engine, arrival)
+        self._recorder.emit(WeightsProbed(now() - arrival.seconds, now(), engine, arrival))
+
     def skip(self) -> None:
         """Record a row of the data without a usable prompt: it is drawn and dropped at once."""
         self.totals.num_drawn += 1
@@ -148,6 +154,9 @@ class NullJournal:
 
     def end(self, group: Group, reason: str) -> None:
         """A group has its fate."""
+
+    def probe(self, engine: str, arrival: Arrival) -> None:
+        """An engine answered the probe of a publication."""
 
     async def mark(self, mark: MarkRow) -> None:
         """Commit the mark of a complete checkpoint, with all changes until now."""

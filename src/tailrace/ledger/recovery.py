@@ -27,6 +27,7 @@ from tailrace.ledger.base import (
     LifeRow,
     MarkRow,
     Origin,
+    ProbeRow,
     RunRow,
     SampleRow,
     TokensRow,
@@ -314,6 +315,7 @@ def read_ledger(store: Store, *, tokens: bool = True) -> LedgerTables:
         groups={row.prompt: row for row in store.rows(GroupRow)},
         samples={row.id: row for row in store.rows(SampleRow)},
         trainings={(row.life, row.id): row for row in store.rows(TrainingRow)},
+        probes=store.rows(ProbeRow),
     )
     for row in store.rows(TokensRow) if tokens else ():
         tables.tokens.setdefault(row.id, []).append(row)

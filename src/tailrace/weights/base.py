@@ -35,14 +35,23 @@ _NOT_TRAINED = ".rotary_emb.inv_freq"
 """A buffer that old checkpoints contain; the model computes it."""
 
 
-class SharedMemorySettings(Settings):
+class ProbeSettings(Settings):
+    """How publications are proven."""
+
+    probe_every: int = Field(default=1, ge=0)
+    """Every so many publications each engine proves that it has the new weights: by a checksum of each
+    tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
+    without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
+
+
+class SharedMemorySettings(ProbeSettings):
     """Trainer and engines on one host: files in shared memory."""
 
     transport: Literal["shared_memory"] = "shared_memory"
     """Selects this transport."""
 
 
-class FilesystemSettings(Settings):
+class FilesystemSettings(ProbeSettings):
     """A complete Hugging Face folder for each version, which any server can read. The last two are kept."""
 
     transport: Literal["filesystem"] = "filesystem"
@@ -54,7 +63,7 @@ class FilesystemSettings(Settings):
     """Size of a safetensors file, at most, unless one tensor is larger."""
 
 
-class ProcessGroupSettings(Settings):
+class ProcessGroupSettings(ProbeSettings):
     """A torch.distributed process group for each engine."""
 
     transport: Literal["process_group"] = "process_group"
@@ -101,6 +110,26 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """What an engine must answer to prove that it has a publication (engine/proof.py).
+
+    Args:
+        ids: the fixed sequence.
+        num_prefix: tokens that are not scored; the prefix cache may have them.
+        initial: [len(ids) - num_prefix], the trainer's log-probs at the sampling temperature before its first
+            step.
+        expected: the same under this publication; empty: it need not be proven.
+        checksums: of the published tensors, by name (tensors.py).
+    """
+
+    ids: tuple[int, ...]
+    num_prefix: int
+    initial: tuple[float, ...]
+    expected: tuple[float, ...]
+    checksums: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A reference to one published version of the policy's weights."""
 
@@ -112,6 +141,8 @@ class Weights:
     """The manifest, in the order in which tensors are sent. Empty: the files say it themselves."""
     changed: float | None = None
     """Share of the weights whose bfloat16 value is not that of the previous publication (tensors.py)."""
+    probe: Probe | None = None
+    """None: no publication of the run is proven."""
 
     @property
     def is_streamed(self) -> bool:

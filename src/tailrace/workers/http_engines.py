@@ -96,6 +96,8 @@ class HttpEngines:
             check=self._check,
             send=self._trainer.send,
             expected=self._tensors,
+            dtype=settings.dtype,
+            adapter=self._adapter is not None,
             num_ranks=settings.tensor_parallel_size,
             standalone=isinstance(settings, PipelineRlEngineSettings),
         )

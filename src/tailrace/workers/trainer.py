@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
@@ -24,15 +25,17 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
+from tailrace.engine.proof import SCORED
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
-from tailrace.types import Sample
+from tailrace.types import Sample, SampleId
 from tailrace.weights.base import (
     DTYPE,
     Address,
     Link,
+    Probe,
     ProcessGroupSettings,
     Weights,
     WeightSender,
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
     from tailrace.trainer.distributed import Ranks
     from tailrace.trainer.trainer import TorchTrainer
+
+    Publish = Callable[[Iterable[tuple[str, Tensor]], int, Probe | None], Weights]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -66,6 +71,10 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    probe: tuple[int, ...] = ()
+    """The fixed sequence by which engines prove that they have a publication; empty: there is none."""
+    probe_dtype: DTYPE = "float32"
+    """Of the engines."""
     checkpoints: Path | None = None
     """The folder of the run, into which it writes checkpoints that the controller reads."""
     seed: int = 0
@@ -125,11 +134,14 @@ class TrainerWorker(Worker):
     _written: Future[None]
     """Of the last checkpoint that was begun."""
     _trainer: "TorchTrainer"
-    _publish: "Callable[[Iterable[tuple[str, Tensor]], int], Weights]"
+    _publish: "Publish"
+    _initial: tuple[float, ...]
+    """Log-probs of the probe before the first step."""
 
     def __init__(self, job: TrainerJob, connection: WorkerConnection, sender: WeightSender | None) -> None:
         self._job, self._connection, self._sender = job, connection, sender
         self._received = connection.in_turn(self)
+        self._num_published = 0
 
     @override
     @classmethod
@@ -180,7 +192,25 @@ class TrainerWorker(Worker):
     def publish(self, version: int) -> Weights:
         """Publish the current weights. Raises a TransferFailed if there is no room for them."""
         with self._trainer.present("weights"):
-            return self._publish(self._trainer.publish(), version)
+            return self._publish(self._trainer.publish(), version, self._probe())
+
+    def _probe(self) -> Probe | None:
+        """The probe of a publication: the first one is proven, and every n-th after it. All processes of the
+        trainer compute it."""
+        if not (ids := self._job.probe):
+            return None
+        asked = self._num_published % self._job.weights.probe_every == 0
+        self._num_published += 1
+        expected = self._score_probe() if asked else ()
+        finite = all(map(isfinite, expected))  # else there is nothing to compare with
+        return Probe(ids, len(ids) - SCORED, self._initial, expected if finite else (), {})
+
+    def _score_probe(self) -> tuple[float, ...]:
+        if not (ids := self._job.probe):
+            return ()
+        scored = list(ids[-SCORED:])
+        sample = TrainingSample(SampleId(0, 0, 0), list(ids[:-SCORED]), scored, [0.0] * SCORED, 0.0)
+        return tuple(self._trainer.rounded_logprobs(sample, self._job.probe_dtype))
 
     @beside
     def send(self, version: int, link: Link) -> None:
@@ -302,26 +332,28 @@ class TrainerWorker(Worker):
                 ranks=ranks,
             )
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
-        self._publish = self._open_publisher()
+        self._publish, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
         self._connection.answer(STARTED, None)
         for call in self._received:
             self._connection.execute(self, call)
 
-    def _open_publisher(self) -> "Callable[[Iterable[tuple[str, Tensor]], int], Weights]":
+    def _open_publisher(self) -> "Publish":
         """Return what publishes. Without a sender this process only helps to gather the weights."""
         from tailrace.weights.tensors import Publisher
 
         if self._sender is not None:
             return Publisher(self._sender, self._job.published_dtype, self._trainer.weights()).publish
 
-        def help_to_gather(tensors: "Iterable[tuple[str, Tensor]]", version: int) -> Weights:
+        def help_to_gather(
+            tensors: "Iterable[tuple[str, Tensor]]", version: int, probe: Probe | None
+        ) -> Weights:
             if self._job.replica == 0:
                 for _ in tensors:
                     pass
             return Weights(version)
 
-        help_to_gather(self._trainer.weights(), 0)
+        help_to_gather(self._trainer.weights(), 0, None)
         return help_to_gather
 
     @contextmanager
