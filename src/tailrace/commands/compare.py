@@ -134,10 +134,12 @@ def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
 
 
 class SharedWorkers:
-    """The workers of one racer at a time, always at the weights that training starts from."""
+    """The workers of one racer at a time, always at the weights that training starts from: those of a
+    checkpoint, or of the model."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
+        self._folder, self._checkpoint = folder, checkpoint
+        self.start = checkpoint or folder / "start"
         self._setup = ""
         self._open = AsyncExitStack()
         self._parts: RunComponents | None = None
@@ -148,10 +150,10 @@ class SharedWorkers:
             await self.aclose()
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
-            # For each set-up: what a trainer keeps beside the weights depends on its algorithm.
-            async with on_devices_of_trainer(self._parts):
-                await (await self._parts.trainer.save(self._folder / "start"))
-        await rewind(self._parts, self._folder / "start", version=0)
+            if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
+                async with on_devices_of_trainer(self._parts):
+                    await (await self._parts.trainer.save(self.start))
+        await rewind(self._parts, self.start, version=0)
         return self._parts
 
     async def aclose(self) -> None:
