@@ -4,9 +4,10 @@
     kv         engine with a fresh KV cache - engine as recorded
     lag        trainer under the current weights - trainer under the weights of the token
 
-The KL of the behaviour policy to the current one is estimated by k2 (losses.py), half the square of the
-log-ratio x. It is linear in the parts: that of part p is the mean of p x / 2, and these add up to it. A part
-that goes against the others has a negative one.
+The KL of the behaviour policy to the current one is the figure mismatch_kl: the mean over tokens of the
+estimator k3 (losses.py), exp(x) - 1 - x of the log-ratio x. Each token's k3 is divided among the parts of its
+log-ratio in their proportion, so what the causes add to the KL adds up to it. A part that goes against the
+others is negative.
 """
 
 from collections.abc import Collection, Iterable
@@ -26,21 +27,21 @@ class TokenRatio(NamedTuple):
     kv: float
     lag: float
 
-    @property
-    def total(self) -> float:
-        return self.numerics + self.kv + self.lag
+    def left_by(self, *causes: Cause) -> float:
+        """The sum of some parts; the log-ratio if none is named."""
+        return sum(getattr(self, cause) for cause in causes or CAUSES)
 
 
 def parts_of(ratios: Collection[TokenRatio]) -> dict[Cause, float]:
     """Return what each cause adds to the KL, in nats a token."""
-    return {cause: fmean(getattr(each, cause) * each.total / 2 for each in ratios) for cause in CAUSES}
+    totals = [each.left_by() for each in ratios]
+    weights = [expm1(x) / x - 1 if x else 0.0 for x in totals]  # k3(x) / x
+    return {
+        cause: fmean(getattr(each, cause) * weight for each, weight in zip(ratios, weights, strict=True))
+        for cause in CAUSES
+    }
 
 
-def k2(log_ratios: Iterable[float]) -> float:
-    """The KL by the estimator k2, in nats a token."""
-    return fmean(x * x / 2 for x in log_ratios)
-
-
-def k3(log_ratios: Iterable[float]) -> float:
-    """The KL by the estimator k3, as in the figure mismatch_kl, in nats a token."""
+def mismatch_kl(log_ratios: Iterable[float]) -> float:
+    """The KL of the behaviour policy to the current one, in nats a token."""
     return fmean(expm1(x) - x for x in log_ratios)

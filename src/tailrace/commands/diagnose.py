@@ -29,7 +29,7 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.algo.mismatch import CAUSES, Cause, TokenRatio, k2, k3, parts_of
+from tailrace.algo.mismatch import CAUSES, Cause, TokenRatio, mismatch_kl, parts_of
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import advantages_of, check_live, rewind
 from tailrace.assembly.schedule import (
@@ -64,9 +64,9 @@ REMAINING: Mapping[str, tuple[Cause, ...]] = {
 }
 """The parts that each experiment leaves."""
 LITTLE = 1e-4
-"""Nats a token: with it the effective sample size is still 0.9998."""
+"""Nats a token: with it the effective sample size is still 0.9998 (1 / (1 + 2 KL))."""
 COMPARABLE = 1e-9
-"""Nats a token: below, float32 has no digits left for k3."""
+"""Nats a token: below, float32 has no digits left for the KL."""
 BOUNDS = "staleness groups_in_flight in_flight_per_engine ring_groups window groups_launched steps_per_round"
 """Parameters of schedules that bound the lag."""
 
@@ -221,7 +221,8 @@ async def diagnose_live(
                 if mute := next((each.name for each in parts.engines if not each.capabilities.scores), None):
                     raise _cannot_score(lap.config, mute)
                 assert isinstance(parts.trainer, RemoteTrainer)
-                observed = ObservedTrainer(parts.trainer, folder / name if what == CONFIGURED else None)
+                versions = folder / str(len(found))
+                observed = ObservedTrainer(parts.trainer, versions if what == CONFIGURED else None)
                 settings = lap.config.run.model_copy(
                     update={"rounds": rounds, "eval_every": 0, "checkpoint_every": 0}
                 )
@@ -230,9 +231,9 @@ async def diagnose_live(
                 await execute(lap.schedule, lap_parts, settings, Recorder(), compute_advantages=advantages)
                 if what == CONFIGURED:
                     measured = observed.kl / observed.num_tokens
-                    ratios = await _token_ratios(parts, observed.current, folder / name, workers.start)
+                    ratios = await _token_ratios(parts, observed.current, versions, workers.start)
                 else:
-                    kls[what] = k2(
+                    kls[what] = mismatch_kl(
                         current - recorded
                         for sample, logprobs in observed.current.items()
                         for current, recorded in zip(logprobs, sample.behavior_logprobs, strict=True)
@@ -303,11 +304,10 @@ def _with_older(sample: Sample, version: int) -> Iterator[tuple[list[int], dict[
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The parts of a schedule's log-ratios, and the KL of the experiments.
+    """The parts of a schedule's log-ratios, and the KL of the experiments. KLs are in nats a token.
 
     Args:
-        measured_kl: over the same tokens, by the trainer while it trained: k3, in nats a token.
-        experiments: k2, in nats a token.
+        measured_kl: over the same tokens, by the trainer while it trained.
     """
 
     lap: ComparedSchedule
@@ -317,14 +317,13 @@ class Diagnosis:
 
     @property
     def kl(self) -> float:
-        """In nats a token, by k2."""
-        return k2(each.total for each in self.ratios)
+        """Of all parts together."""
+        return mismatch_kl(each.left_by() for each in self.ratios)
 
     @property
     def off(self) -> float | None:
         """By how much the parts together miss what the trainer measured; None: float32 cannot say."""
-        together = k3(each.total for each in self.ratios)
-        return together / self.measured_kl - 1 if self.measured_kl > COMPARABLE else None
+        return self.kl / self.measured_kl - 1 if self.measured_kl > COMPARABLE else None
 
     @property
     def cause(self) -> Cause:
@@ -334,7 +333,7 @@ class Diagnosis:
 
     def expected(self, what: str) -> float:
         """The KL of an experiment by the parts that it leaves."""
-        return k2(sum(getattr(each, cause) for cause in REMAINING[what]) for each in self.ratios)
+        return mismatch_kl(each.left_by(*REMAINING[what]) for each in self.ratios)
 
     def numbers(self) -> dict[str, Any]:
         return {
@@ -353,7 +352,7 @@ class Diagnosis:
     def tables(self, name: str) -> list[Table]:
         parts = Table("tenth of the response", "tokens", "KL", *CAUSES, title=f"{name}: KL in nats a token")
         for label, ratios in [*self._tenths().items(), ("all", self.ratios)]:
-            kls = k2(each.total for each in ratios), *parts_of(ratios).values()
+            kls = mismatch_kl(each.left_by() for each in ratios), *parts_of(ratios).values()
             parts.add_row(str(label), f"{len(ratios):,}", *(f"{kl:.3g}" for kl in kls))
         tests = Table("experiment", "KL", "by the parts")
         for what, kl in self.experiments.items():
@@ -364,7 +363,7 @@ class Diagnosis:
         """What dominates, and what to set."""
         share = parts_of(self.ratios)[self.cause] / self.kl if self.kl else 0.0
         held = "float32 cannot say more" if self.off is None else f"the parts are off by {self.off:+.1%}"
-        said = f"measured   {self.measured_kl:.3g} nats a token by k3 (mismatch_kl); {held}\n"
+        said = f"measured   {self.measured_kl:.3g} nats a token (mismatch_kl of the run); {held}\n"
         said += f"cause      {self.cause}: {share:.0%} of the KL\n"
         little = "nothing: the KL is small. If it must be smaller: " if self.kl < LITTLE else ""
         return f"{said}set        {little}{self._remedy()}"
