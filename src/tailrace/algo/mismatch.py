@@ -5,12 +5,11 @@
     lag        trainer under the current weights - trainer under the weights of the token
 
 The KL of the behaviour policy to the current one is the figure mismatch_kl: the mean over tokens of the
-estimator k3 (losses.py), exp(x) - 1 - x of the log-ratio x. Each token's k3 is divided among the parts of its
-log-ratio in their proportion, so what the causes add to the KL adds up to it. A part that goes against the
-others is negative.
+estimator k3 (losses.py), exp(x) - 1 - x of the log-ratio x. Each token's k3 is divided among the parts of x in
+their proportion, so what the causes add to the KL adds up to it. A part against the others is negative.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from math import expm1
 from statistics import fmean
 from typing import Literal, NamedTuple, get_args
@@ -27,21 +26,16 @@ class TokenRatio(NamedTuple):
     kv: float
     lag: float
 
-    def left_by(self, *causes: Cause) -> float:
-        """The sum of some parts; the log-ratio if none is named."""
-        return sum(getattr(self, cause) for cause in causes or CAUSES)
+
+def mismatch_kl(ratios: Collection[TokenRatio], causes: Collection[Cause] = CAUSES) -> float:
+    """The KL, in nats a token, if the log-ratios had some of their parts only."""
+    totals = [sum(getattr(each, cause) for cause in causes) for each in ratios]
+    return fmean(expm1(x) - x for x in totals)
 
 
 def parts_of(ratios: Collection[TokenRatio]) -> dict[Cause, float]:
-    """Return what each cause adds to the KL, in nats a token."""
-    totals = [each.left_by() for each in ratios]
+    """What each cause adds to the KL, in nats a token."""
+    totals = [each.numerics + each.kv + each.lag for each in ratios]
     weights = [expm1(x) / x - 1 if x else 0.0 for x in totals]  # k3(x) / x
-    return {
-        cause: fmean(getattr(each, cause) * weight for each, weight in zip(ratios, weights, strict=True))
-        for cause in CAUSES
-    }
-
-
-def mismatch_kl(log_ratios: Iterable[float]) -> float:
-    """The KL of the behaviour policy to the current one, in nats a token."""
-    return fmean(expm1(x) - x for x in log_ratios)
+    weighted = list(zip(ratios, weights, strict=True))
+    return {cause: fmean(getattr(each, cause) * weight for each, weight in weighted) for cause in CAUSES}

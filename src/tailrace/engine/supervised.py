@@ -155,8 +155,8 @@ class SupervisedEngine(Engine):
             self._set("open", "its device is back")
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
-        """As EngineLife.score. Raises Evicted if it is dead or asleep."""
-        if self._life is None or self.state != "open":
+        """As EngineLife.score. Raises Evicted if it is dead."""
+        if self._life is None:
             raise Evicted(f"{self.name} is {self.state}")
         return await self._life.score(ids, num_prefix)
 
