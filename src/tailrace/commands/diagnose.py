@@ -25,19 +25,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, cast
 
+import numpy as np
 from cyclopts import Parameter
+from numpy.typing import NDArray
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.algo.mismatch import CAUSES, Cause, TokenRatio, mismatch_kl, parts_of
+from tailrace.algo.mismatch import CAUSES, kl_by_cause
+from tailrace.assembly import schedule as schedules_of
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import check_live, rewind
-from tailrace.assembly.schedule import (
-    check_parameter_names,
-    resolve,
-    shared_parameters,
-    with_published_defaults,
-)
 from tailrace.commands.compare import ComparedSchedule, SharedWorkers, recorder_of, run_lap
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
@@ -45,7 +42,7 @@ from tailrace.controller.base import RunComponents
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError
 from tailrace.ledger.recovery import read_ledger
-from tailrace.ledger.store import open_store
+from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.figures import TENTHS, over_tokens, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
@@ -55,12 +52,8 @@ from tailrace.weights.base import Weights
 from tailrace.workers.trainer import RemoteTrainer
 
 CONFIGURED, FROZEN, RECOMPUTED, FRESH = "as configured", "learning rate 0", "recomputed KV", "fresh samples"
-LEFT: Mapping[str, Sequence[Cause]] = {
-    RECOMPUTED: ("numerics", "lag"),
-    FRESH: ("numerics",),
-    FROZEN: ("numerics",),
-}
-"""The parts that an experiment leaves."""
+LEFT = {RECOMPUTED: (1, 0, 1), FRESH: (1, 0, 0), FROZEN: (1, 0, 0)}
+"""Which of CAUSES each experiment leaves."""
 LITTLE, COMPARABLE = 1e-4, 1e-9
 """Nats a token. With the first the effective sample size is still 0.9998; below the second float32 has no
 digits left for the KL."""
@@ -91,20 +84,18 @@ def diagnose(
         console.print(f"the run   {_recorded(folder, config)}")
     config = with_model_folder(config.model_copy(update={"prices": None}))
     names = schedules.split(",") if schedules else [str(config.schedule.get("name"))]
-    check_parameter_names(config, names)
+    schedules_of.check_parameter_names(config, names)
     experiments = {name: _experiments(config, name) for name in names}
     with TemporaryDirectory() as scratch:
-        workers = SharedWorkers(Path(scratch), folder and folder.newest_checkpoint())
+        workers = SharedWorkers(Path(scratch), folder.newest_checkpoint() if folder else None)
         found = clock.run(_diagnosed(experiments, rounds, Path(scratch), workers), virtual=False)
     for name, figures in found.items():
-        parts = Table("tenth of the response", "tokens", "KL", *CAUSES, title=f"{name}: KL in nats a token")
+        table = Table("tenth of the response", "tokens", "KL", *CAUSES, title=f"{name}: KL in nats a token")
         for label, row in figures["tenths"].items():
-            parts.add_row(label, *(f"{value:.3g}" for value in row.values()))
-        tests = Table("experiment", "KL", "KL of the parts left")
-        for label, row in figures["experiments"].items():
-            tests.add_row(label, *(f"{value:.3g}" for value in row.values()))
-        print_table(console, parts)
-        print_table(console, tests)
+            table.add_row(label, *(f"{value:.3g}" for value in row.values()))
+        print_table(console, table)
+        for what, each in figures["experiments"].items():
+            console.print(f"{what}: KL {each['kl']:.3g}; of the parts that are left {each['left']:.3g}")
         for label in ("measured", "cause", "set"):
             console.print(f"{label:10}{figures[label]}")
     if json_path:
@@ -116,35 +107,34 @@ def _recorded(folder: RunFolder, config: RunConfig) -> str:
     if not (steps := steps_of(read_rows(folder.metrics))):
         problem, remedy = "the run has trained no sample yet", "let it train, or name its config"
         raise ConfigError("RUN", str(folder.path), problem, remedy)
-    same = [row for row in steps if "engine_mismatch_kl" in row]
-    numerics = f"{over_tokens(same, 'engine_mismatch_kl'):.3g}" if same else "unknown"
+    names = ("mismatch_kl", "engine_mismatch_kl", "lag/mean")
+    said = ", ".join(f"{name} {over_tokens(steps, name):.3g}" for name in names)
+    if not (folder.path / LEDGER_FILE).exists():
+        return said
     with closing(open_store(config.ledger, folder.path, only_read=True)) as store:
         samples = read_ledger(store, tokens=False).samples.values()
     spans = [sample.spans for sample in samples if sample.fate == "trained"]
-    num_tokens, later = (sum(span.num_tokens for each in spans for span in each[n:]) for n in (0, 1))
-    return (
-        f"mismatch_kl {over_tokens(steps, 'mismatch_kl'):.3g} over {len(steps)} steps, {numerics} where engine "
-        f"and trainer had the same weights; lag {over_tokens(steps, 'lag/mean'):.3g} steps; "
-        f"{later / max(1, num_tokens):.1%} of the trained tokens follow tokens of other weights"
-    )
+    every, later = (sum(span.num_tokens for each in spans for span in each[first:]) for first in (0, 1))
+    return f"{said}; {later / max(1, every):.1%} of the trained tokens follow tokens of other weights"
 
 
 def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
     """The run of a schedule, and those that test its parts."""
-    own = {**shared_parameters(config, name), **config.schedules.get(name, {})}
-    config = with_published_defaults(config.model_copy(update={"schedule": own, "schedules": {}}))
-    config = check_live(config, resolve(config)).config
+    own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
+    config = config.model_copy(update={"schedule": own, "schedules": {}})
+    config = schedules_of.with_published_defaults(config)
+    config = check_live(config, schedules_of.resolve(config)).config
     num_groups = own.get("groups_per_step", own.get("groups_per_round", 1))
     fresh = {"name": "serial", "groups_per_round": num_groups, "groups_per_step": num_groups}
     recomputing = config.model_copy(update={"schedule": {**own, "kv": "recompute"}})
-    changed: dict[str, tuple[str, object]] = {
-        CONFIGURED: ("schedule", own),
-        RECOMPUTED: ("schedule", shared_parameters(recomputing, name)),  # without kv: it keeps no KV cache
-        FRESH: ("schedule", fresh),
-        FROZEN: ("trainer", config.trainer.model_copy(update={"learning_rate": 0.0})),
+    changes: dict[str, dict[str, object]] = {
+        CONFIGURED: {},
+        RECOMPUTED: {"schedule": schedules_of.shared_parameters(recomputing, name)},
+        FRESH: {"schedule": fresh},
+        FROZEN: {"trainer": config.trainer.model_copy(update={"learning_rate": 0.0})},
     }
-    configs = {what: config.model_copy(update=dict([change])) for what, change in changed.items()}
-    return {what: ComparedSchedule(each, resolve(each)) for what, each in configs.items()}
+    configs = {what: config.model_copy(update=change) for what, change in changes.items()}
+    return {what: ComparedSchedule(each, schedules_of.resolve(each)) for what, each in configs.items()}
 
 
 class ObservedTrainer:
@@ -160,9 +150,8 @@ class ObservedTrainer:
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
-        samples = list(chain.from_iterable(units))
-        logprobs = await asyncio.gather(*map(self._trainer.logprobs, samples))
-        self.current.update(zip(samples, logprobs, strict=True))
+        for sample in chain.from_iterable(units):
+            self.current[sample] = await self._trainer.logprobs(sample)
         await self._trainer.accumulate(units, version=version, replicas=replicas)
 
     async def publish(self, version: int) -> Weights:
@@ -178,62 +167,57 @@ async def _diagnosed(
     workers: SharedWorkers,
 ) -> dict[str, dict[str, Any]]:
     """The figures of each schedule. Raises a ConfigError if an engine cannot score."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     async with aclosing(workers):
-        for name, laps in experiments.items():
-            ratios, kls = dict[str, list[TokenRatio]](), dict[str, float]()
+        for number, (name, laps) in enumerate(experiments.items()):
+            parts_of, kls = dict[str, NDArray[np.float64]](), dict[str, float]()
+            versions = folder / f"versions-{number}"
+            versions.mkdir()
+            (versions / "0").symlink_to(workers.start.resolve())
             for what, lap in laps.items():
                 print(f"{name}: {what}", file=sys.stderr)
-                parts, summary, versions = await workers.parts(lap), Summary(), None
+                parts, summary = await workers.parts(lap), Summary()
                 if mute := [each.name for each in parts.engines if not each.capabilities.scores]:
                     problem = f"{mute[0]} does not score a given sequence, which tells numerics from KV cache"
                     remedy = "take the embedded engine, or vLLM with sampling.temperature = 1"
                     raise ConfigError("engine.kind", lap.config.engine.kind, problem, remedy)
-                if what == CONFIGURED:
-                    versions = folder / f"versions-{len(found)}"
-                    versions.mkdir()
-                    (versions / "0").symlink_to(workers.start.resolve())
-                observed = ObservedTrainer(cast(RemoteTrainer, parts.trainer), versions)
+                trainer = cast(RemoteTrainer, parts.trainer)
+                observed = ObservedTrainer(trainer, versions if what == CONFIGURED else None)
                 recorder = recorder_of(name, lap, summary, None)
                 await run_lap(lap, replace(parts, trainer=observed), recorder, rounds)
                 kls[what] = summary.lap()["mismatch_kl"]
                 if what in (CONFIGURED, FROZEN):
-                    ratios[what] = await _token_ratios(parts, observed.current, versions)
-            found[name] = _figures(laps[CONFIGURED], ratios[CONFIGURED], parts_of(ratios[FROZEN])["kv"], kls)
+                    parts_of[what] = await _log_ratios(parts, observed.current, versions, what == CONFIGURED)
+            floor = kl_by_cause(parts_of[FROZEN][:-1])["kv"]
+            found[name] = _figures(laps[CONFIGURED], parts_of[CONFIGURED], floor, kls)
     return found
 
 
-async def _token_ratios(
-    parts: RunComponents, current: Mapping[Sample, list[float]], versions: Path | None
-) -> list[TokenRatio]:
-    """Go back to each version in the folder, and score the tokens that it generated. Without a folder all
-    versions have the present weights."""
+async def _log_ratios(
+    parts: RunComponents, current: Mapping[Sample, list[float]], versions: Path, learns: bool
+) -> NDArray[np.float64]:
+    """Go back to each version, and score the tokens that it generated. Without learning all have the weights
+    of version 0. Returns the parts of each token's log-ratio, and its place in [0, 1): [4, num_tokens]."""
     trainer, engines = (
         cast(RemoteTrainer, parts.trainer),
-        cycle(cast(Sequence[SupervisedEngine], parts.engines)),
+        cycle(cast("list[SupervisedEngine]", parts.engines)),
     )
-    scores = {sample: [(0.0, 0.0)] * sample.num_tokens for sample in current}
-    for version in (
-        sorted({span.version for sample in current for span in sample.spans}) if versions else [None]
-    ):
-        if versions:
-            await rewind(parts, versions / str(version), version)
-        samples = [each for each in current if version in (None, *(span.version for span in each.spans))]
-        trained = await asyncio.gather(*map(trainer.logprobs, samples))
-        served = await asyncio.gather(*(_served(next(engines), sample) for sample in samples))
-        for sample, own, cold in zip(samples, trained, served, strict=True):
-            tokens = chain.from_iterable([span.version] * span.num_tokens for span in sample.spans)
-            for place, generated_by in enumerate(tokens):
-                if version in (None, generated_by):
-                    scores[sample][place] = own[place], cold[place]
-    ratios = []
-    for sample, logprobs in current.items():
-        rows = zip(logprobs, scores[sample], sample.behavior_logprobs, strict=True)
-        for place, (now, (own, cold), recorded) in enumerate(rows):
-            if place < sample.spans[0].num_tokens:
-                cold = recorded
-            ratios.append(TokenRatio(place / sample.num_tokens, own - cold, cold - recorded, now - own))
-    return ratios
+    by = {each: np.repeat(*np.array(each.spans).T) * learns for each in current}
+    scores = {each: np.zeros((2, each.num_tokens)) for each in current}
+    for version in np.unique(np.concatenate(list(by.values()))).tolist():
+        await rewind(parts, versions / str(version), version)
+        samples = [each for each in current if version in by[each]]
+        own = await asyncio.gather(*map(trainer.logprobs, samples))
+        cold = await asyncio.gather(*(_served(next(engines), each) for each in samples))
+        for each, both in zip(samples, zip(own, cold, strict=True), strict=True):
+            scores[each] = np.where(by[each] == version, both, scores[each])
+    found = []
+    for each, now in current.items():
+        (mine, fresh), recorded = scores[each], np.array(each.behavior_logprobs)
+        fresh[: each.spans[0].num_tokens] = recorded[: each.spans[0].num_tokens]
+        place = np.arange(each.num_tokens) / each.num_tokens
+        found.append(np.stack([mine - fresh, fresh - recorded, now - mine, place]))
+    return np.concatenate(found, axis=1)
 
 
 async def _served(engine: SupervisedEngine, sample: Sample) -> list[float]:
@@ -251,46 +235,41 @@ async def _served(engine: SupervisedEngine, sample: Sample) -> list[float]:
 
 
 def _figures(
-    lap: ComparedSchedule, ratios: Sequence[TokenRatio], floor: float, kls: Mapping[str, float]
+    lap: ComparedSchedule, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
 ) -> dict[str, Any]:
     """What is printed and written. `floor`: what the KV cache adds with learning rate 0."""
-    tenths: dict[str, list[TokenRatio]] = {}
-    for each in sorted(ratios):
-        tenths.setdefault(str(int(each.place * TENTHS) + 1), []).append(each)
-    rows = {
-        label: {"tokens": len(each), "kl": mismatch_kl(each), **parts_of(each)}
-        for label, each in {**tenths, "all": ratios}.items()
-    }
-    parts, kl, measured = parts_of(ratios), mismatch_kl(ratios), kls[CONFIGURED]
-    parts["kv"], parts["numerics"] = parts["kv"] - floor, parts["numerics"] + floor
-    cause = max(CAUSES, key=lambda each: parts[each])
+    parts, tenth = ratios[:-1], (ratios[-1] * TENTHS).astype(int)
+    chosen = {str(number + 1): tenth == number for number in np.unique(tenth)} | {"all": tenth >= 0}
+    whole, measured = kl_by_cause(parts), kls[CONFIGURED]
+    kl, likely = whole["kl"], {**whole, "kv": whole["kv"] - floor, "numerics": whole["numerics"] + floor}
+    cause = max(CAUSES, key=lambda each: likely[each])
     off = kl / measured - 1 if measured > COMPARABLE else None
-    held = (
-        "float32 cannot say how far the parts are off" if off is None else f"the parts are off by {off:+.1%}"
-    )
-    little = "nothing, the KL is small; to make it smaller: " if kl < LITTLE else ""
+    share = f"{likely[cause] / kl if kl else 0:.0%} of the KL"
+    held = "float32 cannot say by how much" if off is None else f"the parts are off by {off:+.1%}"
     return {
-        "tenths": rows,
-        "experiments": {what: {"kl": kls[what], "left": mismatch_kl(ratios, LEFT[what])} for what in LEFT},
+        "tenths": {
+            label: {"tokens": int(at.sum()), **kl_by_cause(parts[:, at])} for label, at in chosen.items()
+        },
+        "experiments": {
+            what: {"kl": kls[what], "left": kl_by_cause(parts * np.array(left)[:, None])["kl"]}
+            for what, left in LEFT.items()
+        },
         "off": off,
         "kv_floor": floor,
         "measured": f"mismatch_kl {measured:.3g} nats a token by the run; {held}",
-        "cause": f"{cause}: {parts[cause] / kl if kl else 0:.0%} of the KL (the floor of kv, {floor:.2g}, counts as numerics)",
-        "set": little + _remedy(lap, cause),
+        "cause": f"{cause}: {share}; the floor of kv, {floor:.2g}, counts as numerics",
+        "set": ("nothing, the KL is small; for less: " if kl < LITTLE else "") + _remedy(lap, cause),
     }
 
 
-def _remedy(lap: ComparedSchedule, cause: Cause) -> str:
-    config = lap.config
+def _remedy(lap: ComparedSchedule, cause: str) -> str:
     corrected = 'algorithm.correction = "truncate"'
-    if config.algorithm.loss != "reinforce":
+    if lap.config.algorithm.loss != "reinforce":
         corrected += ' with algorithm.old_policy = "recomputed"'
-    match cause:
-        case "numerics":
-            types = f"{config.engine.dtype} and {config.trainer.dtype}"
-            return f'engine.dtype and trainer.dtype = "float32", or the same (now {types}); or {corrected}'
-        case "kv":
-            return 'schedule.kv = "recompute", or the drift at which to recompute, in nats a token'
-        case "lag":
-            bounds = [f"schedule.{key}" for key in BOUNDS.split() if key in lap.schedule.keywords]
-            return f"a lower {' or '.join([*bounds, 'trainer.learning_rate'])}; or {corrected}"
+    bounds = [f"schedule.{key}" for key in BOUNDS.split() if key in lap.schedule.keywords]
+    types = f"{lap.config.engine.dtype} and {lap.config.trainer.dtype}"
+    return {
+        "numerics": f'engine.dtype and trainer.dtype = "float32" (now {types}), or {corrected}',
+        "kv": 'schedule.kv = "recompute", or the drift at which to recompute, in nats a token',
+        "lag": f"a lower {' or '.join([*bounds, 'trainer.learning_rate'])}, or {corrected}",
+    }[cause]
