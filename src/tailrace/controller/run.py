@@ -152,7 +152,7 @@ class Run:
         journal.follow(self._ledger)
         self.history = History(dict(start.base.longest))
         for engine in parts.engines:
-            engine.on_verdict = partial(self._ledger.probe, engine.name)
+            engine.on_arrival = partial(self._ledger.probe, engine.name)
         parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         for group in (recalled := [*self.parked.groups, *self._interrupted]):

@@ -129,7 +129,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True):
     """How an engine answered the probe of a publication (proof.py). Differences are means of |difference| of
     log-probs, in nats a token.
 
@@ -212,7 +212,7 @@ class Engine(EngineVerbs, Protocol):
     state: EngineState
     on_state: Callable[[str], None]
     """Called after each change of `state`, with the reason in words. The router sets it."""
-    on_verdict: Callable[[Verdict], None]
+    on_arrival: Callable[[Arrival], None]
     """Called after each answer to a probe. The run sets it."""
 
     async def regroup(self, width: int) -> None:
@@ -297,7 +297,7 @@ class EngineLife(EngineVerbs, Protocol):
 
     counter: TokenCounter
     """Counts the tokens that samples gain; the owner sets it."""
-    verdict: Verdict | None
+    arrival: Arrival | None
     """On the last load; None: that publication is not proven. An engine that can, generates nothing with
     weights that have not arrived."""
 

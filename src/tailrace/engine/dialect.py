@@ -109,7 +109,7 @@ class Dialect(Protocol):
     async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
         """The log-probs of the tokens of `attempt.ids` after a prefix. With `cached` the prefix may come from
         the cache. Only where `capabilities.scores`."""
-        raise NotImplementedError
+        raise AssertionError(f"{self.server} scores nothing")
 
     async def abort(self, attempt: Attempt) -> bool:
         """End a request; its stream then ends with finish "abort". False: the server has no route for that,

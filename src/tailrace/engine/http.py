@@ -31,9 +31,9 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Capabilities, EngineLife, TokenCounter, Usage, Verdict
+from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
-from tailrace.engine.proof import Answer, Prover
+from tailrace.engine.proof import ProbeAnswer, Prover
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import (
@@ -272,7 +272,7 @@ class HttpEngine(EngineLife):
         self._send, self._expected = send, expected
         self._new_prover = partial(Prover, exact=False, dtype=dtype, adapter=adapter)
         self._prover: Prover | None = None
-        self.verdict: Verdict | None = None
+        self.arrival: Arrival | None = None
         self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
         self._link = self._new_link()
         self._version = 0
@@ -366,25 +366,25 @@ class HttpEngine(EngineLife):
 
     async def _proven(self, weights: Weights, kv: KV) -> None:
         """Load weights, and answer their probe."""
-        probe, self.verdict = weights.probe if self.capabilities.scores else None, None
+        probe, self.arrival = weights.probe if self.capabilities.scores else None, None
         if probe and self._prover is None:
             self._prover = self._new_prover(probe, await self._answer(probe))
         await self._update(weights, kv)
-        if probe and self._prover:
+        if self._prover and probe and probe.expected:
             start_s = now()
             answer = await self._answer(probe)
-            self.verdict = self._prover.judge(probe, answer, now() - start_s)
+            self.arrival = self._prover.judge(weights.version, probe, answer, now() - start_s)
 
-    async def _answer(self, probe: Probe) -> Answer:
+    async def _answer(self, probe: Probe) -> ProbeAnswer:
         """The warm question is asked as any request is; what the last one left in the cache may answer it."""
-        answers = []
-        for cached in (True, False):
-            attempt = self.connection.probe(probe.ids, 1, seed=0, salt=str(self._version))
-            try:
-                answers.append(await self.dialect.score(attempt, probe.num_prefix, cached=cached))
-            except (ServerRefused, LookupError, TypeError, ValueError) as error:
-                raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
-        return Answer(*answers)
+        salt = str(self._version)
+        attempts = [self.connection.probe(probe.ids, 1, seed=0, salt=salt) for _ in range(2)]
+        try:
+            warm = await self.dialect.score(attempts[0], probe.num_prefix, cached=True)
+            cold = await self.dialect.score(attempts[1], probe.num_prefix, cached=False)
+        except (ServerRefused, LookupError, TypeError, ValueError) as error:
+            raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
+        return ProbeAnswer(warm, cold)
 
     @override
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:

@@ -1,8 +1,8 @@
-"""Proof that an engine has the weights that were published: by its answers to a probe, after each load.
+"""Proof that an engine has the weights that were published: by its answers to a probe, after a load.
 
     checksums   of the tensors with which it computes, where it can read them: those published or not
     cold        its log-probs of the probe, with every key and value computed: those of the trainer or not
-    warm        the same with the prefix from its cache: as cold or not
+    warm        the same with the prefix from its cache, where a request would find it there: as cold or not
 
 Limits. An engine that is exact gives the same bits for the same question: warm and cold must be equal, and
 answers that do not move although the trainer's do are those of older weights. All other comparisons are
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from statistics import fmean
 
-from tailrace.engine.base import Verdict
+from tailrace.engine.base import Arrival
 from tailrace.weights.base import DTYPE, Probe
 
 SLACK = 4.0
@@ -42,11 +42,11 @@ NOT_FINITE = 1e9
 _NAMED = 3
 """Tensors that a cause names, at most."""
 _REMEMBERED = 4
-"""Publications whose checksums are remembered."""
+"""Publications whose answers are remembered, to name the one that an engine has instead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """What an engine says to a probe. `checksums` is empty where it cannot read its tensors."""
 
     warm: Sequence[float]
@@ -58,84 +58,91 @@ class Prover:
     """Judges the answers of one life of an engine.
 
     Args:
-        before: its answer before its first load.
+        probe: of its first load.
+        before: its answer before that.
         exact: the same question gives the same bits.
         dtype: the coarser type of engine and trainer.
         adapter: publications are adapters.
     """
 
-    def __init__(self, probe: Probe, before: Answer, *, exact: bool, dtype: DTYPE, adapter: bool) -> None:
+    def __init__(
+        self, probe: Probe, before: ProbeAnswer, *, exact: bool, dtype: DTYPE, adapter: bool
+    ) -> None:
         self._exact, self._least, self._adapter = exact, LEAST[dtype], adapter
         noise = min(_off(before.cold, probe.initial), SLACK * self._least)
         self.limit = max(self._least, SLACK * noise)
-        self._before = before
-        self._moved = before.cold, probe.initial
-        """The newest answer that differed from the one before it, and the trainer's of then."""
-        self._published: dict[int, Mapping[str, int]] = {0: before.checksums}
-        """Checksums of the last publications that it was to load, by version."""
+        self._known: dict[int, tuple[ProbeAnswer, Sequence[float]]] = {0: (before, probe.initial)}
+        """Its answers and the trainer's: before the first load, and those of the last that arrived."""
 
-    def judge(self, probe: Probe, answer: Answer, seconds: float = 0.0) -> Verdict:
-        """Return the differences, and why the newest publication has not arrived, if it has not."""
-        version, expected = list(probe.expected.items())[-1]
-        verdict = Verdict(
+    def judge(self, version: int, probe: Probe, answer: ProbeAnswer, seconds: float = 0.0) -> Arrival:
+        """Return the differences, and why a publication has not arrived, if it has not."""
+        cause = self._cause(version, probe, answer)
+        if not cause:
+            self._known[version] = answer, probe.expected
+            while len(self._known) > _REMEMBERED:
+                del self._known[list(self._known)[1]]
+        return Arrival(
             version=version,
-            difference=_off(answer.cold, expected),
+            difference=_off(answer.cold, probe.expected),
             cache_difference=_off(answer.warm, answer.cold),
             limit=self.limit,
             num_tensors=len(answer.checksums),
             seconds=seconds,
-            cause=self._cause(probe, answer, version),
+            cause=cause,
         )
-        if answer.cold != self._moved[0]:
-            self._moved = answer.cold, expected
-        self._published[version] = probe.checksums
-        while len(self._published) > _REMEMBERED:
-            del self._published[next(iter(self._published))]
-        return verdict
 
-    def _cause(self, probe: Probe, answer: Answer, version: int) -> str:
-        expected, cold, limit = probe.expected[version], answer.cold, self.limit
-        wrong = [name for name, found in answer.checksums.items() if found != probe.checksums.get(name)]
+    def _cause(self, version: int, probe: Probe, answer: ProbeAnswer) -> str:
+        older = {each: known for each, known in reversed(self._known.items()) if each != version}
+        wrong = self._wrong_tensors(probe, answer.checksums, older)
+        if not all(map(isfinite, answer.cold)):
+            return f"not finite: its log-probs are not ({wrong or 'no tensor is known to be wrong'})"
         if wrong:
-            for older, checksums in reversed(self._published.items()):
-                if older != version and answer.checksums == checksums:
-                    return _not_loaded(older, f"all {len(checksums)} tensors are those of it")
-            named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
-            return (
-                f"tensors missing: {len(wrong)} of {len(answer.checksums)} are not those published: {named}"
-            )
-        has_moved = _off(expected, self._moved[1]) > MOVED * self._least
-        if self._exact and has_moved and cold == self._moved[0]:
-            if self._adapter and cold == self._before.cold:
-                return _NO_ADAPTER
+            return wrong
+        for each, (old, trainers) in older.items():
+            published = not old.checksums or answer.checksums != old.checksums
+            moved = _off(probe.expected, trainers) > MOVED * self._least
+            if self._exact and published and moved and answer.cold == old.cold:
+                evidence = "its log-probs have not moved, and the trainer's have"
+                return f"{_COPIES} ({evidence})" if answer.checksums else self._has(each, evidence)
+        if (off := _off(answer.cold, probe.expected)) > self.limit:
+            evidence = f"its log-probs are off by {off:.3g}, the limit is {self.limit:.3g}"
             if answer.checksums:
-                return "weights not loaded: the tensors are there, and it computes with older ones"
-            return "weights not loaded: its log-probs have not moved, and the trainer's have"
-        if (off := _off(cold, expected)) > limit:
-            if self._adapter and _off(cold, probe.initial) <= min(limit, off / 2):
-                return _NO_ADAPTER
-            known = {0: probe.initial, **probe.expected}
-            others = {each: _off(cold, known[each]) for each in known if each != version}
-            nearest = min(others, key=lambda each: others[each])
-            if others[nearest] <= min(limit, off / 2):
-                evidence = f"log-probs are off those by {others[nearest]:.3g}, and off the new by {off:.3g}"
-                return _not_loaded(nearest, evidence)
-            which = "each tensor arrived" if answer.checksums else "which cannot be seen from outside"
-            return f"tensors missing or changed ({which}): log-probs are off by {off:.3g} (limit {limit:.3g})"
-        if (off := _off(answer.warm, cold)) > (0.0 if self._exact else limit):
-            return (
-                f"stale prefix cache: log-probs are right when the prefix is computed, and off by {off:.3g} "
-                "when it comes from the cache"
-            )
+                return f"{_COPIES} ({evidence})"
+            offs = {each: _off(answer.cold, trainers) for each, (_, trainers) in older.items()}
+            for each in sorted(offs, key=lambda each: offs[each])[:1]:
+                if offs[each] <= min(self.limit, off / 2):
+                    return self._has(each, f"{evidence}, and off those of it by {offs[each]:.3g}")
+            return f"tensors missing or changed ({evidence})"
+        if (off := _off(answer.warm, answer.cold)) > (0.0 if self._exact else self.limit):
+            right = "log-probs are right when the prefix is computed"
+            return f"stale prefix cache: {right}, and off by {off:.3g} when it comes from the cache"
         return ""
 
+    def _wrong_tensors(
+        self, probe: Probe, found: Mapping[str, int], older: Mapping[int, tuple[ProbeAnswer, Sequence[float]]]
+    ) -> str:
+        """Which tensors are not those published, in words."""
+        wrong = [name for name in found if found[name] != probe.checksums.get(name)]
+        if not wrong:
+            return ""
+        for each, (old, _) in older.items():
+            if found == old.checksums:
+                return self._has(each, f"all {len(found)} tensors")
+        known = [old.checksums for old, _ in older.values()]
+        stale = [name for name in wrong if any(found[name] == each[name] for each in known)]
+        what, names = ("missing", stale) if stale else ("changed on the way", wrong)
+        named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        return f"tensors {what}: {len(names)} of {len(found)}: {named}"
 
-_NO_ADAPTER = "adapter not active: its log-probs are those of the model without an adapter"
+    def _has(self, version: int, evidence: str) -> str:
+        """It has a version in place of the new one."""
+        if self._adapter and not version:
+            return f"adapter not active: it has the model without one ({evidence})"
+        older = f"version {version}" if version else "the model that it started with"
+        return f"weights not loaded: it computes with {older} ({evidence})"
 
 
-def _not_loaded(version: int, evidence: str) -> str:
-    older = f"version {version}" if version else "the model that it started with"
-    return f"weights not loaded: it has {older} ({evidence})"
+_COPIES = "older copies: each tensor has arrived, and it computes with others"
 
 
 def _off(one: Sequence[float], other: Sequence[float]) -> float:
@@ -145,10 +152,10 @@ def _off(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def probe_ids(kind: str, vocabulary: int, max_tokens: int) -> tuple[int, ...]:
-    """Return the fixed sequence for engines of a kind; empty if they answer no probe or the context of the
-    model, `max_tokens`, is too short."""
-    length = min(PREFIXES.get(kind, 0) + SCORED, max_tokens)
-    return tuple(spread(length, vocabulary)) if length > SCORED else ()
+    """Return the fixed sequence for engines of a kind; empty if they answer no probe, or one is longer than
+    the context of the model, `max_tokens`."""
+    length = PREFIXES.get(kind, max_tokens) + SCORED
+    return tuple(spread(length, vocabulary)) if length < max_tokens else ()
 
 
 def spread(length: int, vocabulary: int, start: int = 0) -> Sequence[int]:

@@ -14,7 +14,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import Signal, ended, now, waiting
-from tailrace.engine.base import Capabilities, Engine, EngineLife, EngineState, TokenCounter, Usage, Verdict
+from tailrace.engine.base import Arrival, Capabilities, Engine, EngineLife, EngineState, TokenCounter, Usage
 from tailrace.errors import EngineDied, EnginesLost, Evicted, NotArrived, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
@@ -43,7 +43,7 @@ class SupervisedEngine(Engine):
         self.capabilities = Capabilities()
         self.state: EngineState = "dead"
         self.on_state: Callable[[str], None] = lambda why: None
-        self.on_verdict: Callable[[Verdict], None] = lambda verdict: None
+        self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self.why_dead = "it has not started"
         self._start, self._counter = start, counter
         self._life: EngineLife | None = None
@@ -269,7 +269,7 @@ class SupervisedEngine(Engine):
             weights = self._newest
             try:
                 await life.load(weights, kv=kv)
-                self._examine(life.verdict)
+                self._examine(life.arrival)
                 loaded = weights
             except TransferFailed as failed:
                 num_failed += 1
@@ -279,13 +279,13 @@ class SupervisedEngine(Engine):
                     raise
                 await asyncio.sleep(TRANSFER_PAUSE_S)
 
-    def _examine(self, verdict: Verdict | None) -> None:
+    def _examine(self, arrival: Arrival | None) -> None:
         """Raise NotArrived if a publication has not arrived."""
-        if verdict is None:
+        if arrival is None:
             return
-        self.on_verdict(verdict)
-        if verdict.cause:
-            raise NotArrived(f"{self.name}: version {verdict.version} has not arrived: {verdict.cause}")
+        self.on_arrival(arrival)
+        if arrival.cause:
+            raise NotArrived(f"{self.name}: version {arrival.version} has not arrived: {arrival.cause}")
 
     async def _evict(self) -> None:
         """Give all requests back once their tokens are in their samples."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from tailrace.engine.dialect import (
     label_of,
     spans_of,
 )
+from tailrace.engine.proof import PREFIXES, SCORED
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import KV
@@ -141,8 +143,13 @@ class Vllm(Dialect):
         del body["stream_options"]
         asked = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
         body |= {"stream": False, "sampling_params": body["sampling_params"] | asked}
-        rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
         scored = range(num_prefix, len(attempt.ids))
+        try:
+            rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
+        except ServerRefused as refused:
+            if "not JSON compliant" not in refused.reply:
+                raise
+            return [nan for _ in scored]  # vLLM cannot write what it has computed
         return [float(rows[place][str(attempt.ids[place])]["logprob"]) for place in scored]
 
     @override
@@ -219,6 +226,7 @@ async def detect(
     config = await _config(client) if "/server_info" in paths else {}
     model_config = config.get("model_config") or {}
     dtype, raw = model_config.get("dtype"), model_config.get("logprobs_mode") == "raw_logprobs"
+    fits = (card.get("max_model_len") or inf) > PREFIXES["vllm"] + SCORED
     return kind(
         client=client,
         sampling=sampling,
@@ -231,7 +239,7 @@ async def detect(
             exact_versions=True,
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
             sampling_mask=raw and sampling.temperature == 1,
-            scores=_numbers(version) is not None and sampling.temperature == 1,
+            scores=_numbers(version) is not None and sampling.temperature == 1 and fits,
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),
     )

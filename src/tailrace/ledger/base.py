@@ -228,7 +228,7 @@ class ProbeRow(LedgerRow, frozen=True, array_like=True):
     """From 1, of the answers of all engines in this life."""
     version: int
     difference: float
-    """As the next two and `cause`, of Verdict (engine/base.py)."""
+    """As the next two and `cause`, of Arrival (engine/base.py)."""
     cache_difference: float
     limit: float
     cause: str

@@ -19,7 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Verdict
+from tailrace.engine.base import Arrival
 from tailrace.ledger.base import (
     GroupRow,
     LedgerRow,
@@ -98,11 +98,11 @@ class Journal(NullJournal):
         self._ended.append((group, reason))
 
     @override
-    def probe(self, engine: str, verdict: Verdict) -> None:
+    def probe(self, engine: str, arrival: Arrival) -> None:
         self._num_probes += 1
-        place = (self._life, engine, self._num_probes, verdict.version)
-        measured = (verdict.difference, verdict.cache_difference, verdict.limit)
-        self._rows.append(ProbeRow(*place, *measured, verdict.cause))
+        place = (self._life, engine, self._num_probes, arrival.version)
+        measured = (arrival.difference, arrival.cache_difference, arrival.limit)
+        self._rows.append(ProbeRow(*place, *measured, arrival.cause))
 
     @override
     async def mark(self, mark: MarkRow) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.clock import now
-from tailrace.engine.base import Verdict
+from tailrace.engine.base import Arrival
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import MarkRow
 from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
@@ -102,10 +102,10 @@ class Ledger:
         self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
-    def probe(self, engine: str, verdict: Verdict) -> None:
+    def probe(self, engine: str, arrival: Arrival) -> None:
         """Record how an engine answered the probe of a publication."""
-        self._journal.probe(engine, verdict)
-        self._recorder.emit(WeightsProbed(now() - verdict.seconds, now(), engine, verdict))
+        self._journal.probe(engine, arrival)
+        self._recorder.emit(WeightsProbed(now() - arrival.seconds, now(), engine, arrival))
 
     def skip(self) -> None:
         """Record a row of the data without a usable prompt: it is drawn and dropped at once."""
@@ -165,7 +165,7 @@ class NullJournal:
     def end(self, group: Group, reason: str) -> None:
         """A group has its fate."""
 
-    def probe(self, engine: str, verdict: Verdict) -> None:
+    def probe(self, engine: str, arrival: Arrival) -> None:
         """An engine answered the probe of a publication."""
 
     async def mark(self, mark: MarkRow) -> None:

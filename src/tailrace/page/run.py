@@ -139,7 +139,7 @@ class RunView:
             "passes": _times(lives, "passes", "accumulate"),
             "steps": _times(lives, "steps", "step"),
             "publications": _times(lives, "publications", "publish"),
-            "probes": [(each.start_s, each.end_s, each.verdict.cause) for each in probes],
+            "probes": [(each.start_s, each.end_s, each.arrival.cause) for each in probes],
             "rewards": [*chain.from_iterable(rewards)],
             "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
         }

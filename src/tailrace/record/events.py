@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.engine.base import DecodeSums, Verdict
+from tailrace.engine.base import Arrival, DecodeSums
 from tailrace.record.figures import Lags, Row
 from tailrace.trainer.base import StepStats
 from tailrace.types import KV, FinishReason, Sample, SampleId
@@ -192,10 +192,10 @@ class Published(Interval, frozen=True):
 
 
 class WeightsProbed(Interval, frozen=True):
-    """An engine answered the probe of a publication that it had loaded; `verdict` says how."""
+    """An engine answered the probe of a publication that it had loaded; `arrival` says how."""
 
     engine: str
-    verdict: Verdict
+    arrival: Arrival
 
 
 class RoundEnded(Moment, frozen=True):

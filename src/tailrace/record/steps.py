@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from statistics import fmean
 
-from tailrace.engine.base import Verdict
+from tailrace.engine.base import Arrival
 from tailrace.record import events
 from tailrace.record.bounds import BoundMeter
 from tailrace.record.events import Event, Recorder, Sink
@@ -132,7 +132,7 @@ class StepMeter:
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
         self._stages: Row = {}
-        self._verdicts: list[Verdict] = []
+        self._arrivals: list[Arrival] = []
         self._counts: Counter[str] = Counter()
         self._open: _OpenRound | None = None
         self._bounds = BoundMeter()
@@ -163,8 +163,8 @@ class StepMeter:
             case events.ControllerLag():
                 self._controller_lags.append(event.lag_s)
             case events.WeightsProbed():
-                self._verdicts.append(event.verdict)
-                if event.verdict.cause:
+                self._arrivals.append(event.arrival)
+                if event.arrival.cause:
                     self._counts[f"probe/failed/{event.engine}"] += 1
             case events.StagesFilled():
                 for name, (most, blocked_s) in event.stages.items():
@@ -247,11 +247,11 @@ class StepMeter:
             row["ess/guard"] = min(self._guards)
         if self._controller_lags:
             row["time/controller_lag"] = max(self._controller_lags)
-        if self._verdicts:
-            row["probe/difference"] = max(each.difference for each in self._verdicts)
-            row["probe/time_s"] = sum(each.seconds for each in self._verdicts)
+        if self._arrivals:
+            row["probe/difference"] = max(each.difference for each in self._arrivals)
+            row["probe/time_s"] = sum(each.seconds for each in self._arrivals)
         self._guards.clear()
-        self._verdicts.clear()
+        self._arrivals.clear()
         self._controller_lags.clear()
         return row
 

@@ -118,14 +118,14 @@ class Probe:
         num_prefix: tokens that are not scored; the prefix cache may have them.
         initial: [len(ids) - num_prefix], the trainer's log-probs at the sampling temperature before its first
             step.
-        expected: the same under the last publications, by version. The last is this publication.
+        expected: the same under this publication; empty: it need not be proven.
         checksums: of the published tensors, by name (tensors.py).
     """
 
     ids: tuple[int, ...]
     num_prefix: int
     initial: tuple[float, ...]
-    expected: dict[int, tuple[float, ...]]
+    expected: tuple[float, ...]
     checksums: dict[str, int]
 
 
@@ -142,7 +142,7 @@ class Weights:
     changed: float | None = None
     """Share of the weights whose bfloat16 value is not that of the previous publication (tensors.py)."""
     probe: Probe | None = None
-    """None: this publication is not proven."""
+    """None: no publication of the run is proven."""
 
     @property
     def is_streamed(self) -> bool:

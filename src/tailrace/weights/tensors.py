@@ -42,7 +42,7 @@ class Publisher:
         gets their checksums."""
         host = {name: tensor.detach().to("cpu", self._dtype) for name, tensor in tensors}
         weights = self._sender.publish(host, version)
-        if probe is not None:
+        if probe and probe.expected:
             probe = replace(probe, checksums=checksums(host))
         return Weights(version, weights.location, weights.tensors, self._changed(host), probe)
 

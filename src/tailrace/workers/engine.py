@@ -17,14 +17,14 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.engine.base import (
+    Arrival,
     Capabilities,
     GenerationOutput,
     GenerationRequest,
     TokenCounter,
     Usage,
-    Verdict,
 )
-from tailrace.engine.proof import Answer, Prover, coarser
+from tailrace.engine.proof import ProbeAnswer, Prover, coarser
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
@@ -136,7 +136,7 @@ class EngineWorker(Worker):
         self._outputs += [output] if output else []
         self._aborted.append(id)
 
-    def load(self, weights: Weights, link: Link, kv: KV) -> Verdict | None:
+    def load(self, weights: Weights, link: Link, kv: KV) -> Arrival | None:
         """Take new weights. It is alive after each part of them. With a probe, answer it. After a wrong
         answer nothing is generated until the next load.
 
@@ -148,7 +148,7 @@ class EngineWorker(Worker):
         for part in self._receiver.parts(weights, link):
             tensors |= part
             self._connection.tell(Alive())  # a transfer may take longer than the health check waits
-        probe, verdict = weights.probe, None
+        probe, arrival = weights.probe, None
         if probe and self._prover is None:
             self._prover = Prover(
                 *(probe, self._answer(probe)),
@@ -160,19 +160,19 @@ class EngineWorker(Worker):
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except ValueError as why:
             raise WeightsRefused(str(why)) from why
-        if probe and self._prover:
+        if self._prover and probe and probe.expected:
             start_s = time.perf_counter()
             answer = self._answer(probe)
-            verdict = self._prover.judge(probe, answer, time.perf_counter() - start_s)
-        self._unproven = verdict is not None and bool(verdict.cause)
+            arrival = self._prover.judge(weights.version, probe, answer, time.perf_counter() - start_s)
+        self._unproven = arrival is not None and bool(arrival.cause)
         self._report()
-        return verdict
+        return arrival
 
-    def _answer(self, probe: Probe) -> Answer:
+    def _answer(self, probe: Probe) -> ProbeAnswer:
         from tailrace.weights.tensors import checksums
 
         warm, cold = self._engine.score(probe.ids, probe.num_prefix)
-        return Answer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
+        return ProbeAnswer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
 
     def score(self, ids: list[int], num_prefix: int) -> list[float]:
         """As EngineLife.score."""
@@ -308,7 +308,7 @@ class RemoteEngine(EngineClient):
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         super().__init__(worker, job)
         self.counter = TokenCounter()
-        self.verdict: Verdict | None = None
+        self.arrival: Arrival | None = None
         self._requests: dict[str, _Request] = {}
         self._link = new_link(worker.name)
         self.send: Send = _is_in_files
@@ -382,7 +382,7 @@ class RemoteEngine(EngineClient):
 
     async def _load(self, weights: Weights, kv: KV) -> None:
         with _deaths():
-            self.verdict = await self.worker.call(EngineWorker.load, weights, self._link, kv)
+            self.arrival = await self.worker.call(EngineWorker.load, weights, self._link, kv)
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.worker.future()

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
@@ -56,8 +57,6 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 Units = list[list[TrainingSample]]
 
-PROBED_VERSIONS = 4
-"""Versions whose log-probs of the probe are remembered, to name the one that an engine has instead."""
 BLAME_S = 2.0
 """Seconds after the first failed collective in which a process may end and show why."""
 
@@ -143,8 +142,7 @@ class TrainerWorker(Worker):
     def __init__(self, job: TrainerJob, connection: WorkerConnection, sender: WeightSender | None) -> None:
         self._job, self._connection, self._sender = job, connection, sender
         self._received = connection.in_turn(self)
-        self._probed: dict[int, tuple[float, ...]] = {}
-        """Log-probs of the probe under the last versions that had one."""
+        self._num_published = 0
 
     @override
     @classmethod
@@ -203,16 +201,18 @@ class TrainerWorker(Worker):
             TransferFailed: there is no room for them.
         """
         with self._trainer.present("weights"):
-            return self._publish(self._trainer.publish(), version, self._probe(version))
+            return self._publish(self._trainer.publish(), version, self._probe())
 
-    def _probe(self, version: int) -> Probe | None:
-        """The probe of a version, if it has one: all processes of the trainer compute it."""
-        ids, every = self._job.probe, self._job.weights.probe_every
-        if not ids or not every or version % every:
+    def _probe(self) -> Probe | None:
+        """The probe of a publication: the first one is proven, and every n-th after it. All processes of the
+        trainer compute it."""
+        if not (ids := self._job.probe):
             return None
-        kept = list(self._probed.items())[1 - PROBED_VERSIONS :]
-        self._probed = {old: values for old, values in kept if old < version} | {version: self._score_probe()}
-        return Probe(ids, len(ids) - SCORED, self._initial, dict(self._probed), {})
+        asked = self._num_published % self._job.weights.probe_every == 0
+        self._num_published += 1
+        expected = self._score_probe() if asked else ()
+        finite = all(map(isfinite, expected))  # else there is nothing to compare with
+        return Probe(ids, len(ids) - SCORED, self._initial, expected if finite else (), {})
 
     def _score_probe(self) -> tuple[float, ...]:
         if not (ids := self._job.probe):

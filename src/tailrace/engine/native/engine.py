@@ -93,6 +93,7 @@ class NativeEngine:
         adapter_scale: float | None,
     ) -> None:
         self._model = model
+        self.weights = model.weights
         self._path, self._first_version = path, version
         self._scheduler = scheduler
         self._sampling = sampling
@@ -105,8 +106,7 @@ class NativeEngine:
         """Tokens since the start."""
         self._num_prefilled = 0
         self._decoded = DecodeSums()
-        self._scored: list[tuple[Sequence, Block]] = []
-        """What `score` computed last."""
+        self._scored: dict[Sequence, Block] = {}  # the prefix that `score` computed last
         self._last_step_s: float | None = None
         """When the last step ended, if requests remained."""
 
@@ -220,22 +220,20 @@ class NativeEngine:
             self._version, self._last_step_s = version, None
             if kv == "recompute":
                 self._scheduler.recompute()
-                self._scored = []
+                self._scored = {}
         return outputs
 
     def score(self, ids: abc.Sequence[int], num_prefix: int) -> tuple[list[float], list[float]]:
-        """Log-probs of the tokens after a prefix: with the prefix from the cache, where a request would find
-        it there, and with the prefix computed. The prefix stays in the cache for the next call. Nothing else
-        changes."""
-        noise = noise_stream(0)
-        sequence = Sequence("", list(ids[:num_prefix]), num_prefix, noise, self._sampling, False)
-        cached = sibling_of(sequence, self._version, [each for each, _ in self._scored])
+        """Log-probs of the tokens after a prefix: with the prefix of the last call where a request would find
+        it in the cache, and with the prefix computed. No request notices it."""
+        sequence = Sequence("", list(ids[:num_prefix]), num_prefix, 0, self._sampling)
+        cached = sibling_of(sequence, self._version, self._scored)
         sequence.prompt_version = self._version
         with torch.inference_mode(), attention_kernels():
             (block,) = self._prefill([sequence.context])
             cold = self._logprobs_after(block, ids)
-            warm = self._logprobs_after(self._scored[0][1], ids) if cached else cold
-        self._scored = [(sequence, block)]
+            warm = self._logprobs_after(self._scored[cached], ids) if cached else cold
+        self._scored = {sequence: block}
         return warm, cold
 
     def _logprobs_after(self, block: Block, ids: abc.Sequence[int]) -> list[float]:
@@ -245,17 +243,13 @@ class NativeEngine:
         logp = (self._model.logits(x) / self._sampling.temperature).log_softmax(-1)
         return logp.gather(1, self._tensor(list(ids[start + 1 :]))[:, None])[:, 0].tolist()
 
-    def weights(self) -> abc.Mapping[str, Tensor]:
-        """The weights with which it computes, by Hugging Face name, in the shape of the files."""
-        return self._model.weights()
-
     def sleep(self) -> None:
         """Free the memory of weights and KV cache. Raises ValueError if a request is being served."""
         if not self.idle:
             raise ValueError("requests are being served; abort them first")
         with torch.inference_mode():
             self._scheduler.cache.release()
-            self._scored = []
+            self._scored = {}
             self._model.release()
         torch.cuda.empty_cache()  # without CUDA it does nothing
 
@@ -288,8 +282,9 @@ class NativeEngine:
 
     def _fill(self, admissions: list[Admitted]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
-        missing = [admission for admission in admissions if admission.sibling is None]
-        blocks = iter(self._prefill([admission.sequences[0].context for admission in missing]))
+        missing = [admission.sequences[0].context for admission in admissions if admission.sibling is None]
+        self._num_prefilled += sum(map(len, missing))
+        blocks = iter(self._prefill(missing))
         cache = self._scheduler.cache
         for admission in admissions:
             context = admission.sequences[0].context
@@ -303,7 +298,6 @@ class NativeEngine:
         lengths = [len(context) for context in contexts]
         if not lengths:
             return []
-        self._num_prefilled += sum(lengths)
         attention = PrefillAttention(lengths)
         ids = [id for context in contexts for id in context]
         positions = [position for length in lengths for position in range(length)]

@@ -208,12 +208,7 @@ class CausalLM:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite all weights, in place, from a Hugging Face state dict. Raises ValueError if a tensor is
         missing or of another shape; nothing has changed then."""
-        wrong = [
-            name
-            for name, weight in self._weights.items()
-            # The norms of q and k have one gain for all heads.
-            if name not in tensors or tensors[name].shape != weight.shape[-1 if "norm" in name else 0 :]
-        ]
+        wrong = [n for n, w in self.weights().items() if n not in tensors or tensors[n].shape != w.shape]
         if wrong:
             named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
             num = f"{len(wrong)} of {len(self._weights)}"
@@ -224,7 +219,7 @@ class CausalLM:
             matrix.pack()
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by name, as `load` takes them: one gain of the norms of q and k."""
+        """Views of the weights as `load` takes them: the norms of q and k have one gain for all heads."""
         return {name: w[0] if "norm" in name and w.dim() == 2 else w for name, w in self._weights.items()}
 
     def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
@@ -359,17 +354,15 @@ class DecodeAttention:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+@dataclass(frozen=True, slots=True)
 class ContinuedAttention:
-    """Causal attention of the tokens after a context of one sequence, whose keys and values are known."""
+    """Causal attention of the tokens of one sequence after a context with these keys and values."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
+    block: Block
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        known = self._block[2 * layer : 2 * layer + 2]
-        k, v = (
-            torch.cat((old, new.transpose(0, 1)), 1)[None] for old, new in zip(known, (k, v), strict=True)
-        )
+        pairs = zip(self.block[2 * layer : 2 * layer + 2], (k, v), strict=True)
+        k, v = (torch.cat((old, new.transpose(0, 1)), 1)[None] for old, new in pairs)
         mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - len(q))
         q = q.transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(q, *for_fused_attention(q, k, v), mask, enable_gqa=True)[0]
