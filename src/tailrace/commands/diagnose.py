@@ -39,6 +39,7 @@ from tailrace.commands.compare import ComparedSchedule, SharedWorkers, recorder_
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.base import RunComponents
+from tailrace.engine.proof import PREFIXES
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError
 from tailrace.ledger.recovery import read_ledger
@@ -120,6 +121,8 @@ def _recorded(folder: RunFolder, config: RunConfig) -> str:
 
 def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
     """The run of a schedule, and those that test its parts."""
+    if config.engine.kind not in PREFIXES:
+        raise _cannot_score(config, "such an engine")
     own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
     config = config.model_copy(update={"schedule": own, "schedules": {}})
     config = schedules_of.with_published_defaults(config)
@@ -135,6 +138,12 @@ def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
     }
     configs = {what: config.model_copy(update=change) for what, change in changes.items()}
     return {what: ComparedSchedule(each, schedules_of.resolve(each)) for what, each in configs.items()}
+
+
+def _cannot_score(config: RunConfig, name: str) -> ConfigError:
+    problem = f"{name} does not score a given sequence, which tells numerics from KV cache"
+    remedy = "take the embedded engine, or vLLM with sampling.temperature = 1"
+    return ConfigError("engine.kind", config.engine.kind, problem, remedy)
 
 
 class ObservedTrainer:
@@ -177,10 +186,8 @@ async def _diagnosed(
             for what, lap in laps.items():
                 print(f"{name}: {what}", file=sys.stderr)
                 parts, summary = await workers.parts(lap), Summary()
-                if mute := [each.name for each in parts.engines if not each.capabilities.scores]:
-                    problem = f"{mute[0]} does not score a given sequence, which tells numerics from KV cache"
-                    remedy = "take the embedded engine, or vLLM with sampling.temperature = 1"
-                    raise ConfigError("engine.kind", lap.config.engine.kind, problem, remedy)
+                for mute in (each for each in parts.engines if not each.capabilities.scores):
+                    raise _cannot_score(lap.config, mute.name)
                 trainer = cast(RemoteTrainer, parts.trainer)
                 observed = ObservedTrainer(trainer, versions if what == CONFIGURED else None)
                 recorder = recorder_of(name, lap, summary, None)
