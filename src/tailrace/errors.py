@@ -97,8 +97,7 @@ class TransferFailed(TailraceError):
 
 
 class NotArrived(TransferFailed):
-    """An engine loaded a publication, and its answers to the probe are not those of these weights. The
-    message has the cause in words."""
+    """An engine loaded a publication, and its answers to the probe are those of others, for the cause named."""
 
 
 class WeightsRefused(TailraceError):

@@ -104,7 +104,6 @@ class Life:
         self.kvs.append(kv)
         self.arrival = Arrival(
             *(weights.version, 0.5, 0.0, 0.1),
-            num_tensors=0,
             seconds=0.0,
             cause=CAUSE if self.fate.lost else "",
         )

@@ -5,7 +5,7 @@ ADAPTER_FAULTS    with adapters
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -18,13 +18,13 @@ from tailrace.engine.base import Arrival
 from tailrace.engine.native import engine as native
 from tailrace.engine.native import model as native_model
 from tailrace.engine.proof import probe_ids
-from tailrace.engine.settings import SamplingSettings
+from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.model_folder import context_length, read_config
 from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.types import KV, Group, Prompt, Sample, SampleId
 from tailrace.weights.base import DTYPE, Link, SharedMemorySettings, Weights, WeightsSettings
 from tailrace.workers.calls import WorkerConnection
-from tailrace.workers.engine import EngineJob, EngineWorker
+from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.workers.process import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 
@@ -113,18 +113,20 @@ class Publications:
 
     trainer: RemoteTrainer
     vocabulary: int
+    num_samples: int = 4
+    """Of a step."""
     version: int = 0
 
     async def next(self) -> Weights:
         """Train one step on random tokens, and publish."""
         self.version += 1
-        group = Group(Prompt(0, [n % self.vocabulary for n in range(self.version, self.version + 8)]), 4, [])
-        for number in range(4):
+        group = Group(Prompt(0, [n % self.vocabulary for n in range(self.version, self.version + 8)]), 1, [])
+        for number in range(self.num_samples):
             sample = Sample(SampleId(0, 0, number), group, seed=number, finish_reason="stop")
             ids = [7 * (self.version + number) * place % self.vocabulary for place in range(1, 13)]
             sample.extend(ids, [-1.0] * len(ids), self.version - 1)
             sample.behavior_logprobs[:] = await self.trainer.logprobs(sample)
-            sample.advantage = number - 1.5
+            sample.advantage = number + 1.0
             group.samples.append(sample)
         await self.trainer.accumulate([group.samples], version=self.version - 1)
         await self.trainer.step()
@@ -141,6 +143,8 @@ async def publications(
     lora: LoraSettings | None = None,
     dtype: DTYPE = "float32",
     weights: WeightsSettings | None = None,
+    probed: bool = True,
+    num_samples: int = 4,
 ) -> AsyncIterator[Publications]:
     """Start a trainer of a model."""
     vocabulary = read_config(model)["vocab_size"]
@@ -152,11 +156,30 @@ async def publications(
         sampling=SAMPLING,
         weights=weights or SharedMemorySettings(),
         published_dtype="float32" if lora else dtype,
-        probe=probe_ids(kind, vocabulary, context_length(model)),
+        probe=probe_ids(kind, vocabulary, context_length(model)) if probed else (),
+        probe_dtype=dtype,
     )
     trainer = RemoteTrainer([await LocalSpawner(folder / "logs").start("trainer", TrainerWorker, job)], job)
     try:
         await trainer.ready()
-        yield Publications(trainer, vocabulary)
+        yield Publications(trainer, vocabulary, num_samples)
     finally:
         await trainer.close()
+
+
+async def arrivals(model: Path, folder: Path, fault: str) -> list[Arrival]:
+    """Of four publications, of which the third is spoiled."""
+    adapter = LORA if fault in ADAPTER_FAULTS else None
+    engine_settings = NativeEngineSettings(threads=1)
+    job = PlantedJob(model=model, engine=engine_settings, sampling=SAMPLING, adapter=adapter, fault=fault)
+    async with AsyncExitStack() as stack:
+        published = await stack.enter_async_context(publications(model, folder, lora=adapter))
+        engine = RemoteEngine(await LocalSpawner(folder / "logs").start("engine", PlantedEngine, job), job)
+        stack.push_async_callback(engine.close)
+        await engine.ready()
+        found = []
+        for _ in range(4):
+            await engine.load(await published.next(), kv="keep")
+            assert engine.arrival is not None
+            found.append(engine.arrival)
+        return found

@@ -172,7 +172,6 @@ async def _started(
                 engine=engine,
                 sampling=sampling,
                 adapter=trainer.adapter,
-                trainer_dtype=trainer.dtype,
             )
             remote = RemoteEngine(await spawner.start(name, EngineWorker, job, devices), job)
             remote.send = remote_trainer.send
@@ -195,6 +194,7 @@ async def _started(
         published_dtype="float32" if trainer.adapter else engine.dtype,
         checkpoints=folder.absolute() if life is not None else None,
         probe=probe,
+        probe_dtype=engine.dtype,
         seed=config.run.seed,
     )
     reference_job = ReferenceJob(

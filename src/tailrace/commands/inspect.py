@@ -106,7 +106,6 @@ def _probes(rows: Sequence[ProbeRow]) -> list[dict[str, Any]]:
             "engine": engine,
             "probes": len(mine),
             "largest_difference": max((each.difference for each in mine if not each.cause), default=None),
-            "least_limit": min(each.limit for each in mine),
             "failed": [_fields_of(each, "life", "version", "cause") for each in mine if each.cause],
         }
         for engine, mine in by_engine.items()
@@ -181,12 +180,11 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
     for item in balance.get("cost", {"items": []})["items"]:
         what, amount, price = item.values()
         bill.add_row(what, f"{amount:,.6f}", f"{price:,g}", f"{amount * price:,.4f}")
-    names = ("engine", "answers", "largest difference", "limit", "not arrived")
-    probes = Table(*names, title="probes of the weights")
+    probes = Table("engine", "answers", "largest difference", "not arrived", title="probes of the weights")
     for each in balance["probes"]:
-        engine, num, largest, limit, failed = each.values()
+        engine, num, largest, failed = each.values()
         causes = "; ".join(f"version {one['version']}: {one['cause']}" for one in failed) or "none"
-        probes.add_row(engine, str(num), "" if largest is None else f"{largest:.2g}", f"{limit:.2g}", causes)
+        probes.add_row(engine, str(num), "" if largest is None else f"{largest:.2g}", causes)
     return [sums, lives, *(table for table in (probes, oldest, bill) if table.rows)]
 
 

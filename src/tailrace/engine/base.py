@@ -137,7 +137,6 @@ class Arrival(msgspec.Struct, frozen=True):
         difference: of the engine, without its prefix cache, and the trainer.
         cache_difference: of the engine with its prefix cache and without.
         limit: of both; an exact engine may have no difference between the two caches.
-        num_tensors: tensors whose checksums were compared.
         seconds: for which the engine was held.
         cause: why the publication has not arrived; empty: it has.
     """
@@ -146,7 +145,6 @@ class Arrival(msgspec.Struct, frozen=True):
     difference: float
     cache_difference: float
     limit: float
-    num_tensors: int
     seconds: float
     cause: str = ""
 

@@ -244,7 +244,7 @@ class HttpEngine(EngineLife):
         check: the self-tests at the start (engine/self_test.py).
         send: the trainer's half of a transfer.
         expected: the tensors of the model; anything else is refused before the server is touched.
-        dtype: the coarser type of server and trainer.
+        dtype: of the server.
         adapter: it gets adapters in place of whole weights.
         num_ranks: processes of the server that receive weights.
         standalone: each link has an address of its own.

@@ -6,17 +6,17 @@
 
 Limits. An engine that is exact gives the same bits for the same question: warm and cold must be equal, and
 answers that do not move although the trainer's do are those of older weights. All other comparisons are
-means of |difference| over the scored tokens. Their limit follows from the run's own noise: the difference of
-engine and trainer before the first load, when both have the weights of the model folder, is what numerics
-alone make. The limit is SLACK times that, at least LEAST of the coarser type of the two and at most SLACK**2
-times LEAST, because a server that is joined may begin with other weights.
+means of |difference| over the scored tokens. The trainer scores rounded weights: else what publications lose
+by rounding would add up. The limit is SLACK times the run's own noise, the difference of engine and trainer
+before the first load, when both have the weights of the model folder. It is at least LEAST of the type, and
+at most SLACK times LEAST, because a server that is joined may begin with other weights.
 
     type        noise of 135M parameters        limit
     float32     0.00001                         0.001
-    bfloat16    0.03 to 0.06                    0.12 to 0.24
+    bfloat16    0.05 to 0.26                    0.5 to 1
 
-So a fault that changes log-probs by less than the limit, as a single step with a small learning rate does, is
-found by checksums or by the exact comparisons, and on a server only once the policy has moved by the limit.
+A fault that changes log-probs by less, as one step with a small learning rate does, is found by checksums or
+by the exact comparisons, and on a server only once the policy has moved by the limit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ from tailrace.engine.base import Arrival
 from tailrace.weights.base import DTYPE, Probe
 
 SLACK = 4.0
-LEAST: Mapping[DTYPE, float] = {"float32": 1e-3, "bfloat16": 0.05}
+LEAST: Mapping[DTYPE, float] = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats a token."""
-MOVED = 0.1
-"""Of LEAST: when the trainer's log-probs have moved so far, an exact engine gives other bits."""
+MOVED: Mapping[DTYPE, float] = {"float32": 1e-4, "bfloat16": 0.01}
+"""Nats a token: when the trainer's log-probs have moved so far, an exact engine gives other bits."""
 SCORED = 12
 """Tokens of a probe that are scored: the last ones."""
 PREFIXES = {"native": 8, "vllm": 276}
@@ -39,8 +39,7 @@ PREFIXES = {"native": 8, "vllm": 276}
 tokens. Engines of other kinds answer no probe."""
 NOT_FINITE = 1e9
 """The difference of log-probs one of which is not finite. JSON has no infinity."""
-_NAMED = 3
-"""Tensors that a cause names, at most."""
+_COPIES = "older copies: each tensor has arrived, and it computes with others"
 _REMEMBERED = 4
 """Publications whose answers are remembered, to name the one that an engine has instead."""
 
@@ -61,16 +60,15 @@ class Prover:
         probe: of its first load.
         before: its answer before that.
         exact: the same question gives the same bits.
-        dtype: the coarser type of engine and trainer.
         adapter: publications are adapters.
     """
 
     def __init__(
         self, probe: Probe, before: ProbeAnswer, *, exact: bool, dtype: DTYPE, adapter: bool
     ) -> None:
-        self._exact, self._least, self._adapter = exact, LEAST[dtype], adapter
-        noise = min(_off(before.cold, probe.initial), SLACK * self._least)
-        self.limit = max(self._least, SLACK * noise)
+        self._exact, self._moved, self._adapter = exact, MOVED[dtype], adapter
+        noise = min(_off(before.cold, probe.initial), LEAST[dtype])
+        self.limit = max(LEAST[dtype], SLACK * noise)
         self._known: dict[int, tuple[ProbeAnswer, Sequence[float]]] = {0: (before, probe.initial)}
         """Its answers and the trainer's: before the first load, and those of the last that arrived."""
 
@@ -86,7 +84,6 @@ class Prover:
             difference=_off(answer.cold, probe.expected),
             cache_difference=_off(answer.warm, answer.cold),
             limit=self.limit,
-            num_tensors=len(answer.checksums),
             seconds=seconds,
             cause=cause,
         )
@@ -100,7 +97,7 @@ class Prover:
             return wrong
         for each, (old, trainers) in older.items():
             published = not old.checksums or answer.checksums != old.checksums
-            moved = _off(probe.expected, trainers) > MOVED * self._least
+            moved = _off(probe.expected, trainers) > self._moved
             if self._exact and published and moved and answer.cold == old.cold:
                 evidence = "its log-probs have not moved, and the trainer's have"
                 return f"{_COPIES} ({evidence})" if answer.checksums else self._has(each, evidence)
@@ -131,7 +128,7 @@ class Prover:
         known = [old.checksums for old, _ in older.values()]
         stale = [name for name in wrong if any(found[name] == each[name] for each in known)]
         what, names = ("missing", stale) if stale else ("changed on the way", wrong)
-        named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"tensors {what}: {len(names)} of {len(found)}: {named}"
 
     def _has(self, version: int, evidence: str) -> str:
@@ -140,9 +137,6 @@ class Prover:
             return f"adapter not active: it has the model without one ({evidence})"
         older = f"version {version}" if version else "the model that it started with"
         return f"weights not loaded: it computes with {older} ({evidence})"
-
-
-_COPIES = "older copies: each tensor has arrived, and it computes with others"
 
 
 def _off(one: Sequence[float], other: Sequence[float]) -> float:
@@ -161,8 +155,3 @@ def probe_ids(kind: str, vocabulary: int, max_tokens: int) -> tuple[int, ...]:
 def spread(length: int, vocabulary: int, start: int = 0) -> Sequence[int]:
     """Return token ids from all parts of the vocabulary. From start 0 on, its last one comes first."""
     return [(vocabulary - 1 - 7919 * place) % vocabulary for place in range(start, start + length)]
-
-
-def coarser(one: DTYPE, other: DTYPE) -> DTYPE:
-    """Return the coarser of two types."""
-    return "float32" if {one, other} == {"float32"} else "bfloat16"

@@ -10,7 +10,7 @@ from math import inf
 
 from tailrace.engine.dialect import Attempt, Chunk
 from tailrace.engine.http import Connection, HttpEngine
-from tailrace.engine.proof import coarser, spread
+from tailrace.engine.proof import spread
 from tailrace.engine.settings import HttpEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -50,7 +50,7 @@ class Expected:
     def limits(self) -> tuple[float, float]:
         """How far log-probs may be off the trainer's: in the mean, and each of them."""
         settings = self.settings
-        dtype = coarser(settings.dtype, self.trainer_dtype)
+        dtype: DTYPE = "float32" if {settings.dtype, self.trainer_dtype} == {"float32"} else "bfloat16"
         return (
             settings.max_mean_logprob_difference or MEAN_LIMITS[dtype],
             settings.max_logprob_difference or MAX_LIMITS[dtype],

@@ -234,9 +234,8 @@ class ProbeRow(LedgerRow, frozen=True, array_like=True):
     cause: str
 
 
-ROWS: tuple[type[LedgerRow], ...] = (
-    *(RunRow, LifeRow, MarkRow, GroupRow, SampleRow, TokensRow, TrainingRow, ProbeRow),
-)
+_OF_SAMPLES = GroupRow, SampleRow, TokensRow, TrainingRow
+ROWS: tuple[type[LedgerRow], ...] = (RunRow, LifeRow, MarkRow, *_OF_SAMPLES, ProbeRow)
 
 
 @dataclass(frozen=True, slots=True)

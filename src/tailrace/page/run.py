@@ -124,7 +124,6 @@ class RunView:
         for life in lives:
             slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
         rounds = [each for life in lives for each in (*life.rounds, *life.open_rounds)]
-        probes = [each for life in lives for each in life.probes]
         rewards = [covered([*life.scorings, *life.open_scorings]).tolist() for life in lives]
         return {
             "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
@@ -139,7 +138,7 @@ class RunView:
             "passes": _times(lives, "passes", "accumulate"),
             "steps": _times(lives, "steps", "step"),
             "publications": _times(lives, "publications", "publish"),
-            "probes": [(each.start_s, each.end_s, each.arrival.cause) for each in probes],
+            "probes": [(p.start_s, p.end_s, p.arrival.cause) for life in lives for p in life.probes],
             "rewards": [*chain.from_iterable(rewards)],
             "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
         }

@@ -96,10 +96,6 @@ def _work_of_engines(process: Timeline, pids: Mapping[str, int]) -> Iterator[Tra
     for state in process.states:
         name, lane = f"{state.engine} is {state.state}", _Lane(pids[state.engine], 0)
         yield _mark(lane, name, "p", state.time_s, {"why": state.why})
-    for probe in process.probes:
-        name = f"version {probe.arrival.version} has {'not ' if probe.arrival.cause else ''}arrived"
-        answer = msgspec.structs.asdict(probe.arrival)
-        yield _mark(_Lane(pids[probe.engine], 0), name, "p", probe.end_s, answer)
 
 
 def _arrows(process: Timeline, pids: Mapping[str, int], ids: Iterator[int]) -> Iterator[TraceEvent]:

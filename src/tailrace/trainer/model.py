@@ -16,7 +16,7 @@ device would stop it in each layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,7 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
 from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
+from tailrace.weights.base import DTYPE
 
 if TYPE_CHECKING:
     from tailrace.trainer.lora import Adapter
@@ -354,6 +355,25 @@ class PolicyModel:
         compute at the same time, each its own batch."""
         found: TokenLogProbs = self._logprobs(batch)
         return found
+
+    @contextmanager
+    def rounded(self, dtype: DTYPE) -> Iterator[None]:
+        """Inside the block log-probs are those of weights that were rounded to a type: matrix products are of
+        it, and gains, biases and embeddings are rounded."""
+        own, self._logprobs.dtype = self._logprobs.dtype, DTYPES[dtype]
+        vectors = [each.data for each in self.model.parameters() if each.dim() == 1]
+        kept = [each.clone() for each in vectors]
+        for each in vectors:
+            each.copy_(each.to(DTYPES[dtype]))
+        embedding = self.model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _, __, out: out.to(DTYPES[dtype]).to(out.dtype))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._logprobs.dtype = own
+            for each, old in zip(vectors, kept, strict=True):
+                each.copy_(old)
 
     def synchronize(self) -> None:
         """Wait for the device: its kernels and copies run behind the host. On a CPU nothing does."""

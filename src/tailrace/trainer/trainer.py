@@ -34,6 +34,7 @@ from tailrace.trainer.offload import Offloaded
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import take_full
 from tailrace.trainer.reference import TorchReference
+from tailrace.weights.base import DTYPE
 
 
 class TorchTrainer:
@@ -167,6 +168,11 @@ class TorchTrainer:
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
+
+    def rounded_logprobs(self, sample: TrainingSample, dtype: DTYPE) -> list[float]:
+        """As `logprobs`, of weights that were rounded to a type."""
+        with self._policy.rounded(dtype):
+            return self.logprobs(sample)
 
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
         """As `logprobs`, without the adapter: under the model that training began with."""

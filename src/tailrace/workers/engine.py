@@ -24,14 +24,13 @@ from tailrace.engine.base import (
     TokenCounter,
     Usage,
 )
-from tailrace.engine.proof import ProbeAnswer, Prover, coarser
+from tailrace.engine.proof import ProbeAnswer, Prover
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import LoraSettings
 from tailrace.types import KV, Sample
 from tailrace.weights.base import (
-    DTYPE,
     Link,
     Probe,
     Send,
@@ -61,7 +60,6 @@ class EngineJob(Job):
     """Seconds between reports of unfinished requests. Finished requests are reported at once."""
     adapter: LoraSettings | None = None
     """New weights come as adapters of these settings. None: they come whole."""
-    trainer_dtype: DTYPE = "float32"
 
     @override
     def folders(self) -> Mapping[str, Path]:
@@ -150,12 +148,8 @@ class EngineWorker(Worker):
             self._connection.tell(Alive())  # a transfer may take longer than the health check waits
         probe, arrival = weights.probe, None
         if probe and self._prover is None:
-            self._prover = Prover(
-                *(probe, self._answer(probe)),
-                exact=True,
-                dtype=coarser(self._job.engine.dtype, self._job.trainer_dtype),
-                adapter=self._job.adapter is not None,
-            )
+            dtype, adapter = self._job.engine.dtype, self._job.adapter is not None
+            self._prover = Prover(probe, self._answer(probe), exact=True, dtype=dtype, adapter=adapter)
         try:
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except ValueError as why:

@@ -14,7 +14,6 @@ from tailrace.devices import Devices
 from tailrace.engine import pipelinerl, sglang, vllm
 from tailrace.engine.dialect import Dialect, Launch
 from tailrace.engine.http import HttpEngine, Server
-from tailrace.engine.proof import coarser
 from tailrace.engine.self_test import Expected, check_policy, check_server
 from tailrace.engine.settings import (
     HttpEngineSettings,
@@ -100,7 +99,7 @@ class HttpEngines:
             check=self._check,
             send=self._trainer.send,
             expected=self._tensors,
-            dtype=coarser(settings.dtype, self._expected.trainer_dtype),
+            dtype=settings.dtype,
             adapter=self._adapter is not None,
             num_ranks=settings.tensor_parallel_size,
             standalone=isinstance(settings, PipelineRlEngineSettings),

@@ -73,6 +73,8 @@ class TrainerJob(Job):
     """The type of the engines' weights."""
     probe: tuple[int, ...] = ()
     """The fixed sequence by which engines prove that they have a publication; empty: there is none."""
+    probe_dtype: DTYPE = "float32"
+    """Of the engines."""
     checkpoints: Path | None = None
     """The folder of the run, into which it writes checkpoints that the controller reads."""
     seed: int = 0
@@ -219,7 +221,7 @@ class TrainerWorker(Worker):
             return ()
         scored = list(ids[-SCORED:])
         sample = TrainingSample(SampleId(0, 0, 0), list(ids[:-SCORED]), scored, [0.0] * SCORED, 0.0)
-        return tuple(self._trainer.logprobs(sample))
+        return tuple(self._trainer.rounded_logprobs(sample, self._job.probe_dtype))
 
     @beside
     def send(self, version: int, link: Link) -> None:
