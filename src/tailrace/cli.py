@@ -32,6 +32,10 @@ COMMANDS = {
         "commands.plan:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",
     ),
+    "diagnose": (
+        "commands.diagnose:diagnose",
+        "why engine and trainer disagree on trained tokens, by cause, and what to set",
+    ),
     "eval": (
         "commands.evaluate:run",
         "score held-out prompts with the newest checkpoint of a run, or with the model of a config",

@@ -97,7 +97,7 @@ class TransferFailed(TailraceError):
 
 
 class NotArrived(TransferFailed):
-    """An engine loaded a publication, and its answers to the probe are not those of it. The message says why."""
+    """An engine loaded a publication, and answers the probe otherwise than it. The message says why."""
 
 
 class WeightsRefused(TailraceError):

@@ -290,6 +290,10 @@ class EngineLife(EngineVerbs, Protocol):
     """On the last load; None: that publication is not proven. An engine that can, generates nothing with
     weights that have not arrived."""
 
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """Return the log-probs of the tokens of a sequence after a prefix, with every key and value computed
+        by the present weights. Only where `capabilities.scores`."""
+
     async def ready(self) -> None:
         """Wait until it can serve. Raises TailraceError if it cannot."""
 

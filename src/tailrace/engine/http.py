@@ -386,6 +386,11 @@ class HttpEngine(EngineLife):
             raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
         return ProbeAnswer(warm, cold)
 
+    @override
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._version))
+        return await self.dialect.score(attempt, num_prefix, cached=False)
+
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:
             await self.dialect.pause(kv)

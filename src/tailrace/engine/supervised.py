@@ -154,6 +154,12 @@ class SupervisedEngine(Engine):
         if self.state == "asleep" and not self._lent:
             self._set("open", "its device is back")
 
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score. Raises Evicted if it is dead."""
+        if self._life is None:
+            raise Evicted(f"{self.name} is {self.state}")
+        return await self._life.score(ids, num_prefix)
+
     @override
     async def regroup(self, width: int) -> None:
         """Its life is ended; with another width a new one begins, as after a death."""

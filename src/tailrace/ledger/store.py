@@ -139,7 +139,7 @@ class Store:
 
 
 def _columns(kind: type[LedgerRow]) -> str:
-    return ", ".join((*kind.__struct_fields__, "crc"))
+    return ", ".join(f'"{name}"' for name in (*kind.__struct_fields__, "crc"))  # limit is a word of SQL
 
 
 def _key(kind: type[LedgerRow]) -> str:

@@ -66,8 +66,8 @@ class TrainerSettings(Settings):
     kind: Literal["torch", "tinker"] = "torch"
     """torch: processes of the run. tinker: the service of `engine.kind = "tinker"`, which takes from this
     section the learning rate, warm-up, betas, weight decay, gradient norm and `lora.rank`."""
-    learning_rate: float = Field(default=1e-6, gt=0, le=1)
-    """Learning rate of the policy."""
+    learning_rate: float = Field(default=1e-6, ge=0, le=1)
+    """Learning rate of the policy. 0: the weights stay as they are."""
     critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)
     """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the
     policy's."""

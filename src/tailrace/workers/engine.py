@@ -6,7 +6,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,6 +167,10 @@ class EngineWorker(Worker):
 
         warm, cold = self._engine.score(probe.ids, probe.num_prefix)
         return ProbeAnswer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
+
+    def score(self, ids: list[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score."""
+        return self._engine.score(ids, num_prefix)[1]
 
     @beside
     def connect(self, location: str, link: Link) -> None:
@@ -344,6 +348,11 @@ class RemoteEngine(EngineClient):
         except BaseException:  # the link may be in the middle of a transfer
             self._link = new_link(self.worker.name)
             raise
+
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score."""
+        with _deaths():
+            return await self.worker.call(EngineWorker.score, list(ids), num_prefix)
 
     async def sleep(self) -> None:
         with _deaths():
