@@ -1,6 +1,8 @@
 """What an in-flight weight update costs, by transport: time to publish, pause of the engine, lost tokens.
 
     python benchmarks/weights.py [--size 0.45M|25M] [--repeats N] [--vllm-python PATH] [--json FILE]
+    python benchmarks/weights.py --faults [--vllm-python PATH]
+    python benchmarks/weights.py --probes 200 [--model FOLDER] [--dtype bfloat16|float32]
 
 A trainer publishes its weights. Then one embedded engine, and one vLLM server if its interpreter is given,
 serves 32 sequences, and when all are under way it loads the weights with the KV cache kept. There is a
@@ -14,9 +16,14 @@ Qwen3 shape, float32, one thread for each process, on one host. The rows of vLLM
     bytes        size of the published tensors
 
 The file has the figures of the last size for each transport, and those of every size under "sizes".
+
+--faults plants faults in the way of weights, as the tests do, and prints the cause that the first probe after
+each names. --probes trains a step for each of so many publications and counts those that the probe calls not
+arrived; it compares the time of a probe with that of a decode step of 64 sequences.
 """
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -39,6 +46,7 @@ from tailrace.engine.settings import NativeEngineSettings, SamplingSettings, Vll
 from tailrace.trainer.base import TrainerSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.weights.base import (
+    DTYPE,
     FilesystemSettings,
     ProcessGroupSettings,
     SharedMemorySettings,
@@ -48,7 +56,11 @@ from tailrace.workers.http_engines import HttpEngines
 from tailrace.workers.process import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path += str(TESTS), str(TESTS / "engine" / "vllm")
 NUM_SEQUENCES, NUM_TOKENS = 32, 192
+NUM_DECODED, DECODED_TOKENS = 64, 12
+"""Sequences and tokens of the decode steps that a probe is compared with."""
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 
 
@@ -183,12 +195,89 @@ async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | No
     }
 
 
+async def print_faults(folder: Path, vllm_python: str | None) -> dict[str, str]:
+    """The cause that the first probe after each fault names. Sound publications around it must arrive."""
+    from planted_cases import causes
+
+    from helpers.faults import ADAPTER_FAULTS, FAULTS, arrivals
+    from helpers.tiny_models import save_tiny_model
+
+    save_tiny_model(folder / "model")
+    found = {}
+    for fault in (*FAULTS, *ADAPTER_FAULTS):
+        first, second, spoiled, after = await arrivals(folder / "model", folder / fault, fault)
+        assert (first.cause, second.cause, after.cause) == ("", "", "")
+        found[f"embedded engine: {fault}"] = spoiled.cause
+    if vllm_python:
+        (folder / "vllm").mkdir()
+        for fault, (spoiled, after) in (await causes(folder / "vllm")).items():
+            assert after == ""
+            found[f"vLLM: {fault or 'none'}"] = spoiled
+    for fault, cause in found.items():
+        print(f"  {fault:48} {cause or 'arrived'}")
+    return found
+
+
+async def measure_probes(model: Path, folder: Path, num: int, dtype: DTYPE) -> dict[str, float]:
+    """False alarms in a number of publications, and seconds by median."""
+    from helpers.faults import publications
+
+    sampling = SamplingSettings(max_completion_tokens=DECODED_TOKENS)
+    settings = NativeEngineSettings(threads=1, dtype=dtype, max_num_seqs=NUM_DECODED)
+    job = EngineJob(model=model, engine=settings, sampling=sampling, report_every_s=0.0)
+    async with AsyncExitStack() as stack:
+        published = await stack.enter_async_context(
+            publications(model, folder, learning_rate=1e-5, dtype=dtype, num_samples=1)
+        )
+        engine = RemoteEngine(await LocalSpawner(folder / "logs").start("engine", EngineWorker, job), job)
+        stack.push_async_callback(engine.close)
+        await engine.ready()
+        group = Group(Prompt(0, [n % published.vocabulary for n in range(32)]), NUM_DECODED, [])
+        samples = [Sample(SampleId(0, 0, number), group, seed=number) for number in range(NUM_DECODED)]
+        await asyncio.gather(*(engine.generate(sample) for sample in samples))
+        decoded, found = engine.usage().decoded, []
+
+        for _ in range(num):
+            await engine.load(await published.next(), kv="recompute")
+            assert engine.arrival is not None
+            found.append(engine.arrival)
+        for cause in filter(None, (each.cause for each in found)):
+            print(f"  false alarm: {cause}")
+        return {
+            "publications": num,
+            "false_alarms": sum(bool(each.cause) for each in found),
+            "largest_difference": max(each.difference for each in found),
+            "limit": found[0].limit,
+            "probe_s": median(each.seconds for each in found),
+            "sequences": decoded.running / decoded.steps,
+            "decode_step_s": decoded.seconds / decoded.steps,
+        }
+
+
 def main(
     size: Size | None = None,
     repeats: int = 3,
     vllm_python: Annotated[str | None, Parameter(env_var="VLLM_PYTHON")] = None,
     json: Path | None = None,
+    faults: bool = False,
+    probes: int = 0,
+    model: Path = Path("models/SmolLM2-135M-Instruct"),
+    dtype: DTYPE | None = None,
 ) -> None:
+    if faults:
+        with tempfile.TemporaryDirectory() as name:
+            write(json, clock.run(print_faults(Path(name), vllm_python), virtual=False))
+        return
+    if probes:
+        found = {}
+        for each_dtype in [dtype] if dtype else ("float32", "bfloat16"):
+            with tempfile.TemporaryDirectory() as name:
+                measured = measure_probes(model, Path(name), probes, each_dtype)
+                found[each_dtype] = clock.run(measured, virtual=False)
+            figures = "; ".join(f"{key} {value:.4g}" for key, value in found[each_dtype].items())
+            print(f"{model.name}, {each_dtype} engine, float32 trainer, cpu, 1 thread a process: {figures}")
+        write(json, found)
+        return
     sizes: dict[str, dict[str, Figures]] = {}
     for each in [size] if size else SIZES:
         with tempfile.TemporaryDirectory() as name:

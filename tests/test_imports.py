@@ -32,7 +32,7 @@ ROOMS: Mapping[str, set[str]] = {
     "trainer": {"algo", "weights"},
     "reward": {"data"},
     "environments": {"data"},
-    "ledger": {"record"},
+    "ledger": {"engine", "record"},
     "rollout": {"data", "engine", "environments", "ledger", "record", "reward", "trainer", "weights"},
     "sim": {"data", "engine", "reward", "trainer", "weights"},
     "workers": {"algo", "data", "engine", "reward", "trainer", "weights"},
@@ -90,7 +90,7 @@ INSIDES = {
 CONTRACTS = {"record.events", "engine.settings"}
 """Files beside `base.py` that are contracts."""
 
-MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 40_375, 13, 1_300
+MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 41_271, 13, 1_300
 
 
 def modules() -> dict[str, Path]:

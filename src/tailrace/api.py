@@ -28,14 +28,11 @@ T = TypeVar("T")
 
 
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
-    """Read and check a config file.
+    """Read and check a config file. Raises a ConfigError that names all that is wrong.
 
     Args:
         path: a TOML file. Paths in it are relative to it.
         overrides: values by dotted key, for example `{"run.rounds": 5}`. They replace those of the file.
-
-    Raises:
-        ConfigError: everything that is wrong, in one message.
     """
     return configs.load_config(Path(path), {key: str(value) for key, value in (overrides or {}).items()})
 
@@ -91,19 +88,15 @@ def train(
     def work() -> RunSummary:
         named, bound = _named(config, schedule)
         return command.train(
-            named,
-            Path(output_dir),
-            resume=resume,
-            schedule=bound,
-            reward=reward,
-            interruption=interruption,
+            named, Path(output_dir), resume=resume, schedule=bound, reward=reward, interruption=interruption
         )
 
     return _outside_of_loops(work, lambda: interruption.request(SIGINT))
 
 
 def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSummary:
-    """Run a schedule in virtual time, as `tailrace simulate` does. It needs no model.
+    """Run a schedule in virtual time, as `tailrace simulate` does. It needs no model. Raises a ConfigError if
+    the schedule or its parameters cannot work.
 
     Args:
         config: from `load_config`.
@@ -111,9 +104,6 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
 
     Returns:
         The totals of the run. Times are virtual seconds.
-
-    Raises:
-        ConfigError: the schedule or its parameters cannot work.
     """
 
     def work() -> RunSummary:

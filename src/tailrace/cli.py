@@ -27,10 +27,14 @@ COMMANDS = {
         "commands.simulate:simulate",
         "run the schedule in virtual time, on the [sim] section's set-up",
     ),
-    "fit": ("commands.fit:fit_run", "the costs and lengths of a run, as the [sim] section of a config"),
+    "fit": ("commands.fit:fit_run", "costs and lengths of a run or a log, as the [sim] section of a config"),
     "plan": (
         "commands.plan:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",
+    ),
+    "diagnose": (
+        "commands.diagnose:diagnose",
+        "why engine and trainer disagree on trained tokens, by cause, and what to set",
     ),
     "eval": (
         "commands.evaluate:run",

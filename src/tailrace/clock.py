@@ -45,11 +45,8 @@ def wall_time() -> float:
 
 
 def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
-    """Run a coroutine to its end, in virtual or in real time.
-
-    Raises:
-        Stuck: in virtual time, when every task waits and no timer is set.
-    """
+    """Run a coroutine to its end, in virtual or in real time. Raises a Stuck in virtual time, if every
+    task waits and no timer is set."""
     with (
         asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner,
         rare_collections() if virtual else nullcontext(),
@@ -154,11 +151,8 @@ def who_waits(loop: asyncio.AbstractEventLoop | None = None) -> str:
 
 
 def open_waits(loop: asyncio.AbstractEventLoop | None = None) -> dict[str, float]:
-    """What tasks wait for, each with the time at which the first of them began to wait.
-
-    Args:
-        loop: of the tasks; None: the running one. Other threads name it.
-    """
+    """What tasks wait for, each with the time at which the first of them began to wait. `loop`: of the tasks;
+    None: the running one. Other threads name it."""
     found: dict[str, float] = {}
     for what, since_s in list(_waits.get(loop or asyncio.get_running_loop(), {}).values()):
         found.setdefault(what, since_s)

@@ -162,11 +162,8 @@ class RunConfig(Settings):
         return self
 
     def toml(self, *, chosen: bool = True) -> str:
-        """Return the resolved config as TOML, with every default written out.
-
-        Args:
-            chosen: whether to write what a live run chooses from its machine and the config does not set.
-        """
+        """Return the resolved config as TOML, with every default written out. `chosen`: whether to write what
+        a live run chooses from its machine and the config does not set."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for name in () if chosen else ("engine", "trainer"):
             section = getattr(self, name)
@@ -181,14 +178,8 @@ class RunConfig(Settings):
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Read a config file. Paths in it are relative to it.
-
-    Args:
-        overrides: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file.
-
-    Raises:
-        ConfigError: everything that is wrong, in one message.
-    """
+    """Read a config file. Paths in it are relative to it. Raises a ConfigError that names all that is wrong.
+    `overrides`: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -214,14 +205,8 @@ def config_of(tree: dict[str, Any], overrides: Mapping[str, str] | None = None) 
 
 
 def validated(kind: Any, value: object, key: str = "") -> Any:
-    """A value of a TOML file as a type. No number, text or boolean is turned into one of another type.
-
-    Args:
-        key: of the value, for the error.
-
-    Raises:
-        ConfigError: everything that is wrong, in one message.
-    """
+    """A value of a TOML file as a type. No number, text or boolean is turned into one of another type. Raises
+    a ConfigError that names all that is wrong. `key`: of the value, for the error."""
     for name, leaf in _leaves({key: value}):
         if isinstance(leaf, int) and abs(leaf) >= 2**63:
             raise ConfigError(name.lstrip("."), leaf, "an integer has at most 64 bits", "change it")

@@ -54,14 +54,9 @@ class DeviceMap:
 
 
 def check_device(key: str, device: str) -> None:
-    """Check that this machine has a device. Imports torch only for a CUDA device.
-
-    Args:
-        key: the setting that names the device, such as "engine.device".
-
-    Raises:
-        ConfigError: the name is malformed, or there is no such CUDA device.
-    """
+    """Check that this machine has a device. Imports torch only for a CUDA device. Raises a ConfigError if the
+    name is malformed, or there is no such CUDA device. `key`: the setting that names the device, such as
+    "engine.device"."""
     form = _FORM.fullmatch(device)
     if form is None:
         raise ConfigError(key, device, "this is not a device", f"write {_FORMS}")

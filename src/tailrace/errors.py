@@ -100,6 +100,10 @@ class TransferFailed(TailraceError):
     over a new link, may succeed."""
 
 
+class NotArrived(TransferFailed):
+    """An engine loaded a publication, and answers the probe otherwise than it. The message says why."""
+
+
 class WeightsRefused(TailraceError):
     """The published tensors are not those of the served model. The message names them. The engine was not
     touched. Sending again does not help."""
@@ -132,11 +136,7 @@ class SandboxFailed(TailraceError):
 
 
 class _TooManyFailures(TailraceError):
-    """So many failures in sequence that the run ends.
-
-    Args:
-        first: reason and traceback of the first of them.
-    """
+    """So many failures in sequence that the run ends. `first`: reason and traceback of the first of them."""
 
     words: ClassVar[str]
 
@@ -178,11 +178,8 @@ class _CountedFailure(TailraceError):
 
 
 class RewardFailed(_CountedFailure):
-    """A sample has no reward.
-
-    Args:
-        is_defect: the exception is of a kind that shows a defect of the function, whatever the completion is.
-    """
+    """A sample has no reward. `is_defect`: the exception is of a kind that shows a defect of the function,
+    whatever the completion is."""
 
     def __init__(self, reason: str, detail: str = "", *, is_defect: bool = False) -> None:
         super().__init__(reason, detail)

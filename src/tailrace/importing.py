@@ -19,16 +19,13 @@ from tailrace.errors import ConfigError
 
 
 def import_function(spec: str, key: str) -> Any:
-    """Import a callable.
+    """Import a callable. Raises a ConfigError if the module, the file or the name does not exist, the import
+    raises, or the object is not callable.
 
     Args:
         spec: 'package.module:name' or 'path/to/file.py:name'. A file can import modules of its own folder,
             at import time and later inside its functions.
         key: the config key that holds `spec`, for the error message.
-
-    Raises:
-        ConfigError: the module, the file or the name does not exist, the import raises, or the object is not
-            callable.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:

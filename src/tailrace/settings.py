@@ -28,10 +28,7 @@ prompts are drawn, what a token or a reward means, or what is learnt."""
 @dataclass(frozen=True, slots=True)
 class InFolder:
     """Of a field whose text may name a file. In a config file the name is relative to the file's folder.
-
-    Args:
-        resolve: given the folder and the text, returns the absolute name, or the text if it names no file.
-    """
+    `resolve`: given the folder and the text, returns the absolute name, or the text if it names no file."""
 
     resolve: Callable[[Path, str], str]
 

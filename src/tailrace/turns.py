@@ -54,10 +54,7 @@ class Branch:
 
     def response_ids(self, completion_ids: Sequence[int]) -> list[int]:
         """Return what follows its context: the turns with the environment's tokens in their places.
-
-        Args:
-            completion_ids: those of the sample.
-        """
+        `completion_ids`: those of the sample."""
         ids: list[int] = []
         start = self.start
         for place, observed in self.observations:
@@ -67,11 +64,7 @@ class Branch:
 
 
 def branches_of(prompt_ids: Sequence[int], turns: Sequence[Turn], num_tokens: int) -> list[Branch]:
-    """Return the branches that turns make, at least one.
-
-    Args:
-        num_tokens: completion tokens of the sample.
-    """
+    """Return the branches that turns make, at least one. `num_tokens`: completion tokens of the sample."""
     branches = [Branch(prompt_ids, 0, num_tokens)]
     for turn in turns:
         if turn.begins_branch:

@@ -78,11 +78,8 @@ class Prompt:
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How one request is sampled; `SamplingSettings` says what each means.
-
-    Args:
-        ignore_end_of_text: the model's own end-of-text tokens do not end the completion.
-    """
+    """How one request is sampled; `SamplingSettings` says what each means. `ignore_end_of_text`: the model's
+    own end-of-text tokens do not end the completion."""
 
     max_completion_tokens: int
     temperature: float = 1.0

@@ -69,7 +69,8 @@ def test_its_traceback_is_the_only_one_of_a_schedule_that_never_stops(config_pat
 def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(
     config_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--run.rounds", "8", "--host.health_timeout_s", "1")
+    # a round takes 0.05 s: with few of them the run may end before its worker is stopped
+    words = ("--run.rounds", "40", "--run.eval_every", "0", "--host.health_timeout_s", "1")
 
     def stop() -> None:
         wait_for_steps(config_path.parent / "out", 4)

@@ -9,7 +9,7 @@ import pytest
 from helpers.engine_contract import fresh_samples
 from tailrace import clock
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, TokenCounter, Usage
+from tailrace.engine.base import Arrival, Capabilities, TokenCounter, Usage
 from tailrace.engine.supervised import (
     FIRST_PAUSE_S,
     TRANSFER_PAUSE_S,
@@ -17,13 +17,22 @@ from tailrace.engine.supervised import (
     SupervisedEngine,
     watch_engines,
 )
-from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
+from tailrace.errors import (
+    EngineDied,
+    EnginesLost,
+    Evicted,
+    NotArrived,
+    TailraceError,
+    TransferFailed,
+    first_cause,
+)
 from tailrace.record.events import EngineStateChanged, Recorder
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import Weights
 
 START_S, LOAD_S, LENGTH, GIVE_UP_S = 3.0, 5.0, 10, 100.0
+CAUSE = "weights not loaded: it computes with version 7"
 
 
 @dataclass
@@ -34,6 +43,7 @@ class Fate:
         start_s: until it can serve, or cannot for the reason `unfit`.
         lives_s: from then to its death.
         failing: transfers that fail, the first ones.
+        lost: loads after which the answer to the probe shows older weights, the first ones.
         unnoticed_s: until its death is noticed by other means than its requests.
     """
 
@@ -41,6 +51,7 @@ class Fate:
     unfit: str = ""
     lives_s: float = 1e9
     failing: int = 0
+    lost: int = 0
     unnoticed_s: float = 0.0
 
 
@@ -53,6 +64,8 @@ class Life:
         self.number, self.fate = number, fate
         self.counter = TokenCounter()
         self.version, self.loaded, self.closed = 0, list[int](), False
+        self.kvs: list[KV] = []
+        self.arrival: Arrival | None = None
         self.asleep = False
         self.num_running = self.num_reported = 0
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -88,6 +101,13 @@ class Life:
             raise TransferFailed(f"life {self.number}: the link is broken")
         self.version = weights.version
         self.loaded.append(weights.version)
+        self.kvs.append(kv)
+        self.arrival = Arrival(
+            *(weights.version, 0.5, 0.0, 0.1),
+            seconds=0.0,
+            cause=CAUSE if self.fate.lost else "",
+        )
+        self.fate.lost = max(0, self.fate.lost - 1)
 
     async def sleep(self) -> None:
         await self._lives_on(0.0)
@@ -352,6 +372,53 @@ def test_an_engine_that_cannot_be_given_the_newest_weights_is_ended_before_the_l
             assert sample.spans == [Span(0, num_tokens), Span(1, LENGTH - num_tokens)]
 
     drive(world, main)
+
+
+def test_a_publication_that_has_not_arrived_is_sent_again_without_the_old_cache() -> None:
+    world = World([Fate(lost=2)])
+    causes: list[str] = []
+    world.engine.on_arrival = lambda arrival: causes.append(arrival.cause)
+
+    async def main() -> None:
+        await world.engine.load(Weights(1), kv="keep")
+        assert (world.lives[0].loaded, world.lives[0].kvs) == ([1, 1, 1], ["keep", "recompute", "recompute"])
+        assert causes == [CAUSE, CAUSE, ""]
+        await world.engine.load(Weights(2), kv="keep")
+        assert (world.lives[0].loaded[3:], world.lives[0].kvs[3:]) == ([2], ["keep"])
+        assert len(world.lives) == 1 and world.engine.state == "open"
+
+    drive(world, main)
+
+
+def test_an_engine_at_which_nothing_arrives_is_restarted_with_the_cause_and_goes_on() -> None:
+    world = World([Fate(lost=3), Fate(lost=2)])
+
+    async def main() -> None:
+        (sample,) = fresh_samples(1)
+        await world.engine.load(Weights(1), kv="keep")
+        assert world.states[-1][1:] == ("dead", f"one: version 1 has not arrived: {CAUSE}")
+        await until(lambda: world.engine.state == "open")
+        assert [life.loaded for life in world.lives] == [[1, 1, 1], [1, 1, 1]]
+        await world.engine.generate(sample)
+        assert sample.spans == [Span(1, LENGTH)]
+
+    drive(world, main)
+
+
+def test_a_publication_that_does_not_arrive_after_a_restart_either_ends_the_run_with_its_cause() -> None:
+    world, other = World([Fate(lost=3), Fate(lost=3)]), World()
+
+    async def main() -> None:
+        await world.engine.load(Weights(1), kv="keep")
+        await asyncio.sleep(1e6)
+
+    with pytest.raises(ExceptionGroup) as lost:
+        drive(world, main, other)
+    error = first_cause(lost.value)
+    assert isinstance(error, NotArrived)
+    what = f"one: version 1 has not arrived: {CAUSE}"
+    assert str(error) == f"{what}; neither did 3 attempts nor a restart help"
+    assert len(world.lives) == 2 and all(life.closed for life in world.lives)
 
 
 def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record() -> None:

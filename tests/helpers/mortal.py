@@ -31,7 +31,7 @@ class Life:
     def __init__(self, engine: SimEngine, chance: random.Random) -> None:
         self.engine, self._chance = engine, chance
         self.capabilities = engine.capabilities
-        self.counter = TokenCounter()
+        self.counter, self.arrival = TokenCounter(), None
         self._num_counted = 0
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -105,6 +105,8 @@ def test_many_devices_are_divided_in_sixteenths() -> None:
 def test_what_the_cluster_sets_stays() -> None:
     cluster = SimClusterSettings(devices=8, rollout_devices=6, tensor_parallel=2)
     assert list(divisions(cluster)) == [("disaggregated", 6, 2)]
+    cluster = SimClusterSettings(devices=8, rollout_devices=2)  # no engine has more devices than generate
+    assert list(divisions(cluster)) == [("disaggregated", 2, 1), ("disaggregated", 2, 2)]
 
 
 def test_schedules_whose_times_cannot_differ_are_represented_by_one() -> None:

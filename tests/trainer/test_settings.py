@@ -14,8 +14,10 @@ from tailrace.trainer.base import TrainerSettings
         *(
             (field, value)
             for field in ("learning_rate", "critic_learning_rate", "max_grad_norm")
-            for value in (math.inf, math.nan, 0.0, -1.0)
+            for value in (math.inf, math.nan, -1.0)
         ),
+        ("critic_learning_rate", 0.0),
+        ("max_grad_norm", 0.0),
         ("weight_decay", math.inf),
         ("weight_decay", -0.1),
         ("betas", (0.9, 1.0)),
@@ -34,6 +36,7 @@ def test_a_value_out_of_range_is_refused(field: str, value: object) -> None:
 
 
 def test_the_ends_of_each_range_are_accepted() -> None:
+    TrainerSettings(learning_rate=0.0)
     TrainerSettings(learning_rate=1.0, betas=(0.0, 0.0), weight_decay=1.0, threads=1024)
     TrainerSettings(max_tokens_per_microbatch=2**31 - 1, min_tokens_per_microbatch=1)
 

@@ -14,9 +14,16 @@ from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import Weights, new_link
-from tailrace.workers.engine import Alive, EngineWorker, Report
+from tailrace.workers.engine import Alive, EngineJob, EngineWorker, Report
 
 LIMIT = 40
+
+
+def job_of(model: Path, report_every_s: float) -> EngineJob:
+    sampling = SamplingSettings(max_completion_tokens=LIMIT)
+    return EngineJob(
+        model=model, engine=NativeEngineSettings(), sampling=sampling, report_every_s=report_every_s
+    )
 
 
 def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: float) -> list[Report]:
@@ -28,7 +35,7 @@ def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: 
     with connected(EngineWorker) as (controller, connection):
         for request in requests:
             controller.call(EngineWorker.submit, request, answered=False)
-        worker = EngineWorker(engine, connection, report_every_s)
+        worker = EngineWorker(engine, connection, job_of(folder / "model", report_every_s))
         thread = threading.Thread(target=worker.serve, args=(connection,))
         thread.start()
         reports: list[Report] = []
@@ -75,7 +82,9 @@ def test_a_file_that_is_read_while_an_engine_wakes_is_a_sign_of_life(tmp_path: P
     )
     num_files = len(list(tmp_path.glob("*.safetensors")))
     with connected(EngineWorker) as (controller, connection):
-        thread = threading.Thread(target=EngineWorker(engine, connection, 0.0).serve, args=(connection,))
+        thread = threading.Thread(
+            target=EngineWorker(engine, connection, job_of(tmp_path, 0.0)).serve, args=(connection,)
+        )
         thread.start()
         for method in (EngineWorker.sleep, EngineWorker.wake):
             controller.call(method)
@@ -96,7 +105,9 @@ def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_ca
     (tmp_path / "torn").write_bytes(b"12345678{")
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "wrong")
     with connected(EngineWorker) as (controller, connection):
-        thread = threading.Thread(target=EngineWorker(engine, connection, 0.0).serve, args=(connection,))
+        thread = threading.Thread(
+            target=EngineWorker(engine, connection, job_of(tmp_path, 0.0)).serve, args=(connection,)
+        )
         thread.start()
         link = new_link("engine-0")
         controller.call(EngineWorker.ping, answered=False)

@@ -148,14 +148,8 @@ class AlgorithmSettings(Settings):
 def check_algorithm(
     algorithm: AlgorithmSettings, *, group_size: int, sampling: SamplingSettings | None
 ) -> None:
-    """Check the settings of [algorithm] against each other and against the run.
-
-    Args:
-        sampling: None in a simulated run, which samples nothing.
-
-    Raises:
-        ConfigError: two settings contradict each other.
-    """
+    """Check the settings of [algorithm] against each other and against the run. Raises a ConfigError if two
+    settings contradict each other. `sampling`: None in a simulated run, which samples nothing."""
 
     def refuse(when: bool, key: str, problem: str, remedy: str) -> None:
         if when:

@@ -131,11 +131,8 @@ def gspo(
         s = (pi(y) / pi_old(y))^(1/|y|)
         loss = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), equal at each token of the sequence
 
-    Under `sample_mean` the tokens of a sequence sum to one such loss.
-
-    Args:
-        advantages: equal at all tokens of a sample.
-    """
+    Under `sample_mean` the tokens of a sequence sum to one such loss. `advantages`: equal at all tokens of a
+    sample."""
     means = sums(logprobs - old_logprobs, num_tokens) / num_tokens
     return _surrogate(spread(means.exp(), num_tokens), advantages, clip_low, clip_high)
 
@@ -207,13 +204,10 @@ def token_weights(
     """Compute the weight of each token's loss in the sum: [C].
 
     `sample_mean`: sum over samples of the mean over each sample's tokens; the step divides by its samples.
-    `token_mean`: sum over tokens; the step divides by its tokens (DAPO, 2503.14476, eq. 8).
-    `sample_sum`: sum over tokens; the step divides by its samples (REINFORCE; RLOO, 2402.14740).
-    `fixed_length`: sample_sum divided by `max_completion_tokens` (Dr. GRPO, 2503.20783, 3.2 and its code).
-
-    Args:
-        counted: [C] float32: 1, or 0 for a token that is masked and not counted.
-    """
+    `token_mean`: sum over tokens; the step divides by its tokens (DAPO, 2503.14476, eq. 8). `sample_sum`: sum
+    over tokens; the step divides by its samples (REINFORCE; RLOO, 2402.14740). `fixed_length`: sample_sum
+    divided by `max_completion_tokens` (Dr. GRPO, 2503.20783, 3.2 and its code). `counted`: [C] float32: 1, or
+    0 for a token that is masked and not counted."""
     match normalize:
         case "sample_mean":
             return counted / spread(sums(counted, num_tokens).clamp(min=1), num_tokens)

@@ -351,6 +351,12 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
         problem = f"{', '.join(inexact)} cannot say which weights generated a token"
         effect = "after an update in flight, some tokens may count as one version newer than they are"
         print(f"tailrace: warning: {problem}: {effect}; update the server", file=sys.stderr)
+    probed = "probe_every" in config.weights.model_fields_set and config.weights.probe_every
+    mute = next((engine.name for engine in engines if not engine.capabilities.scores), None)
+    if probed and mute:
+        problem = f"{mute} cannot prove that weights have arrived: it does not score a given sequence"
+        remedy = "set it to 0; the embedded engine can, and vLLM with sampling.temperature = 1"
+        raise ConfigError("weights.probe_every", config.weights.probe_every, problem, remedy)
     awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
     if awake and config.placement.kind != "disaggregated":
         problem = f"{awake} cannot give the memory of its devices back"

@@ -80,14 +80,12 @@ class Fitted:
 
 
 def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:
-    """Choose what a checked config does not set.
+    """Choose what a checked config does not set. Raises a ConfigError if the run cannot fit; it
+    names what would.
 
     Args:
         prompt_tokens: of the longest prompt.
         overlaps: the schedule trains while engines generate.
-
-    Raises:
-        ConfigError: the run cannot fit the machine; it names what would.
     """
     reasons: dict[str, str] = {}
     idle: list[str] = []

@@ -53,16 +53,10 @@ def device_map(config: RunConfig) -> DeviceMap:
 
 def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
     """Whether engines and trainer have devices in common, which engines have those of the replicas that train
-    early, and how many engines may be joined.
-
-    Args:
-        sim: [sim] with everything that it takes from the other sections, for simulated engines, which have no
-            lists of devices.
-
-    Raises:
-        ConfigError: the elastic placement has nothing to lend, or would lend everything; the engines cannot
-            be joined as asked; the offline profile lacks a size.
-    """
+    early, and how many engines may be joined. Raises a ConfigError if the elastic placement has nothing to
+    lend or would lend everything, engines cannot be joined as asked, or the offline profile lacks a size.
+    `sim`: [sim] with everything that it takes from the other sections, for simulated engines, which have no
+    lists of devices."""
     placement, replicas = config.placement, config.trainer.replicas
     num_engines, size = config.engine.num_engines, tensor_parallel_size(config)
     if sim:
@@ -91,11 +85,7 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
 
 def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | None:
     """Return the prices of a config with the devices that they count for; None: it has no prices. A device is
-    a GPU, or a process on CPUs.
-
-    Args:
-        sim: as in `device_sharing`.
-    """
+    a GPU, or a process on CPUs. `sim`: as in `device_sharing`."""
     if config.prices is None:
         return None
     if sim and sim.cluster:

@@ -15,11 +15,12 @@ from tailrace.data.base import longest_sequence
 from tailrace.data.encoding import Tokenizer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.base import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
+from tailrace.engine.proof import probe_ids
 from tailrace.engine.settings import NativeEngineSettings, TinkerEngineSettings
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
-from tailrace.errors import EnginesLost, WorkerDied, first_cause
-from tailrace.model_folder import context_length
+from tailrace.errors import EnginesLost, NotArrived, WorkerDied, first_cause
+from tailrace.model_folder import context_length, read_config
 from tailrace.trainer.base import LoraSettings, Reference, Trainer
 from tailrace.weights.base import in_run_folder
 from tailrace.workers.calls import Job, RemoteWorker, Spawner, Worker
@@ -64,6 +65,7 @@ async def open_workers(
         ConfigError: a worker cannot do its job.
         WorkerDied: a worker ended; with its name, the exit cause and the end of its log.
         EnginesLost: all engines were dead for `engine.recovery_timeout_s`.
+        NotArrived: an engine did not get a publication after a restart either.
     """
     devices = device_map(config)
     opened = open_spawner(
@@ -165,7 +167,11 @@ async def _started(
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number, supervised_engine.width)
             job = EngineJob(
-                threads=engine.threads, model=model, engine=engine, sampling=sampling, adapter=trainer.adapter
+                threads=engine.threads,
+                model=model,
+                engine=engine,
+                sampling=sampling,
+                adapter=trainer.adapter,
             )
             remote = RemoteEngine(await spawner.start(name, EngineWorker, job, devices), job)
             remote.send = remote_trainer.send
@@ -175,6 +181,9 @@ async def _started(
         supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, counter)
         return supervised_engine
 
+    context = context_length(model)
+    probed = config.weights.probe_every > 0
+    probe = probe_ids(engine.kind, read_config(model)["vocab_size"], context) if probed else ()
     trainer_job = TrainerJob(
         threads=trainer.threads,
         model=model,
@@ -184,6 +193,8 @@ async def _started(
         weights=in_run_folder(config.weights, folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
         checkpoints=folder.absolute() if life is not None else None,
+        probe=probe,
+        probe_dtype=engine.dtype,
         seed=config.run.seed,
     )
     reference_job = ReferenceJob(
@@ -199,7 +210,7 @@ async def _started(
         closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
             assert data and not isinstance(engine, TinkerEngineSettings)
-            context, fills_context = context_length(model), isinstance(config.environment, EpisodeSettings)
+            fills_context, room = isinstance(config.environment, EpisodeSettings), len(probe) + 1
             longest = partial(
                 longest_sequence,
                 data,
@@ -213,7 +224,7 @@ async def _started(
                 spawner=spawner,
                 devices=devices.engines,
                 min_context=longest(unbounded_prompt=1),
-                max_context=context if fills_context else longest(unbounded_prompt=context),
+                max_context=context if fills_context else max(longest(unbounded_prompt=context), room),
                 trainer=remote_trainer,
                 trainer_settings=trainer,
             )
@@ -251,7 +262,7 @@ async def ended_by_death(
 
     Raises:
         WorkerDied: of that process.
-        EnginesLost: of the watch.
+        EnginesLost, NotArrived: of the watch.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -263,5 +274,5 @@ async def ended_by_death(
                 for watcher in watchers:
                     watcher.cancel()
     except BaseExceptionGroup as group:
-        error = first_cause(group.subgroup((WorkerDied, EnginesLost)) or group)
+        error = first_cause(group.subgroup((WorkerDied, EnginesLost, NotArrived)) or group)
         raise error from error.__cause__

@@ -134,10 +134,12 @@ def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
 
 
 class SharedWorkers:
-    """The workers of one racer at a time, always at the weights that training starts from."""
+    """The workers of one racer at a time, always at the weights that training starts from: those of a
+    checkpoint, or of the model."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
+        self._folder, self._checkpoint = folder, checkpoint
+        self.start = checkpoint or folder / "start"
         self._setup = ""
         self._open = AsyncExitStack()
         self._parts: RunComponents | None = None
@@ -148,15 +150,22 @@ class SharedWorkers:
             await self.aclose()
             self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
             self._setup = racer.setup
-            # For each set-up: what a trainer keeps beside the weights depends on its algorithm.
-            async with on_devices_of_trainer(self._parts):
-                await (await self._parts.trainer.save(self._folder / "start"))
-        await rewind(self._parts, self._folder / "start", version=0)
+            if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
+                async with on_devices_of_trainer(self._parts):
+                    await (await self._parts.trainer.save(self.start))
+        await rewind(self._parts, self.start, version=0)
         return self._parts
 
     async def aclose(self) -> None:
         self._parts = None
         await self._open.aclose()
+
+
+async def run_lap(racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int) -> None:
+    """Run a schedule on given workers, without evaluations and checkpoints."""
+    changes = {"eval_every": 0, "checkpoint_every": 0, "rounds": rounds}
+    settings, advantages = racer.config.run.model_copy(update=changes), advantages_of(racer.config)
+    await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
 
 
 async def compare_live(
@@ -169,13 +178,9 @@ async def compare_live(
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
                 racer, summary = racers[name], Summary()
-                changes = {"eval_every": 0, "checkpoint_every": 0}
-                if repeat < 0:
-                    changes["rounds"] = min(racer.config.run.rounds, WARM_UP_ROUNDS)
-                settings = racer.config.run.model_copy(update=changes)
-                recorder, parts = _recorder(name, racer, summary, files), await workers.parts(racer)
-                advantages = advantages_of(racer.config)
-                await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
+                rounds = racer.config.run.rounds
+                parts, recorder = await workers.parts(racer), recorder_of(name, racer, summary, files)
+                await run_lap(racer, parts, recorder, min(rounds, WARM_UP_ROUNDS) if repeat < 0 else rounds)
                 if repeat >= 0:
                     raced.add(name, summary)
     return raced
@@ -191,7 +196,7 @@ def compare_virtual(
             config, summary = racer.config, Summary()
             seeded = config.run.model_copy(update={"seed": config.run.seed + repeat})
             config = config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, _recorder(name, racer, summary, folder))
+            run_virtual(config, racer.schedule, recorder_of(name, racer, summary, folder))
             raced.add(name, summary)
     return raced
 
@@ -205,7 +210,7 @@ def in_turn(racers: Mapping[str, ComparedSchedule], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def _recorder(name: str, racer: ComparedSchedule, summary: Summary, folder: Path | None) -> Recorder:
+def recorder_of(name: str, racer: ComparedSchedule, summary: Summary, folder: Path | None) -> Recorder:
     """The files of a lap are those of a run, in a folder of the racer's name."""
     sinks: list[Sink] = [summary]
     if folder:

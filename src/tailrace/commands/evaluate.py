@@ -69,14 +69,12 @@ def run(
 
 
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
-    """Read the config of an evaluation.
+    """Read the config of an evaluation. Raises a ConfigError if the config cannot be read, or the run has no
+    checkpoint.
 
     Args:
         path: a config file, or the output directory of a run: then the model is its newest checkpoint.
         model: a Hugging Face folder to evaluate in place of that model.
-
-    Raises:
-        ConfigError: the config cannot be read, or the run has no checkpoint.
     """
     if path.is_dir():
         folder = RunFolder(path)

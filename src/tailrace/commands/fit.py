@@ -20,6 +20,8 @@ from tailrace.engine.http import HEALTH_EVERY_S
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import Fit, fit
+from tailrace.fit.peer_fit import fit_peer
+from tailrace.fit.peers import read_peer
 from tailrace.rollout.profile import ProfileRow, measure
 
 
@@ -28,6 +30,7 @@ def fit_run(
     /,
     *,
     output: Path | None = None,
+    samples: int | None = None,
     profile: Path | None = None,
     batches: tuple[int, ...] = (1, 8, 64, 256),
     lengths: tuple[int, ...] = (),
@@ -36,8 +39,10 @@ def fit_run(
     """Fit a run, and print what was found; or with --profile measure the engines of its config.
 
     Args:
-        run: its output directory; with --profile also a config file.
+        run: its output directory, or a log of TRL, verl, prime-rl, slime, miles or NeMo-RL: a folder, or a
+            file of JSONL, TensorBoard or W&B's offline mode; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
+        samples: of a step, where the log of another framework does not say.
         profile: a file for the offline profile of the engines, which `placement.profile` names.
         batches: of the profile, requests that begin together.
         lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
@@ -47,7 +52,7 @@ def fit_run(
     for key, value in overrides.items():
         problem = "fit has no config to override without --profile"
         raise ConfigError(f"--{key}", value, problem, "remove it")
-    fitted = fitted_run(run)
+    fitted = fitted_run(run, samples)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
     print_table(console, _table(run, fitted), keep=2)
@@ -94,9 +99,12 @@ async def _measured(
     return rows
 
 
-def fitted_run(path: Path) -> Fit:
-    """Fit a run. Raises a ConfigError if there is no run, or one of its files is damaged."""
+def fitted_run(path: Path, samples: int | None = None) -> Fit:
+    """Fit a run, or the log of another framework, whose steps have so many samples. Raises a ConfigError if
+    there is none, or one of its files is damaged."""
     folder = RunFolder(path)
+    if not folder.config.exists():
+        return fit_peer(read_peer(path, samples))
     config = folder.read_config()
     workers = config.reward.workers if config.model else config.sim.rewards.workers
     return fit(folder.events, folder.metrics, folder.samples, workers)

@@ -20,7 +20,7 @@ from tailrace.assembly.placement import prices_of
 from tailrace.commands.tables import open_console, print_table
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import ConfigError
-from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
+from tailrace.ledger.base import GroupRow, LedgerTables, ProbeRow, SampleRow
 from tailrace.ledger.prices import BillItem, total_cost
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import open_store
@@ -88,6 +88,7 @@ def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem])
             | {"samples_undone": sum(training.life == row.life for training in undone)}
             for row in tables.lives.values()
         ],
+        "probes": _probes(tables.probes),
         "checkpoints": [
             {"name": mark.checkpoint, **_fields_of(mark, "round", "version", "step")}
             for mark in tables.marks
@@ -95,6 +96,20 @@ def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem])
         ],
         "oldest": [_living(tables, group) for group in living[:NUM_OLDEST]],
     }
+
+
+def _probes(rows: Sequence[ProbeRow]) -> list[dict[str, Any]]:
+    """How each engine answered the probes of all publications."""
+    by_engine = {row.engine: [each for each in rows if each.engine == row.engine] for row in rows}
+    return [
+        {
+            "engine": engine,
+            "probes": len(mine),
+            "largest_difference": max((each.difference for each in mine if not each.cause), default=None),
+            "failed": [_fields_of(each, "life", "version", "cause") for each in mine if each.cause],
+        }
+        for engine, mine in by_engine.items()
+    ]
 
 
 def _fields_of(row: msgspec.Struct, *names: str) -> dict[str, Any]:
@@ -165,7 +180,12 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
     for item in balance.get("cost", {"items": []})["items"]:
         what, amount, price = item.values()
         bill.add_row(what, f"{amount:,.6f}", f"{price:,g}", f"{amount * price:,.4f}")
-    return [sums, lives, *([oldest] if balance["oldest"] else []), *([bill] if bill.rows else [])]
+    probes = Table("engine", "answers", "largest difference", "not arrived", title="probes of the weights")
+    for each in balance["probes"]:
+        engine, num, largest, failed = each.values()
+        causes = "; ".join(f"version {one['version']}: {one['cause']}" for one in failed) or "none"
+        probes.add_row(engine, str(num), "" if largest is None else f"{largest:.2g}", causes)
+    return [sums, lives, *(table for table in (probes, oldest, bill) if table.rows)]
 
 
 def _number(number: int | None) -> str:

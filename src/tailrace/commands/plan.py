@@ -16,19 +16,32 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import costs_given, sim_max_tokens, without_rates
+from tailrace.commands.fit import fitted_run
 from tailrace.commands.tables import open_console, print_table, progress
-from tailrace.config import RunConfig, load_config
+from tailrace.config import RunConfig, config_of, load_config
 from tailrace.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.fit.fit import correlation_within_groups
+from tailrace.fit.peer_fit import fit_peer
+from tailrace.fit.peers import PeerLog, read_peer
+from tailrace.ledger.ledger import Totals
+from tailrace.ledger.prices import Prices
+from tailrace.plan.calibrate import calibrated
 from tailrace.plan.candidates import Candidate
 from tailrace.plan.plan import Measured, Problem
 from tailrace.plan.search import Plan, search
-from tailrace.sim.settings import EmpiricalSettings, RecordedSettings, SimSettings, TableSettings
+from tailrace.sim.settings import (
+    EmpiricalSettings,
+    RecordedSettings,
+    SimClusterSettings,
+    SimSettings,
+    TableSettings,
+)
 from tailrace.sim.world import read_lengths, read_recorded
 
 CELLS = {
     "step_s": ("s/step", "{:,.3g}"),
+    "gain": ("gain", "{:.2f}x"),
     "samples_per_s": ("samples/s", "{:,.3g}"),
     "cost_per_1000_samples": ("cost", "{:,.4f}"),
     "over_bound": ("bound", "{:+.0%}"),
@@ -38,13 +51,15 @@ CELLS = {
     "trainer_share": ("state", "{:.0%}"),
     "device_share": ("full", "{:.0%}"),
 }
-"""Figures of a candidate in the table, their heads and formats. A cost is there if there are prices."""
+"""Figures of a candidate in the table, their heads and formats. A gain is there with --from, a cost with
+prices."""
 
 
 def plan(
-    cluster: Path,
+    cluster: Path | None = None,
     /,
     *,
+    run: Annotated[Path | None, Parameter("--from")] = None,
     lengths: str = "model",
     output: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
@@ -53,7 +68,9 @@ def plan(
     """Search for the fastest candidate and print the ranking, with the reasons.
 
     Args:
-        cluster: a config with [sim.cluster].
+        cluster: a config with [sim.cluster]; with --from it may be left out for overrides.
+        run: a run, or a log of another framework as of tailrace fit, made on the devices of [sim.cluster] and
+            with its division. Costs and lengths are fitted to it, and it is compared with the candidates.
         lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
@@ -62,11 +79,16 @@ def plan(
         if path and (path.is_dir() or not path.parent.is_dir()):
             problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
-    config = with_lengths(load_config(cluster, overrides), lengths)
+    given, log = with_lengths(_config(cluster, run, overrides), lengths), None
+    config = given
+    if run:
+        config, log = from_run(given, run)
     with progress() as said:
-        found = search(replace(problem_of(config), progress=said))
-    devices = config.sim.cluster.devices if config.sim.cluster else 0
-    console = open_console()
+        asked = replace(problem_of(config), progress=said)
+        found = search(asked)
+    devices, console = config.sim.cluster.devices if config.sim.cluster else 0, open_console()
+    if log and given.sim.cluster:
+        found = _against(log, found, asked, given.sim.cluster)
     print_table(console, _table(config, found, devices), keep=2)
     excluded = [f"{n} of {found.candidates} candidates: {limit}" for limit, n in found.excluded.items()]
     pruned = f"{found.pruned} were not measured: they are predicted to be slower"
@@ -79,6 +101,58 @@ def plan(
         resolve(planned)
         output.write_text(planned.toml(chosen=False))
         console.print(f"config    {output}")
+
+
+def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+    if cluster:
+        return load_config(cluster, overrides)
+    if run is None:
+        raise ConfigError(
+            "CLUSTER", None, "there is no config", "name one with [sim.cluster], or a run: --from RUN"
+        )
+    if (folder := RunFolder(run)).config.exists():
+        return folder.read_config(overrides)
+    return config_of({"run": {"rounds": 1}, "schedule": {"name": "serial"}}, overrides)
+
+
+def from_run(config: RunConfig, path: Path) -> tuple[RunConfig, PeerLog]:
+    """The config with the costs and lengths of a run, and what the run logged. Raises a ConfigError if there
+    is no such run, or its steps have other samples than those of the config."""
+    samples, folder = _groups_per_step(config) * config.run.group_size, RunFolder(path)
+    log = read_peer(folder.metrics if folder.config.exists() else path, samples)
+    if round(log.mean("samples")) != samples:
+        problem = f"a step of {path} trains {log.mean('samples'):g} samples, and one of the config {samples}"
+        remedy = "change it, or run.group_size"
+        raise ConfigError("schedule.groups_per_step", _groups_per_step(config), problem, remedy)
+    fitted = fitted_run(path) if folder.config.exists() else fit_peer(log)
+    training_s = log.mean("update_s") if log.has("update_s") else None
+    return calibrated(config, fitted.sim, samples // config.run.group_size, training_s, log.overlaps), log
+
+
+def _against(log: PeerLog, found: Plan, asked: Problem, cluster: SimClusterSettings) -> Plan:
+    """The plan with the gain of each candidate over the run, which had the devices of a cluster, and with
+    what may be said of the run."""
+    best, prices, run_s = found.best, asked.prices, log.mean("step_s") - log.other_s
+    reasons, division = [f"the run: {log.waits}"], (cluster.rollout_devices, cluster.tensor_parallel)
+    for each, sim in asked.candidates()[0].items():
+        is_own = (each.rollout_devices, each.tensor_parallel) == division and each.kind != "elastic"
+        if is_own and each.work.schedule == "serial" and not each.work.lag and not log.overlaps:
+            same_s = asked.measure(each, sim, asked.steps).step_s
+            off = f"{same_s / run_s - 1:+.0%}"
+            reasons.append(f"serial on its devices is predicted with {same_s:.3g} s a step, {off}")
+    times = f"{run_s / found.least_s:.2f}x the least bound of all candidates"
+    reasons.append(f"it takes {times}, {found.least_s:.3g} s a step")
+    words = f"{best.candidate.name(cluster.devices)} takes {best.step_s:.3g} s a step: "
+    words += f"{run_s / best.step_s:.2f}x as fast, at a lag of at most {best.figures['lag_max']:.0f}"
+    if prices:
+        per_1000, tokens = 1000 / log.mean("samples"), round(1000 * log.mean("mean_tokens"))
+        totals = Totals(trained_tokens=tokens, seconds=run_s * per_1000)
+        totals.prefilled_tokens = round(1000 * log.mean("prompt_tokens"))
+        cost = Prices(prices, *cluster.devices_by_use).cost(totals, tokens)
+        words += f"; 1,000 samples cost {best.figures['cost_per_1000_samples']:,.4f} in place of {cost:,.4f}"
+        words += f" {prices.currency}"
+    gains = [replace(each, figures=each.figures | {"gain": run_s / each.step_s}) for each in found.ranking]
+    return replace(found, ranking=gains, reasons=[*reasons, words, *found.reasons])
 
 
 def problem_of(config: RunConfig) -> Problem:

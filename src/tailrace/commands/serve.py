@@ -196,14 +196,12 @@ async def _serve(
 
 
 def bearer_token(file: Path | None, prefix: str = "") -> str:
-    """The bearer token of the server.
+    """The bearer token of the server. Raises a ConfigError if the file cannot be read or written, or the
+    token is too weak.
 
     Args:
         file: has the token, or receives a new one. None: it is $TAILRACE_TOKEN, or a new one that is printed.
         prefix: of a new one.
-
-    Raises:
-        ConfigError: the file cannot be read or written, or the token is too weak.
     """
     source, token = f"${TOKEN_VARIABLE}", os.environ.get(TOKEN_VARIABLE, "")
     try:

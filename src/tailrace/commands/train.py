@@ -205,10 +205,7 @@ async def _train(
 
 
 def _recorder(
-    config: RunConfig,
-    folder: RunFolder,
-    start: StartingPoint,
-    earlier: Sequence[Row],
+    config: RunConfig, folder: RunFolder, start: StartingPoint, earlier: Sequence[Row]
 ) -> tuple[Recorder, Summary]:
     summary = Summary(folder.summary, earlier=earlier)
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own

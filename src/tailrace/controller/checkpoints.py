@@ -84,11 +84,7 @@ class Checkpoints:
             self._best = accuracy, round
 
     async def written(self) -> None:
-        """Wait until the newest checkpoint is complete.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Wait until the newest checkpoint is complete. Raises a CheckpointError if it cannot be written."""
         if self._writing:
             with clock.waiting(f"the checkpoint {self._writing.get_name()} to be written"):
                 await self._writing

@@ -13,6 +13,7 @@ a resumed run starts. What it carries from one round to the next is in the run (
 import asyncio
 import random
 from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
@@ -189,6 +190,8 @@ class Run:
         self._ledger = Ledger(recorder, start.totals, journal)
         journal.follow(self._ledger)
         self.history = History(dict(start.base.longest))
+        for engine in parts.engines:
+            engine.on_arrival = partial(self._ledger.probe, engine.name)
         parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         for group in (recalled := [*self.parked.groups, *self._interrupted]):
@@ -225,7 +228,9 @@ class Run:
             parts, settings, self.router, self._ledger, recorder, self.checkpoints
         )
         self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
-        self._beside = [tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep(), self._update.keep())]
+        self._beside = [
+            tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep(), self._update.keep())
+        ]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
@@ -564,4 +569,3 @@ class Run:
         cost = prices.cost(self._ledger.totals, self._num_generated)
         self._recorder.emit(events.Spent(clock.now(), cost))
         return prices.settings.overrun(cost)
-

@@ -19,11 +19,7 @@ class Watchdog:
         self._stepped.set()
 
     async def watch(self) -> None:
-        """Until it is cancelled.
-
-        Raises:
-            Stuck: no step came for `run.step_timeout_s`.
-        """
+        """Until it is cancelled. Raises a Stuck if no step came for `run.step_timeout_s`."""
         quiet_s = 0.0
         while True:
             try:

@@ -205,10 +205,7 @@ class Prompts(Protocol):
 
     def __getitem__(self, index: int) -> Prompt:
         """Return prompt number `index` of the run. Each call, in each process, returns the same prompt.
-
-        Raises:
-            BadRow: the row has no usable prompt.
-        """
+        Raises a BadRow if the row has no usable prompt."""
 
 
 class Epochs:

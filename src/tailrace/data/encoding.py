@@ -38,11 +38,8 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
-    """Load the fast tokenizer of a Hugging Face folder, with its chat template.
-
-    Raises:
-        ConfigError: there is no `tokenizer.json`, or it cannot be read.
-    """
+    """Load the fast tokenizer of a Hugging Face folder, with its chat template. Raises a ConfigError if there
+    is no `tokenizer.json`, or it cannot be read."""
     if not (model_path / "tokenizer.json").is_file():
         remedy = "save the model's fast tokenizer there with tokenizer.save_pretrained(folder)"
         raise folder_error(model_path, "the folder has no tokenizer.json", remedy)
@@ -156,16 +153,13 @@ class PromptEncoder:
     def encode(
         self, prompt: object, tools: Tools | None = None, *, any_length: bool = False
     ) -> tuple[str, list[int]]:
-        """Return the text that the model reads, and its token ids.
+        """Return the text that the model reads, and its token ids. Raises a BadRow if it is neither, it is
+        empty, the template refuses it or leaves out its tools, or it has no token or too many.
 
         Args:
             prompt: a string, or a list of chat messages.
             tools: tools that the model may call; they need the chat template.
             any_length: the limit does not hold.
-
-        Raises:
-            BadRow: it is neither, it is empty, the template refuses it or leaves out its tools, or it has no
-                token or too many.
         """
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
@@ -187,13 +181,11 @@ class PromptEncoder:
         return text, ids
 
     def check_that_one_fits(self, key: str, value: object, prompts: Iterable[object]) -> None:
-        """Check that not every prompt is too long. Stops at the first one that fits.
+        """Check that not every prompt is too long. Stops at the first one that fits. Raises a ConfigError if
+        every prompt is longer than the limit.
 
         Args:
             key, value: the setting that names the data, for the message.
-
-        Raises:
-            ConfigError: every prompt is longer than the limit.
         """
         num_long = 0
         for prompt in prompts:

@@ -24,26 +24,19 @@ def open_prompts(
     max_context_tokens: int | None = None,
     tools: Tools = (),
 ) -> Prompts:
-    """Open the prompts of one split, in the order that the seed fixes. The splits share no prompt.
+    """Open the prompts of one split, in the order that the seed fixes. The splits share no prompt. Raises a
+    ConfigError if the settings name no data that can be read, or no prompt of it fits.
 
     Args:
         max_context_tokens: positions of the model, prompt and completion together; None: unlimited. A prompt
             that leaves no room for one completion token is a BadRow.
         tools: tools of every prompt, as JSON schemas.
-
-    Raises:
-        ConfigError: the settings name no data that can be read, or no prompt of it fits.
     """
     if isinstance(settings, MixtureSettings):
         names, weights = zip(*((source.name, source.weight) for source in settings.sources), strict=True)
         opened = [
             open_prompts(
-                source,
-                tokenizer,
-                seed=seed,
-                split=split,
-                max_context_tokens=max_context_tokens,
-                tools=tools,
+                source, tokenizer, seed=seed, split=split, max_context_tokens=max_context_tokens, tools=tools
             )
             for source in settings.sources
         ]
@@ -59,14 +52,9 @@ def open_prompts(
 def check_lengths(
     *, max_context_tokens: int, max_completion_tokens: int, max_prompt_tokens: int | None = None
 ) -> None:
-    """Check that prompts and completions of the configured lengths can fit the model's context at all.
-
-    Args:
-        max_context_tokens: positions of the model, prompt and completion together.
-
-    Raises:
-        ConfigError: a completion, or a prompt, of the configured length fills the context alone.
-    """
+    """Check that prompts and completions of the configured lengths can fit the model's context at all. Raises
+    a ConfigError if a completion, or a prompt, of the configured length fills the context alone.
+    `max_context_tokens`: positions of the model, prompt and completion together."""
     remedy = f"choose at most {max_context_tokens - 1}, or a model with a longer context"
     for key, tokens in (
         ("sampling.max_completion_tokens", max_completion_tokens),

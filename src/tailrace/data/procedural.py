@@ -46,11 +46,8 @@ def draw_length(terms: TermsSettings, random: Random) -> int:
 
 
 class Task:
-    """A task of reasoning-gym with its parameters.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed, or the settings do not fit the task.
-    """
+    """A task of reasoning-gym with its parameters. Raises a ConfigError if reasoning-gym is not installed, or
+    the settings do not fit the task."""
 
     def __init__(self, settings: ProceduralSettings) -> None:
         self._settings = settings
@@ -66,11 +63,7 @@ class Task:
         self._scorer = self.dataset(0, {})
 
     def dataset(self, seed: int, lengths: Mapping[str, int]) -> Any:
-        """Make a dataset of PAGE entries.
-
-        Args:
-            lengths: value of each difficulty parameter of `data.lengths`.
-        """
+        """Make a dataset of PAGE entries. `lengths`: value of each difficulty parameter of `data.lengths`."""
         params = dict(self._settings.params)
         for name, length in lengths.items():
             params |= {f"min_{name}": length, f"max_{name}": length}
@@ -136,10 +129,7 @@ class ProceduralPrompts:
     def __init__(
         self, task: Task, settings: ProceduralSettings, encoder: PromptEncoder, seed: int, split: Split
     ) -> None:
-        """
-        Raises:
-            ConfigError: the prompts are too long.
-        """
+        """Raises a ConfigError if the prompts are too long."""
         self._task, self._lengths, self._encoder = task, settings.lengths, encoder
         self._seed, self._held_out = seed, split == "eval"
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
@@ -187,11 +177,8 @@ class ProceduralPrompts:
 
 
 def row_of(entry: Mapping[str, Any]) -> dict[str, object]:
-    """Return an entry (question, answer, metadata) as values that msgpack can encode.
-
-    Raises:
-        TypeError: it holds a value that msgpack cannot encode.
-    """
+    """Return an entry (question, answer, metadata) as values that msgpack can encode. Raises a TypeError if
+    it holds a value that msgpack cannot encode."""
     row: dict[str, object] = msgspec.to_builtins(dict(entry), str_keys=False, enc_hook=_plain)
     return row
 

@@ -38,10 +38,7 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, place: int) -> Mapping[str, Any]:
-        """
-        Raises:
-            BadRow: the row cannot be read.
-        """
+        """Raises a BadRow if the row cannot be read."""
 
 
 class JsonLines:
@@ -61,13 +58,11 @@ class JsonLines:
 
 
 def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
-    """Open the table that a split comes from.
+    """Open the table that a split comes from. Raises a ConfigError if there is no such file, folder or split,
+    or it cannot be read.
 
     Returns:
         The table, and whether training and evaluation share it, so that prompts must be held out of it.
-
-    Raises:
-        ConfigError: there is no such file, folder or split, or it cannot be read.
     """
     if split == "eval" and settings.eval_path is not None:
         return _open_eval_path(settings, settings.eval_path), False
@@ -138,11 +133,8 @@ class RowPrompts:
     """The endless prompts of one split of a table, shuffled anew in each epoch."""
 
     def __init__(self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split) -> None:
-        """
-        Raises:
-            ConfigError: the rows cannot be read, none of them has a prompt that fits, or there are too few
-                to hold any out.
-        """
+        """Raises a ConfigError if the rows cannot be read, none of them has a prompt that fits, or there are
+        too few to hold any out."""
         self._table, shared = open_table(settings, split)
         self._column, self._tools_column = settings.prompt_column, settings.tools_column
         self._encoder = encoder
@@ -186,10 +178,7 @@ class RowPrompts:
 
 def _tools(column: object) -> Tools | None:
     """Return the tools of a row, which may be JSON text, as in tables whose tools differ in their parameters.
-
-    Raises:
-        BadRow: they are not a list of objects.
-    """
+    Raises a BadRow if they are not a list of objects."""
     try:
         tools = msgspec.json.decode(column) if isinstance(column, str) and column else column
     except NOT_JSON as why:

@@ -19,15 +19,9 @@ them: the first where it is only the default, the second everywhere."""
 
 
 class Taskset:
-    """A taskset of verifiers with its environment.
-
-    Args:
-        harness: id of the harness that replaces those that start a process for a chat loop.
-
-    Raises:
-        ConfigError: verifiers, the taskset or something that it needs is not installed; it does not know the
-            arguments, or it needs a container.
-    """
+    """A taskset of verifiers with its environment. Raises a ConfigError if verifiers, or what the taskset
+    needs, is not installed, it does not know the arguments, or it needs a container. `harness`: id of the
+    harness that replaces those that start a process for a chat loop."""
 
     def __init__(self, settings: TasksetSettings, harness: str = "null") -> None:
         self._settings = settings
@@ -54,11 +48,8 @@ class Taskset:
         self._check_models()
 
     def load(self) -> list[Any]:
-        """Load the tasks.
-
-        Raises:
-            ConfigError: they cannot be loaded, there is none, or they have no end and no number is set.
-        """
+        """Load the tasks. Raises a ConfigError if they cannot be loaded, there is none, or they have no end
+        and no number is set."""
         name, limit = self._settings.taskset, self._settings.num_tasks
         if limit is None and not self.env.taskset.bounded:
             problem = f"the tasks of {name} have no end"
@@ -159,10 +150,7 @@ class TaskPrompts:
     trained agent's first request has them."""
 
     def __init__(self, settings: TasksetSettings, seed: int, split: Split) -> None:
-        """
-        Raises:
-            ConfigError: the taskset cannot be loaded or played.
-        """
+        """Raises a ConfigError if the taskset cannot be loaded or played."""
         self._taskset = Taskset(settings)
         tasks = self._taskset.load()
         digests = [crc32(task.key.encode()) for task in tasks]

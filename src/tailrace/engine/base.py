@@ -129,6 +129,26 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
+class Arrival(msgspec.Struct, frozen=True):
+    """How an engine answered the probe of a publication (proof.py). Differences are means of |difference| of
+    log-probs, in nats a token.
+
+    Args:
+        difference: of the engine, without its prefix cache, and the trainer.
+        cache_difference: of the engine with its prefix cache and without.
+        limit: of both; an exact engine may have no difference between the two caches.
+        seconds: for which the engine was held.
+        cause: why the publication has not arrived; empty: it has.
+    """
+
+    version: int
+    difference: float
+    cache_difference: float
+    limit: float
+    seconds: float
+    cause: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What one engine can do and another cannot."""
@@ -141,6 +161,8 @@ class Capabilities:
     sampling_mask: bool = False
     """With top_p or top_k, log-probs are those of the whole vocabulary, or the engine says which tokens could
     be drawn."""
+    scores: bool = False
+    """It answers the probe of a publication."""
 
 
 class EngineVerbs(Protocol):
@@ -152,19 +174,13 @@ class EngineVerbs(Protocol):
         """Extend the sample in place, from the tokens it has, until its present turn ends.
 
         The call may be cancelled at any token. The sample then holds every token that was generated, and
-        another call, on any replica, continues from them.
-
-        Raises:
-            Evicted: the engine is dead or asleep, or becomes so; the sample keeps its tokens.
-        """
+        another call, on any replica, continues from them. Raises an Evicted if the engine is dead or
+        asleep, or becomes so; the sample keeps its tokens."""
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """Take new weights between two decode steps. No request ends. An engine that is dead or asleep takes
-        them before it opens again.
-
-        Args:
-            kv: "keep" keeps the KV cache of the old weights; "recompute" computes it with the new ones.
-        """
+        them before it opens again. `kv`: "keep" keeps the KV cache of the old weights; "recompute" computes
+        it with the new ones."""
 
     async def sleep(self) -> None:
         """Give every request back (`Evicted`) and the device's memory free."""
@@ -190,6 +206,8 @@ class Engine(EngineVerbs, Protocol):
     state: EngineState
     on_state: Callable[[str], None]
     """Called after each change of `state`, with the reason in words. The router sets it."""
+    on_arrival: Callable[[Arrival], None]
+    """Called after each answer to a probe. The run sets it."""
 
     async def regroup(self, width: int) -> None:
         """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
@@ -212,11 +230,8 @@ _BITS = 40
 
 
 class TokenCounter:
-    """The token count of one engine in one life of a run.
-
-    Args:
-        path: the file; an existing count goes on. None: the count is in memory only.
-    """
+    """The token count of one engine in one life of a run. `path`: the file; an existing count goes on. None:
+    the count is in memory only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.num = 0
@@ -276,6 +291,13 @@ class EngineLife(EngineVerbs, Protocol):
 
     counter: TokenCounter
     """Counts the tokens that samples gain; the owner sets it."""
+    arrival: Arrival | None
+    """On the last load; None: that publication is not proven. An engine that can, generates nothing with
+    weights that have not arrived."""
+
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """Return the log-probs of the tokens of a sequence after a prefix, with every key and value computed
+        by the present weights. Only where `capabilities.scores`."""
 
     async def ready(self) -> None:
         """Wait until it can serve. Raises TailraceError if it cannot."""

@@ -96,15 +96,14 @@ class Dialect(Protocol):
         """The route of a streaming generation, and its JSON body."""
 
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
-        """Parse one event of the stream.
+        """Parse one event of the stream. Raises a ServerRefused if the event is an error; LookupError,
+        TypeError or ValueError if it is malformed. `num_received`: tokens that earlier events of this attempt
+        brought."""
 
-        Args:
-            num_received: tokens that earlier events of this attempt brought.
-
-        Raises:
-            ServerRefused: the event is an error.
-            LookupError, TypeError, ValueError: it is malformed.
-        """
+    async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
+        """The log-probs of the tokens of `attempt.ids` after a prefix. With `cached` the prefix may come from
+        the cache. Only where `capabilities.scores`."""
+        raise AssertionError(f"{self.server} scores nothing")
 
     async def abort(self, attempt: Attempt) -> bool:
         """End a request; its stream then ends with finish "abort". False: the server has no route for that,
@@ -197,11 +196,8 @@ class Launch:
 
 
 def find_interpreter(settings: VllmEngineSettings | SglangEngineSettings) -> str:
-    """Return the Python interpreter that the settings, or $VLLM_PYTHON or $SGLANG_PYTHON, name.
-
-    Raises:
-        ConfigError: none is named, it cannot be started, or its environment lacks the server.
-    """
+    """Return the Python interpreter that the settings, or $VLLM_PYTHON or $SGLANG_PYTHON, name. Raises a
+    ConfigError if none is named, it cannot be started, or its environment lacks the server."""
     server, variable = _SERVERS[settings.kind]
     python = settings.python or os.environ.get(variable)
     remedy = f"name the interpreter of an environment with {server} here or in ${variable}"

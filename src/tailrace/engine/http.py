@@ -31,11 +31,21 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Capabilities, EngineLife, TokenCounter, Usage
+from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
+from tailrace.engine.proof import ProbeAnswer, Prover
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
 from tailrace.types import KV, Sample, Span
-from tailrace.weights.base import Send, TensorInfo, Weights, check_tensors, new_link, send_and_load
+from tailrace.weights.base import (
+    DTYPE,
+    Probe,
+    Send,
+    TensorInfo,
+    Weights,
+    check_tensors,
+    new_link,
+    send_and_load,
+)
 
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 _CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
@@ -234,6 +244,8 @@ class HttpEngine(EngineLife):
         check: the self-tests at the start (engine/self_test.py).
         send: the trainer's half of a transfer.
         expected: the tensors of the model; anything else is refused before the server is touched.
+        dtype: of the server.
+        adapter: it gets adapters in place of whole weights.
         num_ranks: processes of the server that receive weights.
         standalone: each link has an address of its own.
     """
@@ -248,6 +260,8 @@ class HttpEngine(EngineLife):
         check: Callable[["HttpEngine"], Awaitable[None]],
         send: Send,
         expected: Sequence[TensorInfo],
+        dtype: DTYPE = "float32",
+        adapter: bool = False,
         num_ranks: int = 1,
         standalone: bool = False,
     ) -> None:
@@ -256,6 +270,9 @@ class HttpEngine(EngineLife):
         self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
         self._send, self._expected = send, expected
+        self._new_prover = partial(Prover, exact=False, dtype=dtype, adapter=adapter)
+        self._prover: Prover | None = None
+        self.arrival: Arrival | None = None
         self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
         self._link = self._new_link()
         self._version = 0
@@ -307,7 +324,7 @@ class HttpEngine(EngineLife):
             if weights.tensors:
                 check_tensors(weights.tensors, self._expected)
             try:
-                with self._until_death(self._update(weights, kv)) as update, waiting(f"{self.name} to load"):
+                with self._until_death(self._proven(weights, kv)) as update, waiting(f"{self.name} to load"):
                     await asyncio.wait([update])
             except BaseException:  # the link may be in the middle of a transfer
                 self._link = self._new_link()
@@ -346,6 +363,33 @@ class HttpEngine(EngineLife):
             task.cancel()
         await self.connection.close()
         await self._server.close()
+
+    async def _proven(self, weights: Weights, kv: KV) -> None:
+        """Load weights, and answer their probe."""
+        probe, self.arrival = weights.probe if self.capabilities.scores else None, None
+        if probe and self._prover is None:
+            self._prover = self._new_prover(probe, await self._answer(probe))
+        await self._update(weights, kv)
+        if self._prover and probe and probe.expected:
+            start_s = now()
+            answer = await self._answer(probe)
+            self.arrival = self._prover.judge(weights.version, probe, answer, now() - start_s)
+
+    async def _answer(self, probe: Probe) -> ProbeAnswer:
+        """The warm question is asked as any request is; what the last one left in the cache may answer it."""
+        salt = str(self._version)
+        attempts = [self.connection.probe(probe.ids, 1, seed=0, salt=salt) for _ in range(2)]
+        try:
+            warm = await self.dialect.score(attempts[0], probe.num_prefix, cached=True)
+            cold = await self.dialect.score(attempts[1], probe.num_prefix, cached=False)
+        except (ServerRefused, LookupError, TypeError, ValueError) as error:
+            raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
+        return ProbeAnswer(warm, cold)
+
+    @override
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._version))
+        return await self.dialect.score(attempt, num_prefix, cached=False)
 
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:

@@ -4,12 +4,13 @@
 trainer, once, while both have the weights of the model folder.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from tailrace.engine.dialect import Attempt, Chunk
 from tailrace.engine.http import Connection, HttpEngine
+from tailrace.engine.proof import spread
 from tailrace.engine.settings import HttpEngineSettings, SamplingSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -137,7 +138,7 @@ async def _check_vocabulary(connection: Connection, expected: Expected) -> None:
 async def _probe(connection: Connection, expected: Expected, number: int) -> Sample:
     """A completion of a prompt whose tokens are spread over the vocabulary, another one for each number."""
     length = min(PROMPT_TOKENS, expected.min_context // 2)
-    ids = _spread(length, expected.vocabulary, number * length)
+    ids = spread(length, expected.vocabulary, number * length)
     num = min(PROBE_TOKENS, expected.min_context - length)
     attempt = connection.probe(ids, num, seed=number, salt="probe")
     chunk = await _answer(connection, expected, attempt)
@@ -149,7 +150,7 @@ async def _probe(connection: Connection, expected: Expected, number: int) -> Sam
 
 async def _check_salt(connection: Connection, expected: Expected) -> None:
     """A long prompt comes from the cache when its salt is repeated, and not when the salt is another."""
-    ids = _spread(min(LONG_PROMPT, expected.min_context - 1), expected.vocabulary)
+    ids = spread(min(LONG_PROMPT, expected.min_context - 1), expected.vocabulary)
     cached = []
     for salt in ("one", "one", "other"):
         attempt = connection.probe(ids, 1, seed=0, salt=salt)
@@ -168,8 +169,3 @@ async def _answer(connection: Connection, expected: Expected, attempt: Attempt) 
         raise refusal(
             expected, connection, f"it refuses a probe: {refused}", "serve the folder of model.path"
         ) from refused
-
-
-def _spread(length: int, vocabulary: int, start: int = 0) -> Sequence[int]:
-    """Token ids from all parts of the vocabulary. From start 0 on, its last one comes first."""
-    return [(vocabulary - 1 - 7919 * place) % vocabulary for place in range(start, start + length)]

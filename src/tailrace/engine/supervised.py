@@ -14,8 +14,8 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import Signal, ended, now, waiting
-from tailrace.engine.base import Capabilities, Engine, EngineLife, EngineState, TokenCounter, Usage
-from tailrace.errors import EngineDied, EnginesLost, Evicted, TailraceError, TransferFailed
+from tailrace.engine.base import Arrival, Capabilities, Engine, EngineLife, EngineState, TokenCounter, Usage
+from tailrace.errors import EngineDied, EnginesLost, Evicted, NotArrived, TailraceError, TransferFailed
 from tailrace.types import KV, Sample
 from tailrace.weights.base import Weights
 
@@ -48,6 +48,7 @@ class SupervisedEngine(Engine):
         self.capabilities = Capabilities()
         self.state: EngineState = "dead"
         self.on_state: Callable[[str], None] = lambda why: None
+        self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self.why_dead = "it has not started"
         self._start, self._counter = start, counter
         self._life: EngineLife | None = None
@@ -158,6 +159,12 @@ class SupervisedEngine(Engine):
         if self.state == "asleep" and not self._lent:
             self._set("open", "its device is back")
 
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score. Raises Evicted if it is dead."""
+        if self._life is None:
+            raise Evicted(f"{self.name} is {self.state}")
+        return await self._life.score(ids, num_prefix)
+
     @override
     async def regroup(self, width: int) -> None:
         """Its life is ended; with another width a new one begins, as after a death."""
@@ -232,13 +239,16 @@ class SupervisedEngine(Engine):
         self._changed.fire()
 
     async def _restart(self, restart_timeout_s: float) -> None:
-        """Try to begin a life. A failure is in `why_dead`."""
+        """Try to begin a life. A failure is in `why_dead`. Raises NotArrived if the new process does not get
+        the newest weights either."""
         width = self.width
         try:
             async with asyncio.timeout(restart_timeout_s):
                 life = await self._begin()
         except TimeoutError:
             self.why_dead = f"it did not start within {restart_timeout_s:g} s"
+        except NotArrived as why:
+            raise NotArrived(f"{why}; neither did {TRANSFERS} attempts nor a restart help") from why
         except (TailraceError, OSError) as error:
             self.why_dead = str(error)
         else:
@@ -262,18 +272,29 @@ class SupervisedEngine(Engine):
 
     async def _send_newest(self, life: EngineLife, kv: KV) -> None:
         """Load the newest weights, and those that are published meanwhile. Raises TransferFailed if all
-        attempts fail."""
+        attempts fail, the last one by a NotArrived if they were loaded and are not proven."""
         num_failed, loaded = 0, None
         while self._newest is not None and loaded is not self._newest:
             weights = self._newest
             try:
                 await life.load(weights, kv=kv)
+                self._examine(life.arrival)
                 loaded = weights
-            except TransferFailed:
+            except TransferFailed as failed:
                 num_failed += 1
+                if isinstance(failed, NotArrived):
+                    kv = "recompute"
                 if num_failed == TRANSFERS:
                     raise
                 await asyncio.sleep(TRANSFER_PAUSE_S)
+
+    def _examine(self, arrival: Arrival | None) -> None:
+        """Raise NotArrived if a publication has not arrived."""
+        if arrival is None:
+            return
+        self.on_arrival(arrival)
+        if arrival.cause:
+            raise NotArrived(f"{self.name}: version {arrival.version} has not arrived: {arrival.cause}")
 
     async def _evict(self) -> None:
         """Give all requests back once their tokens are in their samples."""
@@ -295,7 +316,8 @@ async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
 async def watch_engines(
     engines: Sequence[SupervisedEngine], recovery_timeout_s: float, every_s: float = 1.0
 ) -> None:
-    """Keep all engines, until cancelled. Raises EnginesLost if all are dead for `recovery_timeout_s`."""
+    """Keep all engines, until cancelled. Raises EnginesLost if all are dead for `recovery_timeout_s`, and
+    NotArrived if one does not get the newest weights after a restart either."""
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             tasks.create_task(engine.keep(recovery_timeout_s))

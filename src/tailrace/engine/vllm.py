@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from tailrace.engine.dialect import (
     label_of,
     spans_of,
 )
+from tailrace.engine.proof import PREFIXES, SCORED
 from tailrace.engine.settings import SamplingSettings, VllmEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.types import KV
@@ -135,6 +137,22 @@ class Vllm(Dialect):
         return Chunk(ids, logprobs, finish, spans, cached)
 
     @override
+    async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
+        """Log-probs of a prompt are those of a temperature of 1."""
+        route, body = self.request(attempt)
+        del body["stream_options"]
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": not cached}
+        body |= {"stream": False, "sampling_params": body["sampling_params"] | asked}
+        scored = range(num_prefix, len(attempt.ids))
+        try:
+            rows = (await call(self.client, "POST", route, body=body))["prompt_logprobs"]
+        except ServerRefused as refused:
+            if "not JSON compliant" not in refused.reply:
+                raise
+            return [nan for _ in scored]  # vLLM cannot write what it has computed
+        return [float(rows[place][str(attempt.ids[place])]["logprob"]) for place in scored]
+
+    @override
     async def abort(self, attempt: Attempt) -> bool:
         names = [f"generate-tokens-{attempt.id}"]
         await call(self.client, "POST", ABORT, body={"request_ids": names}, timeout_s=5.0)
@@ -162,7 +180,7 @@ class Vllm(Dialect):
         except ServerRefused:  # an update that this or another client gave up is still open
             await call(self.client, "POST", finish, body={})
             await call(self.client, "POST", start)
-        info = {"weights": asdict(weights), "link": list(link)}
+        info = {"weights": asdict(replace(weights, probe=None)), "link": list(link)}
         await call(self.client, "POST", "/update_weights", body={"update_info": info})
         await call(self.client, "POST", finish, body={"weight_version": label_of(weights.version)})
 
@@ -208,6 +226,7 @@ async def detect(
     config = await _config(client) if "/server_info" in paths else {}
     model_config = config.get("model_config") or {}
     dtype, raw = model_config.get("dtype"), model_config.get("logprobs_mode") == "raw_logprobs"
+    fits = (card.get("max_model_len") or inf) > PREFIXES["vllm"] + SCORED
     return kind(
         client=client,
         sampling=sampling,
@@ -220,6 +239,7 @@ async def detect(
             exact_versions=True,
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
             sampling_mask=raw and sampling.temperature == 1,
+            scores=_numbers(version) is not None and sampling.temperature == 1 and fits,
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),
     )
@@ -232,9 +252,7 @@ def _missing(
     config: Mapping[str, Any],
     sampling: SamplingSettings,
 ) -> list[str]:
-    # `tailrace serve` says that it is tailrace.
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(map(int, numbers.groups())) < OLDEST:
+    if (numbers := _numbers(version)) and numbers < OLDEST:
         return [f"what came with vLLM {OLDEST[0]}.{OLDEST[1]}: update vLLM"]
     missing = [f"the route {route}: {remedy}" for route, remedy in kind.routes.items() if route not in paths]
     if not config:
@@ -250,6 +268,12 @@ def _missing(
     if mode != wanted and (sampling.temperature != 1 or wanted == "raw_logprobs"):
         missing.append(f"log-probs of the right kind (it has {mode}): start it with --logprobs-mode {wanted}")
     return missing
+
+
+def _numbers(version: str) -> tuple[int, ...] | None:
+    """None: it is no vLLM; `tailrace serve` says that it is tailrace."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else None
 
 
 async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
@@ -326,16 +350,13 @@ def launch(
     seed: int = 0,
     adapter_rank: int | None = None,
 ) -> Launch:
-    """The command line of one server on the loopback interface.
+    """The command line of one server on the loopback interface. Raises a ConfigError as `find_interpreter`.
 
     Args:
         max_context: tokens of a prompt and its completion together.
         plugins: the folder that `write_plugin` has written.
         seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         adapter_rank: of the adapters that it gets in place of whole weights.
-
-    Raises:
-        ConfigError: as `find_interpreter`.
     """
     flags = {
         "--model": str(model),

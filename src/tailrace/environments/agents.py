@@ -148,11 +148,7 @@ async def _run_command(command: Sequence[str], task: AgentTask) -> float | None:
             stdout=PIPE,
             stderr=STDOUT,
             env=os.environ
-            | {
-                "OPENAI_BASE_URL": task.base_url,
-                "OPENAI_API_KEY": task.api_key,
-                "OPENAI_MODEL": MODEL,
-            },
+            | {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": MODEL},
             start_new_session=True,
             preexec_fn=lambda: process_tree.signal_on_parent_death(signal.SIGTERM, parent),
         )

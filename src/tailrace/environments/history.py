@@ -26,16 +26,13 @@ class Chat:
 
     The tokens are those that the template writes, in a small conversation, from the end of the assistant's
     text to the end of the next generation prompt. So no token of the policy is rewritten, whatever the
-    template does to earlier turns.
+    template does to earlier turns. Raises a ConfigError if the tokenizer has no chat template, or the
+    template does not write messages of that role after a turn of the assistant.
 
     Args:
         kind: of the environment, for errors.
         arguments: of the template, as `data.chat_template_kwargs`.
         role: of the environment's messages.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or the template does not write messages of that role
-            after a turn of the assistant.
     """
 
     def __init__(
@@ -58,11 +55,8 @@ class Chat:
 
     def observe(self, messages: Sequence[Message], last_id: int | None) -> list[int]:
         """Return the tokens between a turn that ended with `last_id` and the next one. The end-of-turn token
-        of the template is left out if the turn ended with it.
-
-        Raises:
-            EnvironmentFailed: the template refuses the messages, or leaves out the assistant's text.
-        """
+        of the template is left out if the turn ended with it. Raises an EnvironmentFailed if the template
+        refuses the messages, or leaves out the assistant's text."""
         ids = self._tokenizer.encode(self._text(messages), add_special_tokens=False)
         return ids[1:] if ids[:1] == [last_id] else ids
 
@@ -137,10 +131,7 @@ class Contexts:
 
 class RequestEncoder:
     """Encodes the requests of agents as the data room encodes prompts, with the settings of the data source.
-
-    Args:
-        tools: of every prompt, as JSON schemas.
-    """
+    `tools`: of every prompt, as JSON schemas."""
 
     def __init__(
         self, data: DataSettings, tokenizer: Tokenizer, max_context_tokens: int, tools: Tools = ()

@@ -171,13 +171,11 @@ class Session:
         after_each: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[T]:
         """Run an agent, and let the policy answer its requests until it has ended. Returns the ended agent.
+        Raises an EnvironmentFailed if the episode cannot go on.
 
         Args:
             idle_timeout_s: seconds without a request after which the episode fails; None: no limit.
             after_each: called before a reply is sent.
-
-        Raises:
-            EnvironmentFailed: the episode cannot go on.
         """
         playing = asyncio.ensure_future(agent)
         try:
@@ -301,11 +299,8 @@ def new_key() -> str:
 
 
 class SessionServer:
-    """Serves /sessions/<name>/v1/chat/completions and /sessions/<name>/v1/models.
-
-    Args:
-        tokenizer: for log-probs in replies.
-    """
+    """Serves /sessions/<name>/v1/chat/completions and /sessions/<name>/v1/models. `tokenizer`: for log-probs
+    in replies."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._sessions: dict[str, Session] = {}

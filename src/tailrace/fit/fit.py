@@ -85,15 +85,9 @@ class Fit:
 
 
 def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
-    """Fit a run from its events.jsonl, its metrics.jsonl and its folder of samples.
-
-    Args:
-        workers: samples that were scored at the same time.
-
-    Raises:
-        ConfigError: a file is missing or damaged (the message names the first bad line), nothing was
-            trained, or scipy is not installed.
-    """
+    """Fit a run from its events.jsonl, its metrics.jsonl and its folder of samples. Raises a ConfigError if a
+    file is missing or damaged (the message names the first bad line), nothing was trained, or scipy is not
+    installed. `workers`: samples that were scored at the same time."""
     timelines = RunTimelines(events)
     timelines.update()
     run = timelines.all
@@ -148,15 +142,13 @@ class Solution(NamedTuple):
 
 
 def non_negative(columns: Mapping[str, Array], target: Array, variances: Array | None = None) -> Solution:
-    """Fit a target by columns, with coefficients of at least 0.
+    """Fit a target by columns, with coefficients of at least 0. Raises a ConfigError if scipy is not
+    installed.
 
     Args:
         columns: in the order of their importance.
         variances: relative variance of each observation; None: all are equal. In proportion to a column, the
             sum of the fitted values is that of the target.
-
-    Raises:
-        ConfigError: scipy is not installed.
     """
     try:
         from scipy.optimize import nnls
@@ -225,7 +217,7 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     cost = dict.fromkeys(columns, 0.0) | solution.coefficients
     cost["base_s"] = cost["base_s"] or 1e-9
     values: dict[str, object] = {f"sim.engines.{name}": value for name, value in cost.items()}
-    values["sim.engines.prefill_tokens_per_s"] = _rate(sums["prefilled"].sum(), sums["prefill_s"].sum())
+    values["sim.engines.prefill_tokens_per_s"] = rate(sums["prefilled"].sum(), sums["prefill_s"].sum())
     notes = [
         f"{name} cannot be told apart from the other costs of a decode step: the batches of this run were "
         "too much alike. It is left out"
@@ -289,7 +281,7 @@ def _fit_servers(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     values = {
         "sim.engines.base_s": cost["base"] or 1e-9,
         "sim.engines.slope_s": 0.0,
-        "sim.engines.prefill_tokens_per_s": _rate(1.0, cost.get("prefill", 0.0)),
+        "sim.engines.prefill_tokens_per_s": rate(1.0, cost.get("prefill", 0.0)),
     }
     notes = [
         "the engines record no decode steps, so only the mean step and the prefill are fitted, to the "
@@ -298,7 +290,7 @@ def _fit_servers(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     return FitPart("decode", values, len(requests), share, notes)
 
 
-def _rate(num_tokens: float, seconds: float) -> float:
+def rate(num_tokens: float, seconds: float) -> float:
     return min(FAST_PREFILL, float(num_tokens / seconds)) if seconds else FAST_PREFILL
 
 
@@ -406,11 +398,8 @@ def _service_s(scorings: list[Scoring], workers: int) -> list[float]:
 
 
 def fit_lengths(run: Sequence[Timeline], samples: Path, prompt_tokens: float) -> FitPart:
-    """Take the recorded lengths as the distribution, and fit the correlation.
-
-    Raises:
-        ConfigError: a line of the samples is torn, or there are none.
-    """
+    """Take the recorded lengths as the distribution, and fit the correlation. Raises a ConfigError if a line
+    of the samples is torn, or there are none."""
     recorded = read_recorded(samples)
     values = {
         "sim.lengths.prompt_tokens": max(1, round(prompt_tokens)),

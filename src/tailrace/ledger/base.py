@@ -11,6 +11,7 @@ yet. A row replaces the row with the same key. Fields of lists and dicts are sto
     samples     a row for each sample: the origin of its tokens, its reward, its fate
     tokens      the tokens that a sample gained between two commits; removed when no resumption can need them
     trainings   a row for each trained sample and life
+    probes      a row for each answer of an engine to the probe of a publication
 
 Lives and the publications that each made are a tree. A life begins with a checkpoint of an earlier life, at
 the version of that checkpoint. What the earlier life published later is a dead branch. The staleness of a
@@ -33,7 +34,7 @@ from pydantic import Field
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 8
+FORMAT = 9
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -217,7 +218,24 @@ class TrainingRow(LedgerRow, frozen=True, array_like=True):
         return SampleId(self.prompt, self.attempt, self.number)
 
 
-ROWS: tuple[type[LedgerRow], ...] = (RunRow, LifeRow, MarkRow, GroupRow, SampleRow, TokensRow, TrainingRow)
+class ProbeRow(LedgerRow, frozen=True, array_like=True):
+    table: ClassVar[str] = "probes"
+    num_keys: ClassVar[int] = 3
+
+    life: int
+    engine: str
+    number: int
+    """From 1, of the answers of all engines in this life."""
+    version: int
+    difference: float
+    """As the next two and `cause`, of Arrival (engine/base.py)."""
+    cache_difference: float
+    limit: float
+    cause: str
+
+
+_OF_SAMPLES = GroupRow, SampleRow, TokensRow, TrainingRow
+ROWS: tuple[type[LedgerRow], ...] = (RunRow, LifeRow, MarkRow, *_OF_SAMPLES, ProbeRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +262,7 @@ class LedgerTables:
     samples: dict[SampleId, SampleRow]
     trainings: dict[tuple[int, SampleId], TrainingRow]
     """Keyed by life and sample."""
+    probes: list[ProbeRow]
     tokens: dict[SampleId, list[TokensRow]] = field(default_factory=dict)
     """Rows of each sample, by position."""
 

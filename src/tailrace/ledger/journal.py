@@ -19,11 +19,13 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
+from tailrace.engine.base import Arrival
 from tailrace.ledger.base import (
     GroupRow,
     LedgerRow,
     MarkRow,
     Origin,
+    ProbeRow,
     SampleRow,
     TokensRow,
     TrainingRow,
@@ -78,7 +80,7 @@ class Journal(NullJournal):
         self._finalized: list[tuple[Sample, int | None]] = []
         self._rows: list[LedgerRow] = []
         self._pruned: list[SampleId] = []
-        self._covered_step = 0
+        self._covered_step = self._num_probes = 0
         self._commit: asyncio.Future[None] | None = None
         self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
         self._scan_s = 0.0  # how long the last scan of all groups took
@@ -94,6 +96,13 @@ class Journal(NullJournal):
     @override
     def end(self, group: Group, reason: str) -> None:
         self._ended.append((group, reason))
+
+    @override
+    def probe(self, engine: str, arrival: Arrival) -> None:
+        self._num_probes += 1
+        place = (self._life, engine, self._num_probes, arrival.version)
+        measured = (arrival.difference, arrival.cache_difference, arrival.limit)
+        self._rows.append(ProbeRow(*place, *measured, arrival.cause))
 
     @override
     async def mark(self, mark: MarkRow) -> None:

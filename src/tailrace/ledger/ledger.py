@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.clock import now
+from tailrace.engine.base import Arrival
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import MarkRow
-from tailrace.record.events import GroupEnded, Recorder, TokensWasted
+from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
 from tailrace.types import Group, Sample
 
 Fate = Literal["trained", "filtered", "dropped"]
@@ -88,11 +89,7 @@ class Ledger:
                 self.end(group, "trained", "trained")
 
     def end(self, group: Group, fate: Fate, reason: str) -> None:
-        """Record the fate of a group.
-
-        Raises:
-            LedgerError: it has a fate already.
-        """
+        """Record the fate of a group. Raises a LedgerError if it has a fate already."""
         if group.fate is not None:
             raise LedgerError(f"prompt {group.prompt.index} ended twice: {group.fate}, then {fate}")
         group.fate = fate
@@ -100,6 +97,11 @@ class Ledger:
         del self.active[group.prompt.index]
         self._journal.end(group, reason)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
+
+    def probe(self, engine: str, arrival: Arrival) -> None:
+        """Record how an engine answered the probe of a publication."""
+        self._journal.probe(engine, arrival)
+        self._recorder.emit(WeightsProbed(now() - arrival.seconds, now(), engine, arrival))
 
     def skip(self) -> None:
         """Record a row of the data without a usable prompt: it is drawn and dropped at once."""
@@ -113,14 +115,8 @@ class Ledger:
         return sum(sample.num_tokens for sample in samples if sample.fate is None)
 
     def check(self, num_generated: int) -> None:
-        """Check that both balances close.
-
-        Args:
-            num_generated: tokens that samples gained, as counted when they arrived (engine/base.py).
-
-        Raises:
-            LedgerError: tokens or prompts are unaccounted for.
-        """
+        """Check that both balances close. Raises a LedgerError if tokens or prompts are unaccounted for.
+        `num_generated`: tokens that samples gained, as counted when they arrived (engine/base.py)."""
         totals = self.totals
         held = self.held_tokens
         known = totals.num_known_tokens + held
@@ -158,6 +154,9 @@ class NullJournal:
 
     def end(self, group: Group, reason: str) -> None:
         """A group has its fate."""
+
+    def probe(self, engine: str, arrival: Arrival) -> None:
+        """An engine answered the probe of a publication."""
 
     async def mark(self, mark: MarkRow) -> None:
         """Commit the mark of a complete checkpoint, with all changes until now."""

@@ -90,11 +90,7 @@ class Prices:
     trainer_devices: int
 
     def bill(self, totals: Totals, num_generated: int) -> list[BillItem]:
-        """All that is paid for.
-
-        Args:
-            num_generated: tokens that samples gained, as `Ledger.check` takes them.
-        """
+        """All that is paid for. `num_generated`: tokens that samples gained, as `Ledger.check` takes them."""
         prices, hours = self.settings, totals.seconds / 3600
         trained = totals.trained_tokens + totals.undone_tokens
         return [

@@ -27,6 +27,7 @@ from tailrace.ledger.base import (
     LifeRow,
     MarkRow,
     Origin,
+    ProbeRow,
     RunRow,
     SampleRow,
     TokensRow,
@@ -89,14 +90,12 @@ def next_life(
     seed: int,
 ) -> StartingPoint:
     """Return the state with which a resumed run begins. The store changes only when `opening` is committed.
+    Raises a LedgerError if the ledger knows more tokens than the engines produced.
 
     Args:
         config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
         checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
-
-    Raises:
-        LedgerError: the ledger knows more tokens than the engines produced.
     """
     life = max(tables.lives) + 1
     base = _base(tables, checkpoints)
@@ -300,14 +299,8 @@ _TOKEN_BYTES = 4
 
 
 def read_ledger(store: Store, *, tokens: bool = True) -> LedgerTables:
-    """Read the tables of a run.
-
-    Args:
-        tokens: whether to read the tokens of the samples, which are most of the data.
-
-    Raises:
-        LedgerError: the store is damaged, or of another format.
-    """
+    """Read the tables of a run. Raises a LedgerError if the store is damaged, or of another format. `tokens`:
+    whether to read the tokens of the samples, which are most of the data."""
     runs = store.rows(RunRow)
     if len(runs) != 1 or runs[0].format != FORMAT:
         raise LedgerError(
@@ -322,6 +315,7 @@ def read_ledger(store: Store, *, tokens: bool = True) -> LedgerTables:
         groups={row.prompt: row for row in store.rows(GroupRow)},
         samples={row.id: row for row in store.rows(SampleRow)},
         trainings={(row.life, row.id): row for row in store.rows(TrainingRow)},
+        probes=store.rows(ProbeRow),
     )
     for row in store.rows(TokensRow) if tokens else ():
         tables.tokens.setdefault(row.id, []).append(row)

@@ -54,11 +54,7 @@ class Store:
 
     @classmethod
     def create(cls, path: Path) -> "Store":
-        """Create the file with empty tables.
-
-        Raises:
-            LedgerError: the file exists, or cannot be written.
-        """
+        """Create the file with empty tables. Raises a LedgerError if it exists, or cannot be written."""
         if path.exists():
             raise LedgerError(f"{path} exists; add --resume, or choose another --output-dir")
         with _explained(str(path), "cannot be written", "choose a folder that can"):
@@ -75,11 +71,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, *, only_read: bool = False) -> "Store":
-        """Open an existing file.
-
-        Raises:
-            LedgerError: the file is missing or damaged. It is not changed.
-        """
+        """Open an existing file. Raises a LedgerError if it is missing or damaged. It is not changed."""
         if not path.exists():
             raise LedgerError(f"{path} is missing; start without --resume, or put a copy back")
         with _readable(str(path)):
@@ -103,11 +95,8 @@ class Store:
         return bool(number)
 
     def commit(self, transaction: Transaction) -> None:
-        """Commit the whole transaction, or nothing of it.
-
-        Raises:
-            LedgerError: it cannot be written. The store holds what it held before.
-        """
+        """Commit the whole transaction, or nothing of it. Raises a LedgerError if it cannot be written. The
+        store holds what it held before."""
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -125,11 +114,7 @@ class Store:
                 raise
 
     def rows(self, kind: type[R]) -> list[R]:
-        """Return all rows of a table, sorted by key.
-
-        Raises:
-            LedgerError: the store is damaged.
-        """
+        """Return all rows of a table, sorted by key. Raises a LedgerError if the store is damaged."""
         query = f"SELECT {_columns(kind)} FROM {kind.table} ORDER BY {_key(kind)}"
         with _readable(self.name):
             return [_checked(values, kind) for values in self._connection.execute(query)]
@@ -154,7 +139,7 @@ class Store:
 
 
 def _columns(kind: type[LedgerRow]) -> str:
-    return ", ".join((*kind.__struct_fields__, "crc"))
+    return ", ".join(f'"{name}"' for name in (*kind.__struct_fields__, "crc"))  # limit is a word of SQL
 
 
 def _key(kind: type[LedgerRow]) -> str:
@@ -209,11 +194,8 @@ UNTRAINED = "round_000000"
 def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
     """Open an empty store for a new run in an output directory; None: the run is not to be stored.
 
-    The store of a run that trained nothing is replaced.
-
-    Raises:
-        LedgerError: the store holds a run that trained something, or cannot be written.
-    """
+    The store of a run that trained nothing is replaced. Raises a LedgerError if the store holds a run that
+    trained something, or cannot be written."""
     if settings.kind == "memory":
         return None
     path = folder / LEDGER_FILE

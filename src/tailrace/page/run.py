@@ -138,6 +138,7 @@ class RunView:
             "passes": _times(lives, "passes", "accumulate"),
             "steps": _times(lives, "steps", "step"),
             "publications": _times(lives, "publications", "publish"),
+            "probes": [(p.start_s, p.end_s, p.arrival.cause) for life in lives for p in life.probes],
             "rewards": [*chain.from_iterable(rewards)],
             "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
         }

@@ -249,11 +249,8 @@ def advisories(
     state: RunStatus | None = None,
     work: Sequence[OpenWork] = (),
 ) -> list[Advisory]:
-    """What the last optimizer steps and the newest process of the run show.
-
-    Args:
-        work: what is open, or was open when the process last wrote.
-    """
+    """What the last optimizer steps and the newest process of the run show. `work`: what is open, or was open
+    when the process last wrote."""
     recent = steps[-NUM_STEPS:]
     found: list[Advisory] = []
     if timeline and state:

@@ -168,11 +168,8 @@ class Candidate:
 def candidates(
     sim: SimSettings, groups_per_step: int, group_size: int, max_lag: float = inf
 ) -> Iterator[Candidate]:
-    """Yield the candidates of a cluster. What [sim.cluster] sets itself stays.
-
-    Args:
-        max_lag: an age of trained tokens, in optimizer steps, that is tried besides LAGS.
-    """
+    """Yield the candidates of a cluster. What [sim.cluster] sets itself stays. `max_lag`: an age of trained
+    tokens, in optimizer steps, that is tried besides LAGS."""
     assert sim.cluster
     for kind, rollout_devices, size in divisions(sim.cluster):
         num_engines = (rollout_devices or sim.cluster.devices) // size
@@ -190,8 +187,9 @@ def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, i
     largest = min(devices, cluster.devices_per_node)
     sizes = [2**n for n in range(largest.bit_length()) if 2**n <= largest]
     for size in [cluster.tensor_parallel] if "tensor_parallel" in given else sizes:
-        if cluster.rollout_devices:
-            yield "disaggregated", cluster.rollout_devices, size
+        if given_devices := cluster.rollout_devices:
+            if size <= given_devices:
+                yield "disaggregated", given_devices, size
             continue
         steps = {round(devices * part / PARTS / size) * size for part in range(1, PARTS)}
         for rollout_devices in sorted(each for each in steps if 0 < each < devices):

@@ -194,11 +194,7 @@ class Problem:
 
     def candidates(self) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
         """Return the candidates within max_lag that fit the devices, with their rates, and how many others
-        each limit excludes.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        each limit excludes. Raises a ConfigError if there are none."""
         sims: dict[Candidate, SimSettings] = {}
         excluded: Counter[str] = Counter()
         refusals: list[ConfigError] = []

@@ -43,6 +43,7 @@ class Plan:
         excluded: how many of them each limit excluded, by the limit in words.
         pruned: how many were not measured, because their bound or the schedule on another division
             predicts that they lose.
+        least_s: the least bound of a candidate on the seconds of a step.
     """
 
     ranking: Sequence[Measured]
@@ -50,6 +51,7 @@ class Plan:
     candidates: int
     excluded: Mapping[str, int]
     pruned: int
+    least_s: float
 
     @property
     def best(self) -> Measured:
@@ -57,11 +59,8 @@ class Plan:
 
 
 def search(problem: Problem) -> Plan:
-    """Find the fastest candidates of a problem.
-
-    Raises:
-        ConfigError: no candidate fits the devices, or none is within the limits.
-    """
+    """Find the fastest candidates of a problem. Raises a ConfigError if no candidate fits the devices, or
+    none is within the limits."""
     sims, excluded = problem.candidates()
     num_excluded = excluded.total()
     first, others, biased = _promising(problem, sims)
@@ -77,7 +76,7 @@ def search(problem: Problem) -> Plan:
     ranking = [*longest, *(each for each in first if each.candidate not in finalists)]
     floors = {each: problem.floor(each, sims[each], problem.steps).step_s for each in [*others, *known]}
     why = reasons(problem, floors, longest or ranking[:1])
-    return Plan(ranking, why, len(sims) + num_excluded, excluded, len(others))
+    return Plan(ranking, why, len(sims) + num_excluded, excluded, len(others), min(floors.values()))
 
 
 def is_biased(problem: Problem, measured: Measured) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.engine.base import DecodeSums
+from tailrace.engine.base import Arrival, DecodeSums
 from tailrace.record.figures import Lags, Row
 from tailrace.trainer.base import StepStats
 from tailrace.types import KV, FinishReason, Sample, SampleId
@@ -191,6 +191,13 @@ class Published(Interval, frozen=True):
     """What engines do with the KV cache of requests in flight."""
 
 
+class WeightsProbed(Interval, frozen=True):
+    """An engine answered the probe of a publication that it had loaded; `arrival` says how."""
+
+    engine: str
+    arrival: Arrival
+
+
 class RoundEnded(Moment, frozen=True):
     """All steps of a round are done and its weights are published."""
 
@@ -310,6 +317,7 @@ LoggedEvent: TypeAlias = (
     | Accumulated
     | OptimizerStep
     | Published
+    | WeightsProbed
     | RoundEnded
     | BooksClosed
     | Evaluated

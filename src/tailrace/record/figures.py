@@ -203,6 +203,9 @@ deferrals/mean | - | - | - | How often a group was parked or deferred, mean over
 deferrals/max | - | largest | ages.deferrals_max lap.deferrals_max | The most of a group.
 age/mean | rounds | - | - | Rounds since a group was drawn, mean over groups.
 age/max | rounds | largest | ages.rounds_max | The most of a group.
+probe/difference | nats a token | largest | - | The largest difference of an engine's log-probs of the probe
+    to the trainer's since the last step, mean over its tokens, after its newest weights were loaded.
+probe/time_s | s | summed | - | Time for which engines were held to answer probes.
 control/samples | samples | - | - | Samples of the step that are of control groups ([run.groups] control).
 control/mean_length | tokens | - | - | Their mean length.
 control/reward | - | - | - | Their mean reward.
@@ -233,6 +236,7 @@ groups/filtered/ | groups | summed | - | Groups that were filtered, by reason.
 groups/dropped/ | groups | summed | - | Groups that were dropped, by reason.
 rows/skipped/ | rows | summed | - | Rows of the data that could not become a prompt, by reason.
 engines/died/ | deaths | summed | - | Deaths of engines, by engine.
+probe/failed/ | probes | summed | - | Answers that show that weights have not arrived, by engine.
 kv/recomputed | publications | summed | - | Publications with which engines recomputed the KV cache of
     requests in flight.
 engines/preempted/ | requests | summed | - | Requests preempted because the KV cache was full, by engine.

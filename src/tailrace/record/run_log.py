@@ -120,11 +120,8 @@ class LogReader:
         return bool(self._last) and self._content(len(self._last)) != self._last
 
     def read(self) -> Iterator[LoggedEvent]:
-        """Yield the events that were appended since the last call.
-
-        Raises:
-            ConfigError: a line is no event of this version, or is out of order. A torn last line is left out.
-        """
+        """Yield the events that were appended since the last call. Raises a ConfigError if a line is no event
+        of this version, or is out of order. A torn last line is left out."""
         data = self._content()[len(self._last) :]
         self.is_torn = not data.endswith(b"\n") and bool(data)
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):

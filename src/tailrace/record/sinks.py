@@ -30,11 +30,8 @@ def import_sinks(specs: Sequence[str]) -> list[Callable[[Path], Sink]]:
 
 def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -> list[Sink]:
     """Make the sinks that the config names, for the run in an output directory; `say` shows the line that
-    tells of a sink's failure.
-
-    Raises:
-        ConfigError: a function cannot be imported, raises, or returns something that is no sink.
-    """
+    tells of a sink's failure. Raises a ConfigError if a function cannot be imported, raises, or returns
+    something that is no sink."""
     sinks: list[Sink] = []
     for spec, function in zip(specs, import_sinks(specs), strict=True):
         try:
@@ -175,11 +172,8 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(names: Sequence[TrackerName], run: TrackedRun, say: Callable[[str], None]) -> list[Sink]:
-    """Begin a run in each tracker. `say` shows the line that tells of a tracker's failure.
-
-    Raises:
-        ConfigError: a tracker cannot begin, for example without a login.
-    """
+    """Begin a run in each tracker. `say` shows the line that tells of a tracker's failure. Raises a
+    ConfigError if a tracker cannot begin, for example without a login."""
     check_trackers(names)
     sinks: list[Sink] = []
     for name in names:

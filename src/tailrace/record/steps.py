@@ -8,6 +8,7 @@ from itertools import chain
 from math import inf
 from statistics import fmean
 
+from tailrace.engine.base import Arrival
 from tailrace.record import events
 from tailrace.record.bounds import BoundMeter
 from tailrace.record.events import Event, Recorder, Sink
@@ -131,6 +132,7 @@ class StepMeter:
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
         self._stages: Row = {}
+        self._arrivals: list[Arrival] = []
         self._counts: Counter[str] = Counter()
         self._open: _OpenRound | None = None
         self._bounds = BoundMeter()
@@ -160,6 +162,10 @@ class StepMeter:
                 self._guards.append(event.ess)
             case events.ControllerLag():
                 self._controller_lags.append(event.lag_s)
+            case events.WeightsProbed():
+                self._arrivals.append(event.arrival)
+                if event.arrival.cause:
+                    self._counts[f"probe/failed/{event.engine}"] += 1
             case events.StagesFilled():
                 for name, (most, blocked_s) in event.stages.items():
                     self._stages |= {f"stage/groups/{name}": most, f"stage/blocked_s/{name}": blocked_s}
@@ -241,7 +247,11 @@ class StepMeter:
             row["ess/guard"] = min(self._guards)
         if self._controller_lags:
             row["time/controller_lag"] = max(self._controller_lags)
+        if self._arrivals:
+            row["probe/difference"] = max(each.difference for each in self._arrivals)
+            row["probe/time_s"] = sum(each.seconds for each in self._arrivals)
         self._guards.clear()
+        self._arrivals.clear()
         self._controller_lags.clear()
         return row
 

@@ -145,6 +145,7 @@ _LISTS: Mapping[type, str] = {
     events.Accumulated: "passes",
     events.OptimizerStep: "steps",
     events.Published: "publications",
+    events.WeightsProbed: "probes",
     events.EngineStateChanged: "states",
     events.Evaluated: "evaluations",
     events.Waiting: "alarms",
@@ -170,6 +171,7 @@ class Timeline:
     passes: list[events.Accumulated] = field(default_factory=list)
     steps: list[events.OptimizerStep] = field(default_factory=list)
     publications: list[events.Published] = field(default_factory=list)
+    probes: list[events.WeightsProbed] = field(default_factory=list)
     states: list[events.EngineStateChanged] = field(default_factory=list)
     evaluations: list[events.Evaluated] = field(default_factory=list)
     alarms: list[events.Waiting] = field(default_factory=list)

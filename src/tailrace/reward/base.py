@@ -129,15 +129,13 @@ def check_sources(
     others: Sequence[WeightedSettings] = (),
     complete: bool = True,
 ) -> None:
-    """Check the data sources whose samples functions or judges score.
+    """Check the data sources whose samples functions or judges score. Raises a ConfigError if the data have
+    no such source, or nothing scores one.
 
     Args:
         sources: of a mixture; empty: they are known only when rows are read.
         others: what scores samples besides them.
         complete: each source must be scored.
-
-    Raises:
-        ConfigError: the data have no such source, or nothing scores one.
     """
     key = f"reward.{kind}s.sources"
     for named in [name for each in scorers for name in each.sources or () if sources]:
@@ -212,8 +210,5 @@ class Rewards(Protocol):
         """Return the reward of a finished sample. Set `sample.text`, `reward_metrics` and `reward_columns`.
 
         A call that exceeds the time limit gives 0.0 and sets `sample.timed_out`, or fails with the reason
-        'timeout', as `RewardSettings.on_timeout` says. The call may be cancelled.
-
-        Raises:
-            RewardFailed: the function raised, ended its process, or returned no finite number.
-        """
+        'timeout', as `RewardSettings.on_timeout` says. The call may be cancelled. Raises a RewardFailed if
+        the function raised, ended its process, or returned no finite number."""

@@ -20,11 +20,7 @@ TRUTH_COLUMNS = ("ground_truth", "solution", "answer")
 
 
 def ground_truth(row: Mapping[str, Any], column: str | None = None) -> Any:
-    """Return the ground truth of a row.
-
-    Raises:
-        KeyError: it has none.
-    """
+    """Return the ground truth of a row. Raises a KeyError if it has none."""
     if column is not None:
         return row[column]
     if isinstance(model := row.get("reward_model"), Mapping) and "ground_truth" in model:
@@ -40,12 +36,8 @@ def exact_match(
     completion: str, column: str | None = None, pattern: str | None = None, **row: object
 ) -> float:
     """Return 1 if the completion is the ground truth, or one of them where it is a list; surrounding white
-    space does not count.
-
-    Args:
-        pattern: regular expression that extracts the answer from the completion: the last group of the last
-            match.
-    """
+    space does not count. `pattern`: regular expression that extracts the answer from the completion: the last
+    group of the last match."""
     truth = ground_truth(row, column)
     answer: str | None = completion
     if pattern is not None:
@@ -56,12 +48,8 @@ def exact_match(
 
 
 def json_schema(completion: str, column: str = "schema", **row: object) -> float:
-    """Return 1 if the completion is JSON that its schema allows, alone or in a fenced code block.
-
-    Args:
-        column: column of the schema, an object or its JSON text. References to other documents are not
-            followed.
-    """
+    """Return 1 if the completion is JSON that its schema allows, alone or in a fenced code block. `column`:
+    column of the schema, an object or its JSON text. References to other documents are not followed."""
     schema = row[column]
     validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     fenced = re.findall(r"```(?:json)?\s*\n(.*?)```", completion, re.DOTALL)
@@ -88,10 +76,7 @@ def math(completion: str, column: str | None = None, **row: object) -> float:
     math-verify extracts the answer: what stands in \boxed{}, or else a LaTeX or plain expression. The ground
     truth is an expression, or a solution with its answer in \boxed{}, in $...$ or after "####". math-verify
     bounds its time with signals. That is off here: the worker process kills a call that takes too long.
-
-    Raises:
-        ValueError: the ground truth is not mathematics.
-    """
+    Raises a ValueError if the ground truth is not mathematics."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):
@@ -120,10 +105,8 @@ _CHECKERS: Mapping[str, tuple[Callable[..., float], str | None, str]] = {
 
 def import_checker(name: str, key: str) -> Callable[..., Any] | None:
     """Return the checker of a name, or None if it is a function of the user's. `key` of the config has it.
-
-    Raises:
-        ConfigError: the package that the checker needs is not installed, or there is no checker of that name.
-    """
+    Raises a ConfigError if the package that the checker needs is not installed, or there is no checker of
+    that name."""
     if ":" in name:
         return None
     if name not in _CHECKERS:

@@ -69,11 +69,8 @@ def column_of(row: Mapping[str, object], path: str) -> object:
 
 
 def parse_cases(value: object) -> list[Case]:
-    """Read the test cases of a row.
-
-    Raises:
-        RewardFailed: reason "test cases": there are none, or they have no known format.
-    """
+    """Read the test cases of a row. Raises a RewardFailed ("test cases") if there are none,
+    or they have no known format."""
     try:
         cases = _parse(value)
     except (KeyError, TypeError, ValueError, AttributeError) as why:
@@ -270,15 +267,9 @@ def has_cases(row: Mapping[str, object], settings: CodeSettings) -> bool:
 
 
 def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
-    """Check the test cases of the first rows before anything starts.
-
-    Args:
-        others: rows without test cases are scored by reward functions.
-
-    Raises:
-        ConfigError: no row has test cases, one lacks them and nothing else scores it, or their format is
-            unknown.
-    """
+    """Check the test cases of the first rows before anything starts. Raises a ConfigError if no row has test
+    cases, one lacks them and nothing else scores it, or their format is unknown. `others`: rows without test
+    cases are scored by reward functions."""
     key, column = "reward.code.column", settings.column
     values = [column_of(row, column) for row in rows]
     if not any(value is not None for value in values) or (None in values and not others):

@@ -93,11 +93,8 @@ class Signature:
         return call.arguments()
 
     def value(self, result: Any, report: FunctionReport) -> float | None:
-        """Read a result. None: the function does not apply to this completion.
-
-        Raises:
-            RewardFailed: it is not what the signature promises.
-        """
+        """Read a result. None: the function does not apply to this completion. Raises a RewardFailed if it is
+        not what the signature promises."""
         if isinstance(result, list):
             detail = f"{reprlib.repr(result)}: for a function that returns lists set signature = 'trl'"
             raise RewardFailed("not a number", detail, is_defect=True)
@@ -178,11 +175,7 @@ def recognise(signature: inspect.Signature) -> str:
 
 
 def finite(number: Any) -> float:
-    """Return a number as a float.
-
-    Raises:
-        RewardFailed: it is no number, or not finite.
-    """
+    """Return a number as a float. Raises a RewardFailed if it is no number, or not finite."""
     if not isinstance(number, SupportsFloat):
         raise RewardFailed("not a number", reprlib.repr(number))
     try:
@@ -240,15 +233,9 @@ class RewardFunction:
         return f"{self.name} (weight {self.settings.weight:g}): {self._signature.title}, given {given}"
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Match the parameters to the data before anything starts.
-
-        Args:
-            columns: names of the columns of the data.
-
-        Raises:
-            ConfigError: the function needs an argument that nothing gives, or is given one that it does not
-                take.
-        """
+        """Match the parameters to the data before anything starts. Raises a ConfigError if the function needs
+        an argument that nothing gives, or is given one that it does not take. `columns`: names of the columns
+        of the data."""
         spec = self.settings.function
         if self._by_position:
             problem = f"its parameter {self._by_position[0]!r} cannot be given by name"
@@ -271,11 +258,8 @@ class RewardFunction:
 
     def call(self, call: Call, wait: Callable[[Awaitable[Any]], Any]) -> tuple[float | None, FunctionReport]:
         """Return the value of one completion, None where the function does not apply, and what it reports.
-        `wait` returns the result of an awaitable.
-
-        Raises:
-            RewardFailed: reason "raised", "not a number", "nan", "infinite" or "not a list of one".
-        """
+        `wait` returns the result of an awaitable. Raises a RewardFailed ("raised", "not a number", "nan",
+        "infinite" or "not a list of one")."""
         report = FunctionReport()
         try:
             arguments = self._signature.arguments(call, report)
@@ -300,11 +284,8 @@ class Scorer:
 
     @classmethod
     def load(cls, settings: RewardSettings, data: DataSettings) -> "Scorer":
-        """Import the functions that the config names, or else take the scorer that the data bring.
-
-        Raises:
-            ConfigError: one cannot be imported or called, two have one name, or the data bring none.
-        """
+        """Import the functions that the config names, or else take the scorer that the data bring. Raises a
+        ConfigError if one cannot be imported or called, two have one name, or the data bring none."""
         key = "reward.function"
         if settings.function is not None:
             loaded = [_load(FunctionSettings(function=settings.function), key)]
@@ -333,11 +314,8 @@ class Scorer:
             each.check_columns(columns)
 
     def __call__(self, call: Call) -> Scores:
-        """Score one completion.
-
-        Raises:
-            RewardFailed: a function failed, or none applies (reason "not applicable").
-        """
+        """Score one completion. Raises a RewardFailed if a function failed, or none applies (reason "not
+        applicable")."""
         scores = Scores(0.0)
         applied = 0
         for function in self.functions:
@@ -419,11 +397,7 @@ class WithFailureLimit:
         """Failures since the last success; reason and traceback of the first of them."""
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score.
-
-        Raises:
-            RewardBroken: the limit is reached; with the first of the failures.
-        """
+        """As Rewards.score. Raises a RewardBroken with the first failures if the limit is reached."""
         try:
             reward = await self._rewards.score(sample)
         except RewardFailed as failed:

@@ -64,11 +64,7 @@ class Judge(Protocol):
 
 
 def render(template: str, call: Call) -> str:
-    """Fill a template in.
-
-    Raises:
-        RewardFailed: the row lacks a column that the template names.
-    """
+    """Fill a template in. Raises a RewardFailed if the row lacks a column that the template names."""
 
     def value(match: re.Match[str]) -> str:
         literal, name = match.groups()
@@ -96,11 +92,8 @@ def transcript(call: Call) -> str:
 
 
 def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
-    """Return what the judge reads: the template filled in, or without one the conversation.
-
-    Raises:
-        RewardFailed: the row lacks a column, or holds text that is not Unicode.
-    """
+    """Return what the judge reads: the template filled in, or without one the conversation. Raises a
+    RewardFailed if the row lacks a column, or holds text that is not Unicode."""
     system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
     if settings.template is not None:
         messages = [*system, {"role": "user", "content": render(settings.template, call)}]
@@ -118,11 +111,8 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
 
 
 def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str, object]]) -> None:
-    """Match the templates to the columns of the data before anything starts.
-
-    Raises:
-        ConfigError: a template names a column that the data lack.
-    """
+    """Match the templates to the columns of the data before anything starts. Raises a ConfigError if a
+    template names a column that the data lack."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for judge in judges:
         for _, name in _FIELD.findall(judge.template or ""):
@@ -279,11 +269,8 @@ KEY = "reward.judges"
 
 class EndpointJudge:
     """A `Judge`. Equal questions that are open at the same time are asked once. An answer may take
-    `timeout_s`; waiting for a free place does not count.
-
-    Raises:
-        ConfigError: the address is malformed, or the environment variable of the API key is not set.
-    """
+    `timeout_s`; waiting for a free place does not count. Raises a ConfigError if the address is malformed, or
+    the environment variable of the API key is not set."""
 
     def __init__(self, settings: EndpointJudgeSettings, timeout_s: float) -> None:
         self.settings, self._timeout_s = settings, timeout_s
@@ -307,10 +294,7 @@ class EndpointJudge:
 
     async def judge(self, call: Call) -> Verdict:
         """Score as `Judge.judge`. When this is cancelled, the question stays open, for others that ask it.
-
-        Raises:
-            RewardFailed: reason "judge unavailable", "judge refused", "judge unreadable" or "judge template".
-        """
+        Raises a RewardFailed ("judge unavailable", "judge refused", "judge unreadable", "judge template")."""
         messages = messages_of(self.settings, call)
         key = AnswerCache.key(self.settings.url, self.settings.model, messages, self.settings.parameters)
         known = self._cache.get(key)
@@ -398,13 +382,11 @@ class EndpointJudge:
 
 
 async def check_endpoint(settings: EndpointJudgeSettings, timeout_s: float, call: Call) -> str | None:
-    """Ask a judge about one completion before anything starts.
+    """Ask a judge about one completion before anything starts. Raises a ConfigError if it cannot be reached,
+    does not have the model, refuses the question, or is too slow.
 
     Returns:
         A warning if its answer cannot be read, else None.
-
-    Raises:
-        ConfigError: it cannot be reached, does not have the model, refuses the question, or is too slow.
     """
     judge = EndpointJudge(settings.model_copy(update={"retry_timeout_s": 0.0, "cache_size": 0}), timeout_s)
     try:

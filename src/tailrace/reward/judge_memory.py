@@ -50,11 +50,8 @@ class LayerBudget:
         )
 
     def resident_layers(self, num_tokens: int) -> int:
-        """Return the number of layers that stay on the device beside a batch of so many tokens.
-
-        Raises:
-            ValueError: the batch does not fit.
-        """
+        """Return the number of layers that stay on the device beside a batch of so many tokens. Raises a
+        ValueError if the batch does not fit."""
         if self.total_bytes is None:
             return self.num_layers
         room = self.total_bytes - self.outside_bytes - num_tokens * self.token_bytes
@@ -107,11 +104,8 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 
 
 def check_folder(settings: LocalJudgeSettings) -> None:
-    """Check a judge's folder and memory before anything starts.
-
-    Raises:
-        ConfigError: it is neither a reward model nor a causal language model, or does not fit its memory.
-    """
+    """Check a judge's folder and memory before anything starts. Raises a ConfigError if it is neither a
+    reward model nor a causal language model, or does not fit its memory."""
     key, path = "reward.judges.path", str(settings.path)
     try:
         check_files(settings.path)

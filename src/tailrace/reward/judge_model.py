@@ -176,11 +176,7 @@ class WeightFiles:
         self._file_of = {name: file for file in weight_files(folder) for name, _, _ in tensor_headers(file)}
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Copy tensors by their names in the files.
-
-        Raises:
-            ConfigError: the files lack one of them.
-        """
+        """Copy tensors by their names in the files. Raises a ConfigError if the files lack one of them."""
         for name, tensor in into.items():
             if name not in self._file_of:
                 problem = f"its files have no tensor {name}"
@@ -205,11 +201,8 @@ class ModelJudge:
     @classmethod
     @torch.no_grad()
     def load(cls, settings: LocalJudgeSettings) -> "ModelJudge":
-        """Load a checked folder.
-
-        Raises:
-            ConfigError: its files do not fit its architecture, or its labels begin with the same token.
-        """
+        """Load a checked folder. Raises a ConfigError if its files do not fit its architecture, or its labels
+        begin with the same token."""
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
         if device.index is not None:
             torch.get_device_module(device).set_device(device)  # streams belong to the current device

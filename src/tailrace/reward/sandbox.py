@@ -156,16 +156,13 @@ class Sandbox:
         self._files = _files() if self._is_isolated else []
 
     async def run(self, job: Mapping[str, Any], stdin: str, limit: TimeLimit) -> Execution:
-        """Run a program.
+        """Run a program. Raises a SandboxFailed if the program was not started.
 
         Args:
             job: `program` (its text); to call a function also `function` and `arguments`; to check an
                 assertion `assertion`, which is sent once the program has run, and `secret`, which is sent
                 once the assertion has held and is then the answer.
             limit: counted from the program's start.
-
-        Raises:
-            SandboxFailed: the program was not started.
         """
         late = [str(job[name]) for name in ("assertion", "secret") if name in job]
         first = {name: value for name, value in job.items() if name not in ("assertion", "secret")}

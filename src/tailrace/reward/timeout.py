@@ -21,11 +21,8 @@ class TimeLimit:
 
     @asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
-        """End what runs inside in time. The time counts from here.
-
-        Raises:
-            TimeoutError: it has not ended in time.
-        """
+        """End what runs inside in time. The time counts from here. Raises a TimeoutError if it has not ended
+        in time."""
         self._start_s = clock.now()
         async with asyncio.timeout(self.seconds) as self._running:
             try:
@@ -82,11 +79,7 @@ class Anchors:
                 del self._running[key]
 
     def observe(self, sample: Sample, seconds: Sequence[float]) -> None:
-        """Record a correct response.
-
-        Args:
-            seconds: of each of its test cases.
-        """
+        """Record a correct response. `seconds`: of each of its test cases."""
         if _is_evaluation(sample):
             return
         key = _key(sample)

@@ -108,11 +108,7 @@ class LanguageModel:
 
     @classmethod
     def read(cls, path: Path) -> "LanguageModel":
-        """Read a Hugging Face model folder.
-
-        Raises:
-            ConfigError: a file is missing or damaged.
-        """
+        """Read a Hugging Face model folder. Raises a ConfigError if a file is missing or damaged."""
         shape, config = ModelShape.read(path), read_config(path)
         num_heads = config["num_attention_heads"]
         head_size = shape.query_size // num_heads
@@ -192,11 +188,8 @@ RESTART_S = 10.0
 def rates(settings: SimSettings) -> SimSettings:
     """Fill every field of engines and trainer that the settings leave open from [sim.cluster].
 
-    Settings without a cluster are returned as they are.
-
-    Raises:
-        ConfigError: the model does not fit its devices, the devices cannot be divided as asked, or a response
-            is longer than the context or the KV cache.
+    Settings without a cluster are returned as they are. Raises a ConfigError if the model does not fit its
+    devices, the devices cannot be divided as asked, or a response is longer than the context or the KV cache.
     """
     if settings.cluster is None:
         return settings
@@ -212,11 +205,8 @@ def rates(settings: SimSettings) -> SimSettings:
 
 def memory_shares(cluster: SimClusterSettings) -> tuple[float, float]:
     """Return the share of its devices' memory that the trainer's state fills, and the largest share of a
-    device that is filled, by engines, trainer, or what both hold in turn.
-
-    Raises:
-        ConfigError: there is no such device or model.
-    """
+    device that is filled, by engines, trainer, or what both hold in turn. Raises a ConfigError if there is no
+    such device or model."""
     setup = _Setup.of(cluster)
     filled = max(sum(each.device_bytes for each in turn) for turn in setup.on_a_device().values())
     return setup.state_bytes / setup.training_memory, filled / setup.device.memory_bytes
@@ -229,10 +219,7 @@ def _filled(section: S, found: Mapping[str, Any]) -> S:
 
 
 def device_of(cluster: SimClusterSettings) -> DeviceProfile:
-    """
-    Raises:
-        ConfigError: there is no such profile.
-    """
+    """Raises a ConfigError if there is no such profile."""
     if cluster.device not in PROFILES:
         problem = "there is no profile of this name"
         raise ConfigError("sim.cluster.device", cluster.device, problem, f"choose from {', '.join(PROFILES)}")
@@ -240,14 +227,8 @@ def device_of(cluster: SimClusterSettings) -> DeviceProfile:
 
 
 def model_of(key: str, name: str | None) -> LanguageModel:
-    """Return a known model, or the one of a folder.
-
-    Args:
-        key: that names it in the config.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Return a known model, or the one of a folder. Raises a ConfigError if there is no such model. `key`:
+    that names it in the config."""
     if name is not None and name in MODELS:
         return MODELS[name]
     if name is None or not Path(name).is_dir():

@@ -34,7 +34,7 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from tailrace.clock import now
-from tailrace.engine.base import Capabilities, DecodeSums, Engine, EngineState, Usage
+from tailrace.engine.base import Arrival, Capabilities, DecodeSums, Engine, EngineState, Usage
 from tailrace.errors import EngineDied, Evicted
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
@@ -144,6 +144,7 @@ class SimEngine:
         self.capabilities = Capabilities(exact_versions=True, sleep=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
+        self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self._newest = 0  # version of the weights that wait for the engine to open
         self._lent = False
         self._length_of, self._max_tokens = length_of, max_tokens

@@ -76,12 +76,8 @@ class ForwardPass:
 
 
 def forward_pass(settings: SimSettings) -> ForwardPass:
-    """Return the forward pass of the judge of a cluster.
-
-    Raises:
-        ConfigError: there is no such model, it does not fit beside the engine, or it cannot read the longest
-            response.
-    """
+    """Return the forward pass of the judge of a cluster. Raises a ConfigError if there is no such model, it
+    does not fit beside the engine, or it cannot read the longest response."""
     cluster, judge, lengths = settings.cluster, settings.rewards.judge, settings.lengths
     assert cluster and judge
     device, model = device_of(cluster), model_of(f"{KEY}.model", judge.model)

@@ -86,14 +86,8 @@ class _RecordedLength(msgspec.Struct):
 
 
 def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] | None = None) -> Law:
-    """Return the distribution of lengths, without the limit.
-
-    Args:
-        recorded: lengths of `read_recorded`; None: they are read.
-
-    Raises:
-        ConfigError: the file of an empirical distribution cannot be read.
-    """
+    """Return the distribution of lengths, without the limit. Raises a ConfigError if the file of an empirical
+    distribution cannot be read. `recorded`: lengths of `read_recorded`; None: they are read."""
     match settings.distribution:
         case None:
             median, sigma = settings.median_tokens or DEFAULT_MEDIAN_TOKENS, settings.sigma
@@ -111,20 +105,14 @@ def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] 
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Read lengths: a run's folder of samples, or a file with a sample or a whole number in each line.
-
-    Raises:
-        ConfigError: a line is torn, is no length, or has an earlier step than the line before.
-    """
+    """Read lengths: a run's folder of samples, or a file with a sample or a whole number in each line. Raises
+    a ConfigError if a line is torn, is no length, or has an earlier step than the line before."""
     return [line.num_tokens for line in _lines(path)]
 
 
 def read_recorded(path: Path) -> dict[tuple[int, int], int]:
-    """Read the lengths in a run's folder of samples, by prompt and number in the group.
-
-    Raises:
-        ConfigError: as in `read_lengths`, or a line has no id of a sample.
-    """
+    """Read the lengths in a run's folder of samples, by prompt and number in the group. Raises a ConfigError
+    as `read_lengths`, or if a line has no id of a sample."""
     recorded = {}
     for line in _lines(path):
         found = _ID.fullmatch(line.id)

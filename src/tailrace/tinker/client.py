@@ -345,6 +345,7 @@ class TinkerEngine(OnOtherDevices, Engine):
         self._loaded = asyncio.Event()
         self._num_running = self._num_prefilled = 0
         self.on_state = lambda why: None
+        self.on_arrival = lambda arrival: None
         service.is_publishing = False
 
     @override

@@ -19,11 +19,8 @@ VLLM_MAX_RANK = 512
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs).
-
-    Raises:
-        ConfigError: a file is missing or damaged, or a name of `target_modules` is of no linear layer.
-    """
+    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs). Raises a ConfigError if
+    a file is missing or damaged, or a name of `target_modules` is of no linear layer."""
     linear = {
         name.removesuffix(_WEIGHT): (shape[0], shape[1])
         for name, shape in tensor_shapes(model).items()
@@ -41,11 +38,8 @@ def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int
 
 def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
     """Check what can be checked without loading the model, against `engine.kind` and `weights.transport`.
-
-    Raises:
-        ConfigError: peft is not installed, a layer does not exist, or the engine or the transport takes no
-            adapters.
-    """
+    Raises a ConfigError if peft is not installed, a layer does not exist, or the engine or the transport
+    takes no adapters."""
     if find_spec("peft") is None:
         raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
     if lora.publish == "adapter":

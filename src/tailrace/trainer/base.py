@@ -66,8 +66,8 @@ class TrainerSettings(Settings):
     kind: Literal["torch", "tinker"] = "torch"
     """torch: processes of the run. tinker: the service of `engine.kind = "tinker"`, which takes from this
     section the learning rate, warm-up, betas, weight decay, gradient norm and `lora.rank`."""
-    learning_rate: float = Field(default=1e-6, gt=0, le=1)
-    """Learning rate of the policy."""
+    learning_rate: float = Field(default=1e-6, ge=0, le=1)
+    """Learning rate of the policy. 0: the weights stay as they are."""
     critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)
     """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the
     policy's."""
@@ -221,21 +221,16 @@ class Trainer(Protocol):
     async def save(self, folder: Path) -> Awaitable[None]:
         """Begin a checkpoint: model (a Hugging Face folder), optimizer, step count, random state.
 
-        Returns when it has what the trainer may change from now on. At most one is written at a time.
+        Returns when it has what the trainer may change from now on. At most one is written at a time. Raises
+        a CheckpointError if it cannot be written. What is returned raises it, too.
 
         Returns:
             Waits until the checkpoint is complete and in its folder.
-
-        Raises:
-            CheckpointError: it cannot be written. What is returned raises it, too.
         """
 
     async def restore(self, folder: Path) -> None:
-        """Continue from a checkpoint that `save` wrote.
-
-        Raises:
-            CheckpointError: it is damaged or belongs to another model.
-        """
+        """Continue from a checkpoint that `save` wrote. Raises a CheckpointError if it is damaged or belongs
+        to another model."""
 
 
 class Reference(Protocol):

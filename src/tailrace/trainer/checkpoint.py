@@ -90,11 +90,8 @@ def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
 
 
 def _read_state(folder: Path, owners: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> State:
-    """Read this rank's part of a state.
-
-    Args:
-        owners: parameters of the policy, and of the critic if there is one.
-    """
+    """Read this rank's part of a state. `owners`: parameters of the policy, and of the critic if there is
+    one."""
     try:
         found = _shapes_in(folder)
         wanted: dict[str, Tensor] = {}
@@ -178,23 +175,15 @@ TOKENIZER_FILES = (
 
 
 def writing(
-    folder: Path,
-    policy: PolicyModel,
-    state: State,
-    tokenizer_from: Path,
-    ranks: Ranks,
-    *,
-    copied: bool,
+    folder: Path, policy: PolicyModel, state: State, tokenizer_from: Path, ranks: Ranks, *, copied: bool
 ) -> Callable[[], None]:
     """Begin a checkpoint, and return what writes it, in place of the one in `folder` if there is one. All
-    ranks of a replica call it, and then what it returns. At most one checkpoint is written at a time.
+    ranks of a replica call it, and then what it returns. At most one checkpoint is written at a time. Raises
+    a CheckpointError if here or later, it cannot be written. The checkpoint that was there is unchanged.
 
     Args:
         tokenizer_from: the folder whose tokenizer files are copied.
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
-
-    Raises:
-        CheckpointError: here or later, it cannot be written. The checkpoint that was there is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     is_first = ranks.rank == 0
@@ -237,16 +226,10 @@ def writing(
 
 
 def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks) -> State:
-    """Load the weights of a checkpoint into policy and critic. With LoRA only the adapter is loaded.
-    Both are unchanged if this raises. All ranks of a replica call it.
-
-    Args:
-        critic: parameters of the critic, which are overwritten; None if there is no critic.
-
-    Raises:
-        CheckpointError: a file is missing or unreadable, or the checkpoint belongs to another model. Damage
-            that can be read was found before (checksums.py).
-    """
+    """Load the weights of a checkpoint into policy and critic. With LoRA only the adapter is loaded. Both are
+    unchanged if this raises. All ranks of a replica call it. Raises a CheckpointError if a file is missing or
+    unreadable, or the checkpoint belongs to another model. Damage that can be read was found before
+    (checksums.py). `critic`: parameters of the critic, which are overwritten; None if there is no critic."""
     parameters = policy.parameters()
 
     owners = {"policy": parameters} | ({"critic": critic} if critic else {})

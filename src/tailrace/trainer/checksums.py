@@ -50,15 +50,13 @@ def remedy(folder: Path) -> str:
 
 
 def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: bool = False) -> bool:
-    """Compare the files of a checkpoint with its checksums. Returns whether it has any.
+    """Compare the files of a checkpoint with its checksums. Returns whether it has any. Raises a
+    CheckpointError if a file is missing or has other content, or the checkpoint is that of another step.
 
     Args:
         advice: what to do about a damaged checkpoint.
         step: the optimizer steps that it must have.
         is_editable: users may edit all but the weights: what has changed is named on the standard error.
-
-    Raises:
-        CheckpointError: a file is missing or has other content, or the checkpoint is that of another step.
     """
     try:
         known = _read(folder / CHECKSUMS_FILE)

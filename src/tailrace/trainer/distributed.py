@@ -61,11 +61,8 @@ def recompute_activations(modules: Iterable[nn.Module]) -> None:
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: TrainerSettings) -> None:
     """Shard a model whose whole parameters are on the CPU. Rank 0 has their values, the others get them.
-
-    Args:
-        root: what is called; the model is in it. What is in no block is gathered with it: norms, head, and
-            the embedding that is tied to the head.
-    """
+    `root`: what is called; the model is in it. What is in no block is gathered with it: norms, head, and the
+    embedding that is tied to the head."""
     whole = None
     if mesh.get_local_rank() == 0:
         whole = {name: parameter.detach() for name, parameter in root.named_parameters()}
@@ -153,11 +150,8 @@ class Ranks:
                 work.wait()
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do work without collectives in every rank of the replica.
-
-        Raises:
-            CheckpointError: one of the ranks raised it. All ranks raise it, so that none waits for another.
-        """
+        """Do work without collectives in every rank of the replica. Raises a CheckpointError in all
+        ranks if one of them raised it, so that none waits for another."""
         failures: list[str | None] = [None] * self.num_ranks
         result = None
         try:

@@ -25,11 +25,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 class Adapter:
     """Puts a new adapter into a model and freezes all its weights.
 
-    The factors A are drawn from a fixed seed, so that all ranks draw the same. The factors B are zero.
-
-    Raises:
-        ConfigError: the model has no such layers, or they are not linear.
-    """
+    The factors A are drawn from a fixed seed, so that all ranks draw the same. The factors B are zero. Raises
+    a ConfigError if the model has no such layers, or they are not linear."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
         self._model, names = model, settings.target_modules
@@ -95,11 +92,8 @@ class Adapter:
         self._config.save_pretrained(str(folder))
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Read the factors that `save` wrote, by the names of `parameters`.
-
-        Raises:
-            CheckpointError: they cannot be read, or were trained with other settings.
-        """
+        """Read the factors that `save` wrote, by the names of `parameters`. Raises a CheckpointError if they
+        cannot be read, or were trained with other settings."""
         try:
             tensors = load_file(folder / WEIGHTS_FILE)
             config = LoraConfig.from_pretrained(str(folder))

@@ -16,7 +16,7 @@ device would stop it in each layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +37,7 @@ from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
 from tailrace.trainer.packing import MicroBatch, pack, share
 from tailrace.types import SampleId
+from tailrace.weights.base import DTYPE
 
 if TYPE_CHECKING:
     from tailrace.trainer.lora import Adapter
@@ -121,7 +122,8 @@ def packed_causal_attention(
     key_lengths: Sequence[int] = (),
     **_others: object,  # transformers' signature: architectures pass more than this needs
 ) -> tuple[Tensor, None]:
-    """Causal attention of T packed tokens with H heads, G key and value heads, dimension D.
+    """Causal attention of T packed tokens with H heads, G key and value heads, dimension D. Raises a
+    NotImplementedError if the architecture does not pass the boundaries on.
 
     Args:
         query: [1, H, T, D]
@@ -136,9 +138,6 @@ def packed_causal_attention(
 
     Returns:
         [1, T, H, D], and no attention weights.
-
-    Raises:
-        NotImplementedError: the architecture does not pass the boundaries on.
     """
     if cu_seq_lens_q is None or not sequence_lengths:
         raise NotImplementedError(f"{type(module).__name__} does not pass packed boundaries to its attention")
@@ -183,12 +182,8 @@ AttentionInterface.register(PACKED, packed_causal_attention)
 
 
 def read_model(folder: Path) -> PreTrainedModel:
-    """Load a causal language model in float32.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or config.json and the weights do not fit together. The
-            message names the file.
-    """
+    """Load a causal language model in float32. Raises a ConfigError if a file is missing or damaged, or
+    config.json and the weights do not fit together. The message names the file."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -209,11 +204,8 @@ def read_model(folder: Path) -> PreTrainedModel:
 
 
 def read_shape(folder: Path) -> PreTrainedModel:
-    """Make the model of a folder without its weights. Their memory is not touched.
-
-    Raises:
-        ConfigError: config.json is missing or describes no model.
-    """
+    """Make the model of a folder without its weights. Their memory is not touched. Raises a ConfigError if
+    config.json is missing or describes no model."""
     try:
         with no_init_weights():
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -283,14 +275,9 @@ class LogProbs(nn.Module):
 
 
 class PolicyModel:
-    """Computes log-probs of completion tokens under the current weights.
-
-    Args:
-        model: with its head, in float32, on the CPU. With a sharded model only rank 0 needs its weights.
-
-    Raises:
-        ConfigError: the architecture cannot run packed, or has no layers for the adapter.
-    """
+    """Computes log-probs of completion tokens under the current weights. Raises a ConfigError if the
+    architecture cannot run packed, or has no layers for the adapter. `model`: with its head, in float32, on
+    the CPU. With a sharded model only rank 0 needs its weights."""
 
     adapter: "Adapter | None" = None
 
@@ -331,10 +318,7 @@ class PolicyModel:
         cls, path: Path, settings: TrainerSettings, *, temperature: float, ranks: Ranks | None = None
     ) -> "PolicyModel":
         """Load a Hugging Face folder. `ranks`: over which it is sharded; None: this process has the model.
-
-        Raises:
-            ConfigError: the folder is incomplete or damaged, or the architecture cannot run packed.
-        """
+        Raises a ConfigError if the folder is incomplete or damaged, or the architecture cannot run packed."""
         model = read_model(path) if ranks is None or ranks.rank == 0 else read_shape(path)
         return cls(model, settings, temperature=temperature, ranks=ranks)
 
@@ -354,6 +338,25 @@ class PolicyModel:
         compute at the same time, each its own batch."""
         found: TokenLogProbs = self._logprobs(batch)
         return found
+
+    @contextmanager
+    def rounded(self, dtype: DTYPE) -> Iterator[None]:
+        """Inside the block log-probs are those of weights that were rounded to a type: matrix products are of
+        it, and gains, biases and embeddings are rounded."""
+        own, self._logprobs.dtype = self._logprobs.dtype, DTYPES[dtype]
+        vectors = [each.data for each in self.model.parameters() if each.dim() == 1]
+        kept = [each.clone() for each in vectors]
+        for each in vectors:
+            each.copy_(each.to(DTYPES[dtype]))
+        embedding = self.model.get_input_embeddings()
+        hook = embedding.register_forward_hook(lambda _, __, out: out.to(DTYPES[dtype]).to(out.dtype))
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._logprobs.dtype = own
+            for each, old in zip(vectors, kept, strict=True):
+                each.copy_(old)
 
     def synchronize(self) -> None:
         """Wait for the device: its kernels and copies run behind the host. On a CPU nothing does."""

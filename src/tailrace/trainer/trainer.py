@@ -34,6 +34,7 @@ from tailrace.trainer.offload import Offloaded
 from tailrace.trainer.optimizer import Optimizer
 from tailrace.trainer.packing import take_full
 from tailrace.trainer.reference import TorchReference
+from tailrace.weights.base import DTYPE
 
 
 class TorchTrainer:
@@ -103,10 +104,7 @@ class TorchTrainer:
 
     def step(self) -> StepStats:
         """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
-
-        Raises:
-            ScheduleError: nothing was accumulated since the last step, or the trainer is asleep.
-        """
+        Raises a ScheduleError if nothing was accumulated since the last step, or the trainer is asleep."""
         self._check_awake("step", *self._parts)
         self._compute_waiting()
         started = time.perf_counter()
@@ -168,6 +166,11 @@ class TorchTrainer:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
+    def rounded_logprobs(self, sample: TrainingSample, dtype: DTYPE) -> list[float]:
+        """As `logprobs`, of weights that were rounded to a type."""
+        with self._policy.rounded(dtype):
+            return self.logprobs(sample)
+
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
         """As `logprobs`, without the adapter: under the model that training began with."""
         with self._policy.adapter_off():
@@ -210,11 +213,7 @@ class TorchTrainer:
 
     def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
-        discarded. Raises as `checkpoint.read`.
-
-        Args:
-            optimizer: False: AdamW begins anew.
-        """
+        discarded. Raises as `checkpoint.read`. `optimizer`: False: AdamW begins anew."""
         parameters = self._critic.parameters() if self._critic else None
         state = checkpoint.read(folder, self._policy, parameters, self._ranks)
         begun_anew = {"counts": torch.zeros(2, dtype=torch.int64)}

@@ -35,14 +35,23 @@ _NOT_TRAINED = ".rotary_emb.inv_freq"
 """A buffer that old checkpoints contain; the model computes it."""
 
 
-class SharedMemorySettings(Settings):
+class ProbeSettings(Settings):
+    """How publications are proven."""
+
+    probe_every: int = Field(default=1, ge=0)
+    """Every so many publications each engine proves that it has the new weights: by a checksum of each
+    tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
+    without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
+
+
+class SharedMemorySettings(ProbeSettings):
     """Trainer and engines on one host: files in shared memory."""
 
     transport: Literal["shared_memory"] = "shared_memory"
     """Selects this transport."""
 
 
-class FilesystemSettings(Settings):
+class FilesystemSettings(ProbeSettings):
     """A complete Hugging Face folder for each version, which any server can read. The last two are kept."""
 
     transport: Literal["filesystem"] = "filesystem"
@@ -54,7 +63,7 @@ class FilesystemSettings(Settings):
     """Size of a safetensors file, at most, unless one tensor is larger."""
 
 
-class ProcessGroupSettings(Settings):
+class ProcessGroupSettings(ProbeSettings):
     """A torch.distributed process group for each engine."""
 
     transport: Literal["process_group"] = "process_group"
@@ -101,6 +110,26 @@ class TensorInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """What an engine must answer to prove that it has a publication (engine/proof.py).
+
+    Args:
+        ids: the fixed sequence.
+        num_prefix: tokens that are not scored; the prefix cache may have them.
+        initial: [len(ids) - num_prefix], the trainer's log-probs at the sampling temperature before its first
+            step.
+        expected: the same under this publication; empty: it need not be proven.
+        checksums: of the published tensors, by name (tensors.py).
+    """
+
+    ids: tuple[int, ...]
+    num_prefix: int
+    initial: tuple[float, ...]
+    expected: tuple[float, ...]
+    checksums: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A reference to one published version of the policy's weights."""
 
@@ -112,6 +141,8 @@ class Weights:
     """The manifest, in the order in which tensors are sent. Empty: the files say it themselves."""
     changed: float | None = None
     """Share of the weights whose bfloat16 value is not that of the previous publication (tensors.py)."""
+    probe: Probe | None = None
+    """None: no publication of the run is proven."""
 
     @property
     def is_streamed(self) -> bool:
@@ -187,21 +218,13 @@ class WeightSender(Protocol):
     def publish(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
         """Make tensors available as a version. They may change after the call.
 
-        The version can be sent until two newer ones are published, any number of times.
-
-        Args:
-            tensors: on the CPU, by Hugging Face name; no two may share memory.
-
-        Raises:
-            TransferFailed: there is no room for them; it names where, and the remedy.
-        """
+        The version can be sent until two newer ones are published, any number of times. Raises a
+        TransferFailed if there is no room for them; it names where, and the remedy. `tensors`: on the CPU, by
+        Hugging Face name; no two may share memory."""
 
     def send(self, version: int, link: Link) -> None:
-        """Send a version to one engine. Any thread may call it, for several engines at the same time.
-
-        Raises:
-            TransferFailed: the engine did not take it, or the version is no longer kept.
-        """
+        """Send a version to one engine. Any thread may call it, for several engines at the same time. Raises
+        a TransferFailed if the engine did not take it, or the version is no longer kept."""
 
     def rendezvous(self, link: Link) -> Address:
         """Return where the two ends of a link meet. Any thread may call it."""
@@ -212,11 +235,8 @@ class WeightSender(Protocol):
 
 
 async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[None]) -> None:
-    """Run the trainer's and the engine's half of a transfer together, until both are done.
-
-    Raises:
-        TransferFailed: either half failed; the engine's error comes first.
-    """
+    """Run the trainer's and the engine's half of a transfer together, until both are done. Raises a
+    TransferFailed if either half failed; the engine's error comes first."""
     task = asyncio.ensure_future(sending)
     try:
         await loading
@@ -227,11 +247,8 @@ async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[N
 
 
 def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
-    """Return the tensors that a publication must have, from the headers of the served model's files.
-
-    Raises:
-        ConfigError: the folder is incomplete or damaged.
-    """
+    """Return the tensors that a publication must have, from the headers of the served model's files. Raises a
+    ConfigError if the folder is incomplete or damaged."""
     shapes = tensor_shapes(model)
     if read_config(model).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
@@ -241,11 +258,8 @@ def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
 
 
 def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo]) -> None:
-    """Check that the offered tensors are the expected ones, in any order.
-
-    Raises:
-        WeightsRefused: a tensor is missing, extra, of another shape or of another type; names them.
-    """
+    """Check that the offered tensors are the expected ones, in any order. Raises a WeightsRefused that names
+    those that are missing, extra, of another shape or of another type."""
     have, want = ({tensor.name: tensor for tensor in tensors} for tensors in (offered, expected))
     both = [(have[name], want[name]) for name in want if name in have]
     defects = {

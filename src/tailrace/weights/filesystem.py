@@ -35,16 +35,14 @@ _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 
 
 class FilesystemSender(WeightSender):
-    """Writes published versions and keeps the last KEPT_VERSIONS.
+    """Writes published versions and keeps the last KEPT_VERSIONS. Raises a ConfigError if the folder cannot
+    be written to, or another trainer uses it.
 
     Args:
         folder: where the versions are written. What an earlier process left there is removed.
         model: the Hugging Face folder that is trained. None: versions have the weights only.
         shard_bytes: size of a safetensors file, at most.
         adapter: the peft config of the adapters that are published in place of whole weights.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or another trainer uses it.
     """
 
     def __init__(

@@ -131,11 +131,8 @@ class TransferGroup:
         self._group = kind(prefix, rank, size, options)
 
     def send(self, data: Tensor) -> None:
-        """Send one message, which is in the host's memory.
-
-        Raises:
-            RuntimeError: a peer has ended, or did not take part within the time limit.
-        """
+        """Send one message, which is in the host's memory. Raises a RuntimeError if a peer has ended, or did
+        not take part within the time limit."""
         with torch.cuda.stream(self._stream):
             self._broadcast(data.to(self._device))
 
@@ -203,11 +200,8 @@ class _Connections:
 
 
 class ProcessGroupSender(WeightSender):
-    """Keeps the last KEPT_VERSIONS in the host's memory and sends them.
-
-    Raises:
-        ConfigError: this machine cannot listen on the address, or torch lacks the backend.
-    """
+    """Keeps the last KEPT_VERSIONS in the host's memory and sends them. Raises a ConfigError if this machine
+    cannot listen on the address, or torch lacks the backend."""
 
     def __init__(self, settings: ProcessGroupSettings, device: str = "cpu") -> None:
         self._connections = _Connections(0, device)
@@ -292,11 +286,8 @@ class ProcessGroupReceiver:
             pass
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
-        """Receive the tensors of a publication, a bucket at a time, in the host's memory.
-
-        Raises:
-            TransferFailed: the trainer has ended, or did not send within the time limit.
-        """
+        """Receive the tensors of a publication, a bucket at a time, in the host's memory. Raises a
+        TransferFailed if the trainer has ended, or did not send within the time limit."""
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
             with self._connections.group(address, link) as group:

@@ -31,11 +31,8 @@ from tailrace.weights.tensors import manifest
 def open_sender(
     settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None, device: str
 ) -> WeightSender:
-    """Return the trainer's half of a transport. `adapter`: as of FilesystemSender.
-
-    Raises:
-        ConfigError: the transport cannot work here.
-    """
+    """Return the trainer's half of a transport. `adapter`: as of FilesystemSender. Raises a ConfigError if
+    the transport cannot work here."""
     match settings:
         case FilesystemSettings(folder=folder, shard_bytes=shard_bytes):
             assert folder is not None

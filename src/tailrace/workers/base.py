@@ -89,6 +89,5 @@ class RayHostSettings(HostSettings):
 
 
 AnyHostSettings = Annotated[
-    Annotated[LocalHostSettings, Tag("local")] | Annotated[RayHostSettings, Tag("ray")],
-    default_tag("local"),
+    Annotated[LocalHostSettings, Tag("local")] | Annotated[RayHostSettings, Tag("ray")], default_tag("local")
 ]

@@ -104,11 +104,7 @@ class Job(Settings):
         return {}
 
     def at(self, address: str) -> Self:
-        """Return the job for a worker of a host.
-
-        Args:
-            address: under which the other hosts reach that host.
-        """
+        """Return the job for a worker of a host. `address`: under which the other hosts reach that host."""
         return self
 
 
@@ -132,11 +128,8 @@ class MethodReply(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first frame of a worker.
-
-    Args:
-        role: of a worker that joins; empty for one that was started for its token.
-    """
+    """The first frame of a worker. `role`: of a worker that joins; empty for one that was started for its
+    token."""
 
     token: str
     role: str = ""
@@ -169,22 +162,15 @@ decode_reply = msgspec.msgpack.Decoder(MethodReply).decode
 
 
 class Frames:
-    """Cuts a stream of bytes into frames.
-
-    Args:
-        max_bytes: of a frame.
-    """
+    """Cuts a stream of bytes into frames. `max_bytes`: of a frame."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytearray]:
-        """Yield the frames that `data` completes. The caller must exhaust the iterator.
-
-        Raises:
-            ValueError: a frame is too long.
-        """
+        """Yield the frames that `data` completes. The caller must exhaust the iterator. Raises a ValueError
+        if a frame is too long."""
         self._bytes += data
         start = 0
         while (body := start + _LENGTH.size) <= len(self._bytes):
@@ -267,11 +253,7 @@ class WorkerConnection:
 
     @classmethod
     def dial(cls, address: SocketAddress, hello: Hello) -> "WorkerConnection":
-        """Connect to a controller and show the token.
-
-        Raises:
-            OSError: nothing answers at the address.
-        """
+        """Connect to a controller and show the token. Raises an OSError if nothing answers at the address."""
         if isinstance(address, str):
             own = socket.socket(socket.AF_UNIX)
             own.connect(address)
@@ -397,11 +379,7 @@ class WorkerConnection:
 
     def end_process_with_controller(self, clean_up: Callable[[], None] | None = None) -> None:
         """Kill this process and its process group once the controller is gone, or what started the process,
-        such as `tailrace join`.
-
-        Args:
-            clean_up: called before that.
-        """
+        such as `tailrace join`. `clean_up`: called before that."""
         parent = os.pidfd_open(os.getppid()) if sys.platform == "linux" else None
         if clean_up is not None:
             signal_on_parent_death(signal.SIGCONT, os.getppid())
@@ -444,11 +422,7 @@ class Worker:
 
     @classmethod
     def load_job(cls, job: Any, connection: WorkerConnection) -> Self:
-        """Load what the job names.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Load what the job names. Raises a ConfigError if it cannot be loaded."""
         raise NotImplementedError
 
     def serve(self, connection: WorkerConnection) -> None:
@@ -594,11 +568,7 @@ class RemoteWorker:
             raise WorkerDied(self._words.result())
 
     async def ready(self) -> None:
-        """Wait until the worker has loaded what its job names.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Wait until the worker has loaded what its job names. Raises a ConfigError if it cannot be."""
         with waiting(self.awaited):
             await self.connected()
         with waiting(f"{self.name}: start"):
@@ -628,11 +598,7 @@ class RemoteWorker:
             return await self.begin(method, *arguments)
 
     def send(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
-        """Call a method that is not answered.
-
-        Raises:
-            WorkerDied: the worker has ended.
-        """
+        """Call a method that is not answered. Raises a WorkerDied if the worker has ended."""
         if self._words.done():
             raise WorkerDied(self._words.result())
         self._write(frame(UNANSWERED, method.__name__, arguments))
@@ -647,11 +613,7 @@ class RemoteWorker:
         return future
 
     async def died(self) -> None:
-        """Wait until the worker ends.
-
-        Raises:
-            WorkerDied: always; cancel this wait before an intended end.
-        """
+        """Wait until the worker ends. Raises a WorkerDied. Cancel it before an intended end."""
         raise WorkerDied(await self.last_words())
 
     async def last_words(self) -> str:
@@ -665,11 +627,7 @@ class RemoteWorker:
             self.process.kill()
 
     def abort(self, fault: str) -> None:
-        """End the worker at once because of a fault.
-
-        Args:
-            fault: what the worker did, to follow its name.
-        """
+        """End the worker at once because of a fault. `fault`: what the worker did, to follow its name."""
         self._fault = fault
         self.process.abort()
 
@@ -767,11 +725,8 @@ class Spawner(Protocol):
 
 
 class Line(asyncio.Protocol):
-    """The controller's end of a connection. It belongs to a worker once that has shown its token.
-
-    Args:
-        on_hello: called with the first frame. It attaches the line to a worker, keeps it, or aborts it.
-    """
+    """The controller's end of a connection. It belongs to a worker once that has shown its token. `on_hello`:
+    called with the first frame. It attaches the line to a worker, keeps it, or aborts it."""
 
     transport: asyncio.Transport
 

@@ -6,7 +6,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import override
 
-from tailrace.engine.base import Capabilities, GenerationOutput, GenerationRequest, TokenCounter, Usage
+from tailrace.engine.base import (
+    Arrival,
+    Capabilities,
+    GenerationOutput,
+    GenerationRequest,
+    TokenCounter,
+    Usage,
+)
+from tailrace.engine.proof import ProbeAnswer, Prover
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
@@ -24,6 +32,7 @@ from tailrace.trainer.base import LoraSettings
 from tailrace.types import KV, Sample
 from tailrace.weights.base import (
     Link,
+    Probe,
     Send,
     TensorInfo,
     Weights,
@@ -80,18 +89,17 @@ class EngineWorker(Worker):
     role = "engine"
     events = (Report, Alive)
 
-    def __init__(
-        self, engine: "NativeEngine", connection: WorkerConnection, report_every_s: float, device: str = "cpu"
-    ) -> None:
+    def __init__(self, engine: "NativeEngine", connection: WorkerConnection, job: EngineJob) -> None:
         from tailrace.weights.transports import WeightReceiver
 
-        self._engine, self._connection = engine, connection
-        self._report_every_s = report_every_s
+        self._engine, self._connection, self._job = engine, connection, job
+        self._report_every_s = job.report_every_s
         self._reported_s = time.monotonic()
         self._outputs: list[GenerationOutput] = []
         self._aborted: list[str] = []
-        self._paused = False
-        self._receiver = WeightReceiver(device=device)
+        self._paused = self._unproven = False
+        self._prover: Prover | None = None
+        self._receiver = WeightReceiver(device=job.engine.device)
 
     @override
     @classmethod
@@ -100,7 +108,7 @@ class EngineWorker(Worker):
 
         scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
         engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
-        return cls(engine, connection, job.report_every_s, job.engine.device)
+        return cls(engine, connection, job)
 
     @override
     def serve(self, connection: WorkerConnection) -> None:
@@ -126,8 +134,9 @@ class EngineWorker(Worker):
         self._outputs += [output] if output else []
         self._aborted.append(id)
 
-    def load(self, weights: Weights, link: Link, kv: KV) -> None:
-        """Take new weights. It is alive after each part of them.
+    def load(self, weights: Weights, link: Link, kv: KV) -> Arrival | None:
+        """Take new weights. It is alive after each part of them. With a probe, answer it. After a wrong
+        answer nothing is generated until the next load.
 
         Raises:
             TransferFailed: they did not arrive; the old weights stay.
@@ -137,11 +146,31 @@ class EngineWorker(Worker):
         for part in self._receiver.parts(weights, link):
             tensors |= part
             self._connection.tell(Alive())  # a transfer may take longer than the health check waits
+        probe, arrival = weights.probe, None
+        if probe and self._prover is None:
+            dtype, adapter = self._job.engine.dtype, self._job.adapter is not None
+            self._prover = Prover(probe, self._answer(probe), exact=True, dtype=dtype, adapter=adapter)
         try:
             self._outputs += self._engine.load(tensors, version=weights.version, kv=kv)
         except ValueError as why:
             raise WeightsRefused(str(why)) from why
+        if self._prover and probe and probe.expected:
+            start_s = time.perf_counter()
+            answer = self._answer(probe)
+            arrival = self._prover.judge(weights.version, probe, answer, time.perf_counter() - start_s)
+        self._unproven = arrival is not None and bool(arrival.cause)
         self._report()
+        return arrival
+
+    def _answer(self, probe: Probe) -> ProbeAnswer:
+        from tailrace.weights.tensors import checksums
+
+        warm, cold = self._engine.score(probe.ids, probe.num_prefix)
+        return ProbeAnswer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
+
+    def score(self, ids: list[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score."""
+        return self._engine.score(ids, num_prefix)[1]
 
     @beside
     def connect(self, location: str, link: Link) -> None:
@@ -178,7 +207,7 @@ class EngineWorker(Worker):
             raise NotWoken(str(why)) from why
 
     def _rests(self) -> bool:
-        return self._paused or self._engine.idle
+        return self._paused or self._unproven or self._engine.idle
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -268,11 +297,12 @@ class RemoteEngine(EngineClient):
     Once the process has ended, every method raises EngineDied.
     """
 
-    capabilities = Capabilities(exact_versions=True, sleep=True)
+    capabilities = Capabilities(exact_versions=True, sleep=True, scores=True)
 
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         super().__init__(worker, job)
         self.counter = TokenCounter()
+        self.arrival: Arrival | None = None
         self._requests: dict[str, _Request] = {}
         self._link = new_link(worker.name)
         self.send: Send = _is_in_files
@@ -319,6 +349,11 @@ class RemoteEngine(EngineClient):
             self._link = new_link(self.worker.name)
             raise
 
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score."""
+        with _deaths():
+            return await self.worker.call(EngineWorker.score, list(ids), num_prefix)
+
     async def sleep(self) -> None:
         with _deaths():
             await self.worker.call(EngineWorker.sleep)
@@ -341,7 +376,7 @@ class RemoteEngine(EngineClient):
 
     async def _load(self, weights: Weights, kv: KV) -> None:
         with _deaths():
-            await self.worker.call(EngineWorker.load, weights, self._link, kv)
+            self.arrival = await self.worker.call(EngineWorker.load, weights, self._link, kv)
 
     async def _abort(self, id: str, request: _Request) -> None:
         request.aborted = aborted = self.worker.future()

@@ -17,11 +17,8 @@ from tailrace.workers.process import LocalSpawner
 
 
 def check_host(host: AnyHostSettings, *, engine: EngineSettings, weights: WeightsSettings) -> None:
-    """Check that the other settings can be honoured on other hosts. Does not look for the cluster.
-
-    Raises:
-        ConfigError: they cannot, or Ray is not installed.
-    """
+    """Check that the other settings can be honoured on other hosts. Does not look for the cluster. Raises a
+    ConfigError if they cannot, or Ray is not installed."""
     if isinstance(host, RayHostSettings) and importlib.util.find_spec("ray") is None:
         raise ConfigError("host.kind", "ray", "Ray is not installed", "pip install 'tailrace[ray]'")
     joins = isinstance(host, LocalHostSettings) and not host.starts("engine")
@@ -49,13 +46,11 @@ async def open_spawner(
     needs_reference: bool,
     folder: Path,
 ) -> AsyncIterator[Spawner]:
-    """Open what starts the workers of a run; workers must have ended before the block ends.
+    """Open what starts the workers of a run; workers must have ended before the block ends. Raises a
+    ConfigError if the cluster cannot be reached, or a worker cannot be placed.
 
     Args:
         folder: folder of the run.
-
-    Raises:
-        ConfigError: the cluster cannot be reached, or a worker cannot be placed.
     """
     if isinstance(host, LocalHostSettings):
         async with open_joining(host, LocalSpawner(folder / "logs")) as spawner:

@@ -76,11 +76,8 @@ class HttpEngines:
         self._comparing = asyncio.Lock()
 
     async def begin(self, name: str, number: int, width: int = 1) -> HttpEngine:
-        """Begin a life of engine `number`.
-
-        Args:
-            width: engines whose devices it uses as one tensor-parallel group, itself and the next ones.
-        """
+        """Begin a life of engine `number`. `width`: engines whose devices it uses as one tensor-parallel
+        group, itself and the next ones."""
         settings = self._settings.model_copy(
             update={
                 "tensor_parallel_size": self._settings.tensor_parallel_size * width,
@@ -99,6 +96,8 @@ class HttpEngines:
             check=self._check,
             send=self._trainer.send,
             expected=self._tensors,
+            dtype=settings.dtype,
+            adapter=self._adapter is not None,
             num_ranks=settings.tensor_parallel_size,
             standalone=isinstance(settings, PipelineRlEngineSettings),
         )

@@ -148,11 +148,8 @@ class JoinSpawner(Spawner):
 
 @asynccontextmanager
 async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> AsyncIterator[Spawner]:
-    """Listen for workers of the roles that join, if there are any.
-
-    Raises:
-        ConfigError: this host cannot listen on the address.
-    """
+    """Listen for workers of the roles that join, if there are any. Raises a ConfigError if this host cannot
+    listen on the address."""
     if settings.listen is None:
         yield local
         return

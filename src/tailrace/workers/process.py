@@ -94,11 +94,8 @@ class Start:
 
 
 class LocalSpawner(Spawner):
-    """Starts workers on this host.
-
-    Args:
-        logs: the folder in which `<name>.log` receives the output of each worker.
-    """
+    """Starts workers on this host. `logs`: the folder in which `<name>.log` receives the output of each
+    worker."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -246,11 +243,8 @@ class LocalProcess(Process):
 @cache
 def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
     """What the thread that starts processes has to do. The kernel ends a fork server together with the thread
-    that has started it, so that is a thread that lives as long as this process.
-
-    Args:
-        owner: id of this process: a fork has no thread.
-    """
+    that has started it, so that is a thread that lives as long as this process. `owner`: id of this process:
+    a fork has no thread."""
     starts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -66,11 +66,8 @@ def children_of(parent: int) -> set[int]:
 
 
 def kill_descendants(*, spare: Collection[int] = ()) -> None:
-    """End all descendants of this process with SIGKILL, and wait until they have ended.
-
-    Args:
-        spare: children that live on, with their descendants.
-    """
+    """End all descendants of this process with SIGKILL, and wait until they have ended. `spare`: children
+    that live on, with their descendants."""
     deadline = time.monotonic() + KILL_S
     while (found := _descendants(spare)) and time.monotonic() < deadline:
         for descendant in found:

@@ -182,11 +182,7 @@ class RaySpawner(Spawner):
     async def start(
         self, name: str, kind: type[Worker], job: Job, devices: Devices | None = None
     ) -> RemoteWorker:
-        """Ray chooses the node and the GPUs.
-
-        Raises:
-            WorkerDied: the node was lost.
-        """
+        """Ray chooses the node and the GPUs. Raises a WorkerDied if the node was lost."""
         worker, actor = RemoteWorker(name, kind, job), self._create(name)
         address, token = await worker.listen(self._address)
         try:
@@ -220,21 +216,15 @@ class RaySpawner(Spawner):
 
 @asynccontextmanager
 async def open_ray(
-    settings: RayHostSettings,
-    bundles: Sequence[Bundles],
-    *,
-    run: Path,
-    files: Sequence[Path],
+    settings: RayHostSettings, bundles: Sequence[Bundles], *, run: Path, files: Sequence[Path]
 ) -> AsyncIterator[RaySpawner]:
-    """Connect to the cluster and reserve the bundles; let go of them with the block.
+    """Connect to the cluster and reserve the bundles; let go of them with the block. Raises a ConfigError if
+    the cluster cannot be reached, or a bundle cannot be placed within `placement_timeout_s`.
 
     Args:
         run: folder of the run.
         files: Python files that workers import. A worker finds them, and the other Python files of their
             folders, in its working directory.
-
-    Raises:
-        ConfigError: the cluster cannot be reached, or a bundle cannot be placed within `placement_timeout_s`.
     """
     with tempfile.TemporaryDirectory() as working_dir:
         for file in files:
@@ -288,10 +278,7 @@ def _connect(address: str, working_dir: Path) -> None:
 
 
 def _reserve(bundles: Bundles) -> Any:
-    return placement_group(
-        [dict(bundles.resources) for _ in bundles.names],
-        strategy=STRATEGY[bundles.role],
-    )
+    return placement_group([dict(bundles.resources) for _ in bundles.names], strategy=STRATEGY[bundles.role])
 
 
 def _unplaced(bundles: Bundles, group: Any, placement_timeout_s: float) -> ConfigError:

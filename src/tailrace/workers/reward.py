@@ -28,10 +28,7 @@ class RewardPool:
 
     async def score(self, sample: Sample) -> float:
         """As Rewards.score. When this is cancelled, a call that has begun goes on, and its reward is ignored.
-
-        Raises:
-            WorkerDied: a reward worker as a whole ended.
-        """
+        Raises a WorkerDied if a reward worker as a whole ended."""
         sample.text = self._text_of(sample.scored_ids)
         try:
             scores = await self._call(Call.of(sample))
@@ -45,7 +42,9 @@ class RewardPool:
         return scores.reward
 
     async def check_one_row(self, prompt: Prompt, understood: str) -> str | None:
-        """Call the reward functions once with an empty completion, before generation begins.
+        """Call the reward functions once with an empty completion, before generation begins. Raises a
+        ConfigError if the call took too long, ended its process, or raised an exception that shows a defect
+        of the function.
 
         Args:
             prompt: a row of the data.
@@ -53,10 +52,6 @@ class RewardPool:
 
         Returns:
             A warning if the call failed in a way that other completions need not share, else None.
-
-        Raises:
-            ConfigError: the call took too long, ended its process, or raised an exception that shows a defect
-                of the function.
         """
         try:
             await self._call(Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source))
@@ -71,12 +66,8 @@ class RewardPool:
         return None
 
     async def _call(self, call: Call) -> Scores:
-        """Make a call by the next worker that is free.
-
-        Raises:
-            RewardFailed: besides the reasons of `Scorer`, the reason is 'timeout', 'died' (the call ended its
-                process) or 'row' (the row is not plain data).
-        """
+        """Make a call by the next worker that is free. Raises a RewardFailed with a reason of
+        `Scorer`, 'timeout', 'died' (the call ended its process) or 'row' (the row is not plain data)."""
         worker = await self._free.get()
         try:
             scores = worker.begin(RewardWorker.score, call)

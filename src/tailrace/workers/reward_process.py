@@ -88,11 +88,7 @@ class RewardWorker(Worker):
         sys.exit(supervise(connection, job))
 
     def score(self, call: Call) -> Scores:
-        """Call the reward function within `reward.timeout_s`.
-
-        Raises:
-            RewardFailed: there is no reward.
-        """
+        """Call the reward function within `reward.timeout_s`. Raises a RewardFailed if there is no reward."""
         return self._scorer(call)
 
 
@@ -121,11 +117,7 @@ def supervise(connection: WorkerConnection, job: RewardJob) -> int:
 
 def _detach(kept: int) -> None:
     """Let the descriptors that the supervisor has lead nowhere in the loader and in what it forks: what a
-    call writes to one of them would end the fork server.
-
-    Args:
-        kept: the descriptor of the connection.
-    """
+    call writes to one of them would end the fork server. `kept`: the descriptor of the connection."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2 and number not in (kept, null):
@@ -134,11 +126,8 @@ def _detach(kept: int) -> None:
 
 
 def copy_bounded(source: int, target: int, limit: int = MAX_LOG_BYTES) -> None:
-    """Copy from one file descriptor to another until the end, and discard what exceeds the limit.
-
-    Args:
-        limit: bytes; a last line says that there was more.
-    """
+    """Copy from one file descriptor to another until the end, and discard what exceeds the limit. `limit`:
+    bytes; a last line says that there was more."""
     room = limit
     while data := os.read(source, 1 << 16):
         kept, was_full = data[: max(room, 0)], room < 0

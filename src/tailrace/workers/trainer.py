@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
@@ -24,15 +25,17 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
+from tailrace.engine.proof import SCORED
 from tailrace.engine.settings import SamplingSettings
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
 from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
-from tailrace.types import Sample
+from tailrace.types import Sample, SampleId
 from tailrace.weights.base import (
     DTYPE,
     Address,
     Link,
+    Probe,
     ProcessGroupSettings,
     Weights,
     WeightSender,
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
     from tailrace.trainer.distributed import Ranks
     from tailrace.trainer.trainer import TorchTrainer
+
+    Publish = Callable[[Iterable[tuple[str, Tensor]], int, Probe | None], Weights]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -66,6 +71,10 @@ class TrainerJob(Job):
     weights: WeightsSettings
     published_dtype: DTYPE
     """The type of the engines' weights."""
+    probe: tuple[int, ...] = ()
+    """The fixed sequence by which engines prove that they have a publication; empty: there is none."""
+    probe_dtype: DTYPE = "float32"
+    """Of the engines."""
     checkpoints: Path | None = None
     """The folder of the run, into which it writes checkpoints that the controller reads."""
     seed: int = 0
@@ -115,11 +124,8 @@ class Stranded(msgspec.Struct):
 
 
 class TrainerWorker(Worker):
-    """A process of the trainer: executes one call after another, and sends weights beside them.
-
-    Args:
-        sender: None: another process of the trainer has it.
-    """
+    """A process of the trainer: executes one call after another, and sends weights beside them. `sender`:
+    None: another process of the trainer has it."""
 
     job_type = TrainerJob
     role = "trainer"
@@ -128,11 +134,14 @@ class TrainerWorker(Worker):
     _written: Future[None]
     """Of the last checkpoint that was begun."""
     _trainer: "TorchTrainer"
-    _publish: "Callable[[Iterable[tuple[str, Tensor]], int], Weights]"
+    _publish: "Publish"
+    _initial: tuple[float, ...]
+    """Log-probs of the probe before the first step."""
 
     def __init__(self, job: TrainerJob, connection: WorkerConnection, sender: WeightSender | None) -> None:
         self._job, self._connection, self._sender = job, connection, sender
         self._received = connection.in_turn(self)
+        self._num_published = 0
 
     @override
     @classmethod
@@ -159,11 +168,7 @@ class TrainerWorker(Worker):
         return self._trainer.ess(units)
 
     def step(self) -> StepStats:
-        """Do one optimizer step.
-
-        Raises:
-            ScheduleError: nothing was accumulated.
-        """
+        """Do one optimizer step. Raises a ScheduleError if nothing was accumulated."""
         return self._trainer.step()
 
     def run_tokens(self, data: list[LossDatum], loss: TokenLoss, with_gradient: bool) -> list[LossOutput]:
@@ -185,21 +190,32 @@ class TrainerWorker(Worker):
             return self._trainer.reference_logprobs(sample)
 
     def publish(self, version: int) -> Weights:
-        """Publish the current weights.
-
-        Raises:
-            TransferFailed: there is no room for them.
-        """
+        """Publish the current weights. Raises a TransferFailed if there is no room for them."""
         with self._trainer.present("weights"):
-            return self._publish(self._trainer.publish(), version)
+            return self._publish(self._trainer.publish(), version, self._probe())
+
+    def _probe(self) -> Probe | None:
+        """The probe of a publication: the first one is proven, and every n-th after it. All processes of the
+        trainer compute it."""
+        if not (ids := self._job.probe):
+            return None
+        asked = self._num_published % self._job.weights.probe_every == 0
+        self._num_published += 1
+        expected = self._score_probe() if asked else ()
+        finite = all(map(isfinite, expected))  # else there is nothing to compare with
+        return Probe(ids, len(ids) - SCORED, self._initial, expected if finite else (), {})
+
+    def _score_probe(self) -> tuple[float, ...]:
+        if not (ids := self._job.probe):
+            return ()
+        scored = list(ids[-SCORED:])
+        sample = TrainingSample(SampleId(0, 0, 0), list(ids[:-SCORED]), scored, [0.0] * SCORED, 0.0)
+        return tuple(self._trainer.rounded_logprobs(sample, self._job.probe_dtype))
 
     @beside
     def send(self, version: int, link: Link) -> None:
-        """Send a version to an engine. What is sent is a copy. The engine decides when this ends.
-
-        Raises:
-            TransferFailed: the engine did not take it.
-        """
+        """Send a version to an engine. What is sent is a copy. The engine decides when this ends. Raises a
+        TransferFailed if the engine did not take it."""
         assert self._sender is not None
         self._sender.send(version, link)
 
@@ -210,11 +226,8 @@ class TrainerWorker(Worker):
         return self._sender.rendezvous(link)
 
     def sleep(self) -> None:
-        """Move state off the device, and give back memory that is not in use.
-
-        Raises:
-            ConfigError: there is no room for it.
-        """
+        """Move state off the device, and give back memory that is not in use. Raises a ConfigError if there
+        is no room for it."""
         try:
             self._trainer.sleep()
         except (OSError, RuntimeError) as why:  # of a file, or of pinned memory
@@ -225,22 +238,15 @@ class TrainerWorker(Worker):
         give_memory_back()
 
     def wake(self, early: bool) -> None:
-        """Take the state back, or only what is needed to accumulate.
-
-        Raises:
-            NotWoken: there is no memory.
-        """
+        """Take the state back, or only what is needed to accumulate. Raises a NotWoken without memory."""
         try:
             self._trainer.wake(early=early)
         except (RuntimeError, MemoryError) as why:  # of torch's allocators, and of a mapped file
             raise NotWoken(str(why)) from why
 
     def save(self, folder: str) -> None:
-        """Begin a checkpoint. Training may go on when this returns.
-
-        Raises:
-            CheckpointError: it cannot be begun.
-        """
+        """Begin a checkpoint. Training may go on when this returns. Raises a CheckpointError if it cannot be
+        begun."""
         self._written = Future()
         with self._trainer.present("weights", "optimizer"):
             write = self._trainer.save(Path(folder))
@@ -251,19 +257,11 @@ class TrainerWorker(Worker):
 
     @beside
     def written(self) -> None:
-        """Wait until the checkpoint that was begun is complete.
-
-        Raises:
-            CheckpointError: it has failed.
-        """
+        """Wait until the checkpoint that was begun is complete. Raises a CheckpointError if it has failed."""
         self._written.result()
 
     def restore(self, folder: str, optimizer: bool) -> None:
-        """Continue from a checkpoint, as TorchTrainer.restore.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Continue from a checkpoint, as TorchTrainer.restore. Raises a CheckpointError if unreadable."""
         with self._trainer.present("weights", "gradients", "optimizer"):
             self._trainer.restore(Path(folder), optimizer=optimizer)
 
@@ -318,11 +316,7 @@ class TrainerWorker(Worker):
         return self._store
 
     def _train(self, ranks: "Ranks | None") -> None:
-        """Load the model and execute calls.
-
-        Args:
-            ranks: None: it is alone.
-        """
+        """Load the model and execute calls. `ranks`: None: it is alone."""
         import torch
 
         from tailrace.trainer.trainer import TorchTrainer
@@ -338,26 +332,28 @@ class TrainerWorker(Worker):
                 ranks=ranks,
             )
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
-        self._publish = self._open_publisher()
+        self._publish, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
         self._connection.answer(STARTED, None)
         for call in self._received:
             self._connection.execute(self, call)
 
-    def _open_publisher(self) -> "Callable[[Iterable[tuple[str, Tensor]], int], Weights]":
+    def _open_publisher(self) -> "Publish":
         """Return what publishes. Without a sender this process only helps to gather the weights."""
         from tailrace.weights.tensors import Publisher
 
         if self._sender is not None:
             return Publisher(self._sender, self._job.published_dtype, self._trainer.weights()).publish
 
-        def help_to_gather(tensors: "Iterable[tuple[str, Tensor]]", version: int) -> Weights:
+        def help_to_gather(
+            tensors: "Iterable[tuple[str, Tensor]]", version: int, probe: Probe | None
+        ) -> Weights:
             if self._job.replica == 0:
                 for _ in tensors:
                     pass
             return Weights(version)
 
-        help_to_gather(self._trainer.weights(), 0)
+        help_to_gather(self._trainer.weights(), 0, None)
         return help_to_gather
 
     @contextmanager
@@ -455,11 +451,8 @@ class RemoteTrainer:
         return (await _begin(self._replicas[0], TrainerWorker.reference_logprobs, asked))[0]
 
     async def step(self) -> StepStats:
-        """As Trainer.step. `compute_s` is that of the slowest process.
-
-        Raises:
-            ScheduleError: nothing was accumulated.
-        """
+        """As Trainer.step. `compute_s` is that of the slowest process. Raises a ScheduleError if nothing was
+        accumulated."""
         self._given = [0] * len(self._given)
         answers = await _begin(self.workers, TrainerWorker.step)
         firsts = answers[:: len(self._replicas[0])]
@@ -511,10 +504,7 @@ class RemoteTrainer:
 
     async def send(self, weights: Weights, link: Link) -> None:
         """The trainer's half of a transfer (weights/base.py); it runs beside other work of the process.
-
-        Raises:
-            TransferFailed: the engine did not take the weights.
-        """
+        Raises a TransferFailed if the engine did not take the weights."""
         if weights.is_streamed:
             await self._first.call(TrainerWorker.send, weights.version, link)
 
@@ -537,11 +527,8 @@ class RemoteTrainer:
         return completed
 
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
-        """As Trainer.restore. The engines get the weights with the next publication.
-
-        Args:
-            optimizer: False: AdamW begins anew.
-        """
+        """As Trainer.restore. The engines get the weights with the next publication. `optimizer`: False:
+        AdamW begins anew."""
         await _begin(self.workers, TrainerWorker.restore, str(folder), optimizer)
 
     async def close(self) -> None:

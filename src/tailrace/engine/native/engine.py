@@ -23,9 +23,9 @@ from torch import Tensor
 from tailrace.devices import attention_kernels
 from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.native.cache import Block, Cache, Sequence
-from tailrace.engine.native.model import CausalLM, DecodeAttention, PrefillAttention
+from tailrace.engine.native.model import CausalLM, ContinuedAttention, DecodeAttention, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
-from tailrace.engine.native.scheduler import Admitted, Scheduler
+from tailrace.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import KV, FinishReason, SamplingParams
@@ -93,6 +93,7 @@ class NativeEngine:
         adapter_scale: float | None,
     ) -> None:
         self._model = model
+        self.weights = model.weights
         self._path, self._first_version = path, version
         self._scheduler = scheduler
         self._sampling = sampling
@@ -105,6 +106,7 @@ class NativeEngine:
         """Tokens since the start."""
         self._num_prefilled = 0
         self._decoded = DecodeSums()
+        self._scored: dict[Sequence, Block] = {}  # the prefix that `score` computed last
         self._last_step_s: float | None = None
         """When the last step ended, if requests remained."""
 
@@ -118,14 +120,12 @@ class NativeEngine:
         version: int = 0,
         adapter_scale: float | None = None,
     ) -> "NativeEngine":
-        """Load a Hugging Face model folder.
+        """Load a Hugging Face model folder. Raises a ConfigError if the folder is missing, incomplete or
+        damaged, or this engine cannot run the model.
 
         Args:
             sampling: of requests that bring no parameters of their own.
             adapter_scale: `load` gets LoRA adapters; alpha / rank. None: it gets whole weights.
-
-        Raises:
-            ConfigError: the folder is missing, incomplete or damaged, or this engine cannot run the model.
         """
         budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
         device = torch.device(settings.device)
@@ -195,7 +195,8 @@ class NativeEngine:
         return [self._output(sequence, None) for sequence in live if sequence.logprobs]
 
     def load(self, tensors: abc.Mapping[str, Tensor], *, version: int, kv: KV) -> list[GenerationOutput]:
-        """Take new weights. No request ends.
+        """Take new weights. No request ends. Raises a ValueError if a tensor is missing or of another shape.
+        Nothing has changed.
 
         Args:
             tensors: all weights, by Hugging Face name; or an adapter, which replaces the one before.
@@ -205,9 +206,6 @@ class NativeEngine:
 
         Returns:
             What `report` does, of the old version.
-
-        Raises:
-            ValueError: a tensor is missing or of another shape. Nothing has changed.
         """
         with torch.inference_mode():
             if self._adapter_scale is None:
@@ -218,7 +216,28 @@ class NativeEngine:
             self._version, self._last_step_s = version, None
             if kv == "recompute":
                 self._scheduler.recompute()
+                self._scored = {}
         return outputs
+
+    def score(self, ids: abc.Sequence[int], num_prefix: int) -> tuple[list[float], list[float]]:
+        """Log-probs of the tokens after a prefix: with the prefix of the last call where a request would find
+        it in the cache, and with the prefix computed. No request notices it."""
+        sequence = Sequence("", list(ids[:num_prefix]), num_prefix, 0, self._sampling)
+        cached = sibling_of(sequence, self._version, self._scored)
+        sequence.prompt_version = self._version
+        with torch.inference_mode(), attention_kernels():
+            (block,) = self._prefill([sequence.context])
+            cold = self._logprobs_after(block, ids)
+            warm = self._logprobs_after(self._scored[cached], ids) if cached else cold
+        self._scored = {sequence: block}
+        return warm, cold
+
+    def _logprobs_after(self, block: Block, ids: abc.Sequence[int]) -> list[float]:
+        start = block[0].shape[1]
+        positions = self._tensor(list(range(start, len(ids) - 1)))
+        x = self._model.forward(self._tensor(list(ids[start:-1])), positions, ContinuedAttention(block))
+        logp = (self._model.logits(x) / self._sampling.temperature).log_softmax(-1)
+        return logp.gather(1, self._tensor(list(ids[start + 1 :]))[:, None])[:, 0].tolist()
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache. Raises ValueError if a request is being served."""
@@ -226,6 +245,7 @@ class NativeEngine:
             raise ValueError("requests are being served; abort them first")
         with torch.inference_mode():
             self._scheduler.cache.release()
+            self._scored = {}
             self._model.release()
         torch.cuda.empty_cache()  # without CUDA it does nothing
 
@@ -258,8 +278,9 @@ class NativeEngine:
 
     def _fill(self, admissions: list[Admitted]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
-        missing = [admission for admission in admissions if admission.sibling is None]
-        blocks = iter(self._prefill([admission.sequences[0].context for admission in missing]))
+        missing = [admission.sequences[0].context for admission in admissions if admission.sibling is None]
+        self._num_prefilled += sum(map(len, missing))
+        blocks = iter(self._prefill(missing))
         cache = self._scheduler.cache
         for admission in admissions:
             context = admission.sequences[0].context
@@ -273,7 +294,6 @@ class NativeEngine:
         lengths = [len(context) for context in contexts]
         if not lengths:
             return []
-        self._num_prefilled += sum(lengths)
         attention = PrefillAttention(lengths)
         ids = [id for context in contexts for id in context]
         positions = [position for length in lengths for position in range(length)]

@@ -103,11 +103,8 @@ class Layer:
 
 
 class CausalLM:
-    """Weights and the forward pass. Made by `from_pretrained`.
-
-    Args:
-        max_tokens: rotary embeddings are made for positions below it; at most the model's context.
-    """
+    """Weights and the forward pass. Made by `from_pretrained`. `max_tokens`: rotary embeddings are made for
+    positions below it; at most the model's context."""
 
     def __init__(
         self, config: PreTrainedConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype
@@ -208,12 +205,7 @@ class CausalLM:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite all weights, in place, from a Hugging Face state dict. Raises ValueError if a tensor is
         missing or of another shape; nothing has changed then."""
-        wrong = [
-            name
-            for name, weight in self._weights.items()
-            # The norms of q and k have one gain for all heads.
-            if name not in tensors or tensors[name].shape != weight.shape[-1 if "norm" in name else 0 :]
-        ]
+        wrong = [n for n, w in self.weights().items() if n not in tensors or tensors[n].shape != w.shape]
         if wrong:
             named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
             num = f"{len(wrong)} of {len(self._weights)}"
@@ -223,17 +215,15 @@ class CausalLM:
         for matrix in self._matrices():
             matrix.pack()
 
+    def weights(self) -> dict[str, Tensor]:
+        """Views of the weights as `load` takes them: the norms of q and k have one gain for all heads."""
+        return {name: w[0] if "norm" in name and w.dim() == 2 else w for name, w in self._weights.items()}
+
     def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
         """Set each adapted weight to W + scale B A, in place. W is the weight that the model had before the
-        first adapter; a copy of it is kept.
-
-        Args:
-            tensors: A [rank, in] and B [out, rank] of each adapted weight, named as in trainer/adapter.py.
-
-        Raises:
-            ValueError: they are of no weight of this model, or of another shape, or a B is missing. Nothing
-                has changed.
-        """
+        first adapter; a copy of it is kept. Raises a ValueError if they are of no weight of this model, or of
+        another shape, or a B is missing. Nothing has changed. `tensors`: A [rank, in] and B [out, rank] of
+        each adapted weight, named as in trainer/adapter.py."""
         suffix = ".lora_A.weight"
         adapted: dict[str, tuple[Tensor, Tensor]] = {}
         for name, a in tensors.items():
@@ -355,12 +345,24 @@ class DecodeAttention:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+@dataclass(frozen=True, slots=True)
+class ContinuedAttention:
+    """Causal attention of the tokens of one sequence after a context with these keys and values."""
+
+    block: Block
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pairs = zip(self.block[2 * layer : 2 * layer + 2], (k, v), strict=True)
+        k, v = (torch.cat((old, new.transpose(0, 1)), 1)[None] for old, new in pairs)
+        mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - len(q))
+        q = q.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(q, *for_fused_attention(q, k, v), mask, enable_gqa=True)[0]
+        return out.transpose(0, 1).flatten(1)
+
+
 class PrefillAttention:
     """Causal attention of whole contexts, one after another without padding. Keeps their keys and values.
-
-    Args:
-        lengths: of the contexts, in the order of the rows.
-    """
+    `lengths`: of the contexts, in the order of the rows."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths

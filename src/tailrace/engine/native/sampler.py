@@ -48,11 +48,7 @@ def noise(streams: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]
 
 
 class Drawn(NamedTuple):
-    """One token for each row.
-
-    Args:
-        logprobs: [T], over the whole vocabulary whatever top_k and top_p keep.
-    """
+    """One token for each row. `logprobs`: [T], over the whole vocabulary whatever top_k and top_p keep."""
 
     ids: list[int]
     logprobs: list[float]

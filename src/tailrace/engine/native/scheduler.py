@@ -5,19 +5,28 @@ admission.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tailrace.engine.native.cache import Cache, Sequence
 from tailrace.engine.settings import NativeEngineSettings
 
 
+def sibling_of(sequence: Sequence, version: int, others: Iterable[Sequence]) -> Sequence | None:
+    """The one of the others with the same prompt as a fresh sequence, if `version` computed it."""
+    if sequence.num_completion:
+        return None
+    for other in others:
+        same_version = other.prompt_version == version and other.num_prompt == sequence.num_prompt
+        if same_version and other.tokens[: other.num_prompt] == sequence.tokens:
+            return other
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Admitted sequences with the same context, which is computed once for all of them, or copied.
-
-    Args:
-        sibling: a sequence with a slot that begins with the context; None: it must be computed.
-    """
+    """Admitted sequences with the same context, which is computed once for all of them, or copied. `sibling`:
+    a sequence with a slot that begins with the context; None: it must be computed."""
 
     sequences: list[Sequence]
     sibling: Sequence | None
@@ -57,7 +66,7 @@ class Scheduler:
                 context = tuple(sequence.context)
                 admission = computed.get(context)
                 if admission is None:
-                    sibling = self._sibling(sequence, version)
+                    sibling = sibling_of(sequence, version, self.running.values())
                     if sibling is None:
                         if len(context) > budget < limit:
                             break
@@ -70,16 +79,6 @@ class Scheduler:
             sequence.prompt_version = None if resumed else version
             self.running[sequence.id] = sequence
         return admissions
-
-    def _sibling(self, sequence: Sequence, version: int) -> Sequence | None:
-        """One that runs with the same prompt as a fresh sequence, if `version` computed it."""
-        if sequence.num_completion:
-            return None
-        for other in self.running.values():
-            same_version = other.prompt_version == version and other.num_prompt == sequence.num_prompt
-            if same_version and other.tokens[: other.num_prompt] == sequence.tokens:
-                return other
-        return None
 
     def grow(self) -> None:
         """Move each sequence that fills its slot to a larger one, preempting others where needed."""

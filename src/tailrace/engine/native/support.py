@@ -11,12 +11,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model(path: Path) -> None:
-    """Check that the folder holds a causal LM that `NativeEngine` runs.
-
-    Raises:
-        ConfigError: a file is missing or damaged, a value in it is impossible, or the architecture is not
-            supported. The message names the file.
-    """
+    """Check that the folder holds a causal LM that `NativeEngine` runs. Raises a ConfigError if a file is
+    missing or damaged, a value in it is impossible, or the architecture is not supported. The message names
+    the file."""
     for feature in _unsupported(read_config(path)):
         raise folder_error(path, f"the embedded engine does not support {feature}", "choose another model")
     check_files(path)

@@ -110,11 +110,7 @@ def model_list(name: str, **more: object) -> dict[str, Any]:
 
 
 def make_app(
-    engine: ComputingEngine,
-    tokenizer: Tokenizer,
-    model: HostedModel,
-    settings: ServeSettings,
-    token: str,
+    engine: ComputingEngine, tokenizer: Tokenizer, model: HostedModel, settings: ServeSettings, token: str
 ) -> FastAPI:
     """Return the application of `tailrace serve`. Routes that change weights or state need the token. The
     others need it from requests that do not name this machine as their host; on an address that is not

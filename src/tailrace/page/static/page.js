@@ -17,7 +17,7 @@
     evicted: ["#a0522d", "given back by an engine"], unfinished: ["#009e73", "not ended"],
     evaluation: ["#b0c4de", "held-out prompt"],
   };
-  const FIXED_ROWS = ["rounds", "trainer", "publications", "rewards"];
+  const FIXED_ROWS = ["rounds", "trainer", "publications", "probes", "rewards"];
   const ON_RUN_LANES = { yaxis: "y3" };
   const PLOT = { displaylogo: false, responsive: true };
   const BUTTONS = { orientation: "v" };  // in the right margin, beside titles and curves
@@ -117,7 +117,7 @@
   }
 
   function runTraces(run) {
-    const found = [], { rounds, passes, steps, publications, rewards } = run.payload;
+    const found = [], { rounds, passes, steps, publications, probes, rewards } = run.payload;
     const draw = (row, name, colour, works) => {
       const segments = new Segments(works.length);
       for (const [start, end] of works) segments.add(start, end, FIXED_ROWS.indexOf(row));
@@ -129,6 +129,8 @@
     draw("trainer", "gradients", "#66c2a5", passes);
     draw("trainer", "optimizer step", "#1b7f5a", steps);
     draw("publications", "publication", "#7b5ea7", publications);
+    draw("probes", "weights arrived", "#1b7f5a", probes.filter(([, , cause]) => !cause));
+    draw("probes", "weights not arrived", "#c00000", probes.filter(([, , cause]) => cause));
     draw("rewards", "rewards", "#b8a800", rewards);
     return found;
   }
