@@ -33,7 +33,13 @@ GROUPS = {
     "round": "A round",
 }
 HEADER = "| key | unit | meaning | over rows | also |\n|---|---|---|---|---|"
-LAP_HEADER = "## A lap\n\n| key | unit | of | over rows | meaning |\n|---|---|---|---|---|"
+LAP_HEADER = """\
+## A lap
+
+Beside the keys `lap.` of the tables above.
+
+| key | unit | of | over rows | meaning |
+|---|---|---|---|---|"""
 
 
 def metrics_reference() -> str:
@@ -53,6 +59,8 @@ def _group(name: str) -> str:
 
 def _laps() -> Iterator[str]:
     for key, each in LAPS.items():
+        if each in FIGURES:
+            continue
         of = f"`{each.name}`" if each.name else ""
         yield _line(f"`{key}`", each.unit, of, _total(each), each.meaning)
 

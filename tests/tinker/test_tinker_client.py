@@ -1,5 +1,6 @@
 """Runs whose trainer and engine are at a service with Tinker's API."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from tinker_cases import BASE, QUICKSTART, Server
 
 from tailrace.api import load_config, train
+from tailrace.errors import WorkerDied
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parent.parent.parent
@@ -111,3 +113,17 @@ def test_a_service_without_an_answer_a_key_or_the_model_is_named(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", key)
     assert message in refusal(CONFIG, tmp_path / "run", **{**at_service, **changes})
+
+
+def test_an_error_that_is_not_the_services_answer_is_not_asked_again() -> None:
+    asked = []
+
+    async def make() -> None:
+        asked.append(1)
+        raise TypeError("an argument is missing")
+
+    from tailrace.tinker.client import TinkerSession  # needs the SDK
+
+    with pytest.raises(WorkerDied, match="create a training client: TypeError: an argument is missing"):
+        asyncio.run(TinkerSession(None, BASE, 32).claimed(make))
+    assert asked == [1]

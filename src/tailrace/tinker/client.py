@@ -135,8 +135,9 @@ class TinkerSession:
         while True:
             try:
                 return await self.asked("create a training client", make)
-            except WorkerDied:
-                if now() - began_s > CLAIM_S:
+            except WorkerDied as why:
+                is_refused = isinstance(why.__cause__, tinker.RequestFailedError | tinker.APIConnectionError)
+                if not is_refused or now() - began_s > CLAIM_S:
                     raise
                 await asyncio.sleep(CLAIM_PAUSE_S)
 
