@@ -10,6 +10,7 @@
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
 # make test-tinker  Tinker's SDK on `tailrace serve --tinker`, and runs at that service: six minutes
 # make test-tinker-smoke  one loop of the SDK and one run: a minute
+# make cookbook     a recipe of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make docs         docs/configuration.md from the settings, and the pictures of the schedules
@@ -28,7 +29,7 @@ RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
 
-.PHONY: quickstart real test test-peers test-tinker test-tinker-smoke test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real test test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -70,6 +71,9 @@ test-tinker: $(VENV)/dev.stamp .tinker/stamp $(SMOLLM2)
 
 test-tinker-smoke: $(VENV)/dev.stamp .tinker/stamp
 	$(WITH_TINKER) -k "reinforcement or serial"
+
+cookbook: $(VENV)/dev.stamp .tinker/stamp .cookbook/stamp $(SMOLLM2)
+	PYTHONPATH=$(abspath .tinker):$(abspath .cookbook) $(BIN)/python benchmarks/cookbook.py
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "ray and not vllm" tests/commands/test_ray.py --durations 10
@@ -170,5 +174,10 @@ $(SUMS): | $(SMOLLM2)
 	$(PIP) install --no-deps --target .tinker -r requirements-tinker.txt
 	touch $@
 
+.cookbook/stamp: requirements-cookbook.txt
+	rm -rf .cookbook
+	$(PIP) install --no-deps --target .cookbook -r requirements-cookbook.txt
+	touch $@
+
 clean:
-	rm -rf .tinker .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site
+	rm -rf .cookbook .tinker .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site

@@ -9,6 +9,7 @@ import pytest
 from tailrace.api import load_config, train
 from tailrace.assembly.live import _check_capabilities
 from tailrace.engine.base import Capabilities, EngineLife, TokenCounter
+from tailrace.engine.proof import PREFIXES, SCORED
 from tailrace.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.model_folder import context_length
@@ -28,7 +29,7 @@ TOOLS = Path(__file__).parents[2] / "examples" / "tools.toml"
 @pytest.mark.parametrize(
     ("kind", "flag", "config", "max_prompt_tokens", "context"),
     [
-        ("vllm", "--max-model-len", None, 20, 32),
+        ("vllm", "--max-model-len", None, 20, PREFIXES["vllm"] + SCORED + 1),
         ("vllm", "--max-model-len", None, None, None),
         ("vllm", "--max-model-len", TOOLS, 20, None),
         ("sglang", "--context-length", None, 20, 32),
@@ -43,7 +44,7 @@ def test_a_started_server_gets_the_context_of_the_longest_sequence(
     config_path: Path,
     tmp_path: Path,
 ) -> None:
-    """Of the model's, where nothing bounds the prompts or an environment fills the context."""
+    """Of the probe at least; of the model's, where nothing bounds the prompts or an environment fills it."""
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_cases import BASE, QUICKSTART, Server, serving
+from tinker_cases import BASE, KEY, QUICKSTART, Server, serving
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 IDS, TARGETS = [5, 6, 7], [6, 7, 8]
@@ -102,7 +102,7 @@ def test_a_request_without_a_key_or_from_another_host_is_refused(server: Server)
     assert httpx.get(route, headers={"x-api-key": "tml-any"}).json() == {"status": "ok"}
     headers = {"x-api-key": "tml-any", "host": "elsewhere"}
     assert "ServiceClient(api_key=KEY)" in httpx.get(route, headers=headers).text
-    headers["x-api-key"] = "tml-a-key-of-the-tests"
+    headers["x-api-key"] = KEY
     assert httpx.get(route, headers=headers).json() == {"status": "ok"}
 
 

@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart" / "model"
-BASE = "quickstart"
+BASE, KEY = "quickstart", "tml-a-key-of-the-tests"
 
 
 class Server:
     """`tailrace serve --tinker` on one port, in one folder, over several lives."""
 
-    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+    def __init__(self, model: Path, folder: Path, *options: str, name: str = BASE) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self.url, self.folder = f"http://127.0.0.1:{self._port}", folder
-        self._words = [str(model), "--tinker", "--served-model-name", BASE, "--port", str(self._port)]
+        self._words = [str(model), "--tinker", "--served-model-name", name, "--port", str(self._port)]
         self._words += ["--state-folder", str(folder), *options]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        environment = {**os.environ, "TAILRACE_TOKEN": "tml-a-key-of-the-tests"}
+        environment = {**os.environ, "TAILRACE_TOKEN": KEY}
         command = [sys.executable, "-m", "tailrace.cli", "serve", *self._words]
         self._process = process = subprocess.Popen(
             command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True

@@ -136,8 +136,8 @@ class TinkerSession:
             try:
                 return await self.asked("create a training client", make)
             except WorkerDied as why:
-                is_refused = isinstance(why.__cause__, tinker.RequestFailedError | tinker.APIConnectionError)
-                if not is_refused or now() - began_s > CLAIM_S:
+                refused = tinker.RequestFailedError, tinker.APIConnectionError
+                if not isinstance(why.__cause__, refused) or now() - began_s > CLAIM_S:
                     raise
                 await asyncio.sleep(CLAIM_PAUSE_S)
 
