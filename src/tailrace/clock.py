@@ -185,10 +185,11 @@ class Signal:
             if not future.done():
                 future.set_result(None)
 
-    async def wait(self, what: str) -> None:
+    async def wait(self, what: str | None) -> None:
+        """None: the task watches for the others, which do not wait for it."""
         future = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
-        with waiting(what):
+        with waiting(what) if what else nullcontext():
             await future
 
 

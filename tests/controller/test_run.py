@@ -24,6 +24,7 @@ from helpers.virtual import (
     dying,
     reporting,
     simulate,
+    worlds,
 )
 from tailrace import clock
 from tailrace.algo.advantages import group_advantages
@@ -63,9 +64,10 @@ from tailrace.record.events import (
 from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
 from tailrace.trainer.base import StepStats
-from tailrace.types import Group, Prompt, Sample
+from tailrace.types import Group, Prompt, Sample, Span
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
+ONE_VERSION = change(EXACT, engines=change(EXACT.engines, versions=1))
 
 
 # -- killed and resumed ----------------------------------------------------------------------------
@@ -203,6 +205,64 @@ def test_tokens_older_than_promised_are_refused_before_they_are_trained(
     with pytest.raises(StalenessError, match=r"sample 1\.0/0 has tokens 2 publications old .* at most 1"):
         simulate(one_too_old, ONE_ROUND, EXACT, into=outcome)
     assert len(outcome.of(Accumulated)) == 1 and outcome.of(Stepped) == []
+
+
+def test_a_publication_to_no_engine_is_refused() -> None:
+    async def to_nobody(run: Run) -> None:
+        run.promise(staleness=0)
+        async for _ in run.rounds():
+            await run.publish(to=[])
+
+    with pytest.raises(ScheduleError, match=r'names no engine; name one, or write to="idle"'):
+        simulate(to_nobody, ONE_ROUND, EXACT)
+
+
+def test_a_move_to_an_engine_of_another_version_is_refused() -> None:
+    async def astray(run: Run) -> None:
+        run.promise(staleness=1, pinned=True)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(1)
+            await run.publish(to=run.engines[1:])
+            await asyncio.sleep(1)
+            sample, _ = run.serving(run.engines[0])  # the other one came here before the load
+            run.move(sample, run.engines[1])
+
+    wrong = r"sample 0\.0/0 cannot move to engine-1, which serves \(1,\) and not version \(0,\)"
+    with pytest.raises(ScheduleError, match=wrong):
+        simulate(astray, ONE_ROUND, EXACT, parts=worlds(ONE_VERSION, lambda sample: 10, count=2))
+
+
+def test_a_pinned_sample_whose_version_is_gone_begins_again_and_its_tokens_are_counted() -> None:
+    async def everywhere(run: Run) -> None:
+        run.promise(staleness=1, pinned=True)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(4)
+            await run.publish()
+            await run.train(await run.pool.take(1))
+
+    outcome = simulate(everywhere, ONE_ROUND, EXACT, parts=worlds(ONE_VERSION, lambda sample: 10, count=2))
+    (step,) = outcome.of(Stepped)
+    assert [sample.spans for sample in step.samples] == [[Span(1, 10)]] * 2
+    assert [sample.id.number for sample in step.samples] == [2, 3]
+    assert outcome.totals.wasted_tokens == {"version gone": 2 * 4}
+    assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0, 4, 4]
+
+
+def test_a_pinned_sample_with_tokens_of_two_versions_is_refused() -> None:
+    async def late(run: Run) -> None:
+        run.promise(staleness=1)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(4)
+            await run.publish()
+            groups = await run.pool.take(1)
+            run.promise(staleness=1, pinned=True)
+            await run.train(groups)
+
+    with pytest.raises(StalenessError, match=r"sample 0\.0/0 is pinned and has tokens of \[Span\("):
+        simulate(late, ONE_ROUND, EXACT)
 
 
 def test_groups_that_were_taken_and_forgotten_are_named() -> None:

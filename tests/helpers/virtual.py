@@ -146,6 +146,9 @@ NEVER_STOP = (
 )
 """Those that generate while they publish: their trainer needs devices of its own."""
 
+PINNED = ("dora", "laminar", "trl_async")
+"""Those whose samples have one version each."""
+
 ON_POLICY = (
     "serial",
     "rolloutpipe",

@@ -98,6 +98,10 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"groups_per_step": U, "groups_in_flight": in_flight, "window": window}
         case "conventional":
             parameters = {"groups_per_step": U, "steps_per_round": draw(st.integers(1, 3))}
+        case "dora" | "laminar" | "trl_async":
+            bound = draw(st.integers(0, 1))
+            in_flight = draw(st.integers(U, (bound + 1) * U))
+            parameters = {"groups_per_step": U, "groups_in_flight": in_flight, "staleness": bound}
         case "tailrace":
             bound = draw(st.integers(0, 3))
             in_flight = draw(st.integers(U, (bound + 1) * U))
@@ -156,6 +160,7 @@ WORLDS = st.builds(
         SimEngineSettings,
         count=st.just(2),
         slots=st.sampled_from([1, 3, 16]),
+        versions=st.just(2),
         kv_tokens=st.sampled_from([320, 10_000]),
         abort_s=st.sampled_from([0.0, 0.05, 1.0]),
         load_s=st.sampled_from([0.0, 0.5]),

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from helpers.virtual import (
     EXACT,
     FLUSHING,
     ON_POLICY,
+    PINNED,
     SCHEDULES_BY_NAME,
     SETTINGS,
     SIM,
@@ -161,6 +163,26 @@ def test_every_promise_of_staleness_is_kept_with_a_small_cache_that_preempts(nam
     sim = change(SIM, engines=change(SIM.engines, kv_tokens=7_000))
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=sim)
     assert sum(usage.num_preempted for usage in outcome.usages) > 0
+    assert outcome.run.overtime
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", PINNED)
+def test_every_sample_of_a_pinned_schedule_has_one_version(name: str, seed: int) -> None:
+    chance = random.Random(seed)
+    count, versions = chance.randint(2, 4), 3 if name == "trl_async" else chance.randint(1, 3)
+    sizes = {"count": count, "slots": chance.randint(4, 24), "versions": versions}
+    sim = change(
+        SIM,
+        engines=change(SIM.engines, **sizes, kv_tokens=chance.choice([7_000, 10**7])),
+        trainer=change(SIM.trainer, tokens_per_s=chance.uniform(2_000.0, 50_000.0)),
+        lengths=change(SIM.lengths, sigma=chance.uniform(0.3, 1.8)),
+    )
+    deaths = [Death(chance.uniform(0, 200), chance.randrange(count), chance.uniform(1, 20)) for _ in range(3)]
+    outcome = simulate(SCHEDULES_BY_NAME[name], change(SETTINGS, rounds=6), sim, beside=dying(*deaths))
+    steps = outcome.of(Stepped)
+    assert {len(sample.spans) for step in steps for sample in step.samples} == {1}
+    assert 1 <= max(max(step.lags.publications) for step in steps) <= 2
     assert outcome.run.overtime
 
 

@@ -92,6 +92,10 @@ class PromptSource:
         raise ConfigError("data", reason, problem, "check the data")
 
 
+Receivers = Collection[Engine] | Literal["idle"] | None
+"""Of a publication: these engines; each one when it is idle; all."""
+
+
 class WeightUpdate:
     """Loads the newest version into engines, between two decode steps: now, or when they are idle.
 
@@ -107,8 +111,8 @@ class WeightUpdate:
         self._kv: KV = "keep"
         self._is_pulled, self._under_way = False, set[int]()
 
-    def publish(self, weights: Weights, to: Collection[Engine] | Literal["idle"] | None, kv: KV) -> None:
-        """There is a newer version. `kv`: whether engines keep or recompute the cache of requests in flight."""
+    def publish(self, weights: Weights, to: Receivers, kv: KV) -> None:
+        """There is a newer version. `kv`: whether engines keep the cache of requests in flight."""
         engines = self._router.engines
         self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
         self._router.newest = weights.version
@@ -143,7 +147,7 @@ class WeightUpdate:
         """Load the newest version into engines that are idle, if they shall, until cancelled."""
         while True:
             self._pull()
-            await self._router.changed.wait("an idle engine, to load the newest weights")
+            await self._router.changed.wait(None)
 
     def _pull(self) -> None:
         """Of the engines without requests, those that are closed take the newest version, too, because a
@@ -376,9 +380,7 @@ class Run:
         await self.accumulate(batch)
         await self.step()
 
-    async def publish(
-        self, *, to: Collection[Engine] | Literal["idle"] | None = None, kv: KV | float = "keep"
-    ) -> None:
+    async def publish(self, *, to: Receivers = None, kv: KV | float = "keep") -> None:
         """Send the weights to engines. These load them between two decode steps; no request ends.
 
         Returns when the weights are on their way. Requests launched from now on get the new weights, and
@@ -420,10 +422,9 @@ class Run:
         source = next((each for each in self.engines if sample in self.serving(each)), engine)
         version = self.served(source)[-1:] if sample.pin is None else (sample.pin,)
         if not {*version} & {*self.served(engine)}:
-            raise ScheduleError(
-                f"sample {sample.id} cannot move to {engine.name}, which serves {self.served(engine)} and not "
-                f"version {version}"
-            )
+            served = self.served(engine)
+            problem = f"cannot move to {engine.name}, which serves {served} and not version {version}"
+            raise ScheduleError(f"sample {sample.id} {problem}")
         if source is not engine:
             self.router.move(sample, self.engines.index(engine))
 

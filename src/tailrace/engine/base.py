@@ -216,7 +216,9 @@ class Engine(EngineVerbs, Protocol):
         """
 
     def take_over(self, sample: Sample, source: "Engine") -> None:
-        """Take the KV cache of a request that another engine of the same version has given up, if it can."""
+        """Take the KV cache of a request that another engine of the same version has given up, if it can.
+        Else the request is prefilled again."""
+        return
 
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""

@@ -186,10 +186,6 @@ class SupervisedEngine(Engine):
         return msgspec.structs.replace(usage, num_generated=self._counter.num)
 
     @override
-    def take_over(self, sample: Sample, source: Engine) -> None:
-        """The cache is computed again from the tokens: it stays in the process of the source."""
-
-    @override
     def report(self) -> None:
         """Processes and servers report by themselves."""
 

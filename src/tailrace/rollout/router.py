@@ -116,8 +116,9 @@ class Router:
         self.on_changed: Callable[[], None] = lambda: None
         self.pinned = False
         """Every sample ends on the version that it began with."""
-        self.newest, self.served = version, [(version,) for _ in engines]
-        """The published version, and the versions that each engine serves, the oldest first."""
+        self.newest = version
+        self.served: list[tuple[int, ...]] = [(version,) for _ in engines]
+        """The versions that each engine serves, the oldest first. `newest`: the published one."""
         self.serving: list[dict[Sample, asyncio.Task[None]]] = [{} for _ in engines]
         """The requests of each engine."""
         self.moves: dict[Sample, int | None] = {}
@@ -226,8 +227,9 @@ class Router:
             self.on_changed()
 
     async def _serve_turn(self, sample: Sample) -> None:
+        target: int | None = None
         while sample.finish_reason is None:
-            while (number := self._pick(sample)) is None:
+            while (number := self._pick(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
             sample.engine = engine.name
@@ -263,10 +265,9 @@ class Router:
             target = self.moves.pop(sample, None)
             if outcome == "moved" and target is not None:
                 self.engines[target].take_over(sample, engine)
-                sample.engine = self.engines[target].name
 
-    def _pick(self, sample: Sample) -> int | None:
-        """The number of the engine that serves the sample; None: no engine is open.
+    def _pick(self, sample: Sample, target: int | None) -> int | None:
+        """The number of the engine that serves the sample; None: no engine is open. `target`: where it moves.
 
         Raises:
             VersionGone: no engine serves the version of a pinned sample any more.
@@ -283,7 +284,9 @@ class Router:
                 return None
             sample.pin = version
             sample.group.begun(version)
-            last = last if last in able else None
+            last, target = (each if each in able else None for each in (last, target))
+        if target is not None and shares[target] < inf:
+            return target
         if least is None or last is None or shares[last] >= min(1.0, shares[least] + SLACK):
             return least
         return last

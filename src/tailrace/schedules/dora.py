@@ -5,10 +5,10 @@
     engines are divided among the versions again at each publication      divide, run.move
     the freed engines serve the new version                               run.publish(to=freed)
 
-Of the paper, the abstract and summaries of it were read. They say that a central balancer divides the engines
-among the versions and moves samples between engines of one version, whose KV caches are equal. The rule of the
+We read the abstract of the paper and summaries of it. A central balancer divides the engines among the
+versions, and moves samples between engines of one version, whose KV caches are equal. The rule of the
 division is ours: an old version keeps the fewest engines whose slots hold its samples. New samples begin on
-the newest version only. The paper also supplements older versions with new samples where the bound allows it.
+the newest version only. The paper also gives new samples to older versions where the bound allows it.
 """
 
 from collections.abc import Sequence

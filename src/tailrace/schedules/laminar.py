@@ -4,11 +4,11 @@
     dynamic repack of the long tail                                      repack, run.move
     a sample ends on its version                                         run.promise(pinned=True)
 
-Of the paper, the abstract and the introduction were read. The relays are the trainer's publication, which
-an engine loads when it has no request; no engine waits for another one. When a new version is there, an engine
-of an older one gets no new samples. At each publication, those of one version that have few samples left are
-packed onto as few of them as have the slots. The others are idle then, and pull. The paper repacks by the use
-of the KV cache, and beside the publications, too.
+We read the abstract and the introduction of the paper. The relays are the trainer's publication, which an
+engine loads when it has no request; no engine waits for another one. When a new version is there, an engine
+of an older one gets no new samples. At each publication, the samples of engines of one version that have few
+left are packed onto as few of them as have the slots. The others are idle then, and pull. The paper repacks
+by the use of the KV cache, and beside the publications, too.
 """
 
 from tailrace.controller.run import Run

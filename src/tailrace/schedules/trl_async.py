@@ -4,8 +4,8 @@
     a rollout that began under an older policy ends under it  run.promise(pinned=True)
     every engine gets every adapter                           run.publish
 
-Of the pull request, its documentation and review were read. TRL 1.18 holds generation to max_staleness; here
-the selection of the groups keeps the bound. Without LoRA, TRL loads the weights in flight: that is `tailrace`.
+We read the documentation and the review of the pull request. TRL 1.18 holds generation to max_staleness;
+here the selection of the groups keeps the bound. Without LoRA, TRL loads the weights in flight: `tailrace`.
 """
 
 from tailrace.controller.run import Run
