@@ -219,7 +219,7 @@ def test_a_publication_to_no_engine_is_refused() -> None:
 
 def test_a_move_to_an_engine_of_another_version_is_refused() -> None:
     async def astray(run: Run) -> None:
-        run.promise(staleness=1, pinned=True)
+        run.promise(staleness=1, pinned=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(1)
@@ -235,7 +235,7 @@ def test_a_move_to_an_engine_of_another_version_is_refused() -> None:
 
 def test_a_pinned_sample_whose_version_is_gone_begins_again_and_its_tokens_are_counted() -> None:
     async def everywhere(run: Run) -> None:
-        run.promise(staleness=1, pinned=True)
+        run.promise(staleness=1, pinned=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(4)
@@ -258,7 +258,7 @@ def test_a_pinned_sample_with_tokens_of_two_versions_is_refused() -> None:
             await asyncio.sleep(4)
             await run.publish()
             groups = await run.pool.take(1)
-            run.promise(staleness=1, pinned=True)
+            run.promise(staleness=1, pinned=1)
             await run.train(groups)
 
     with pytest.raises(StalenessError, match=r"sample 0\.0/0 is pinned and has tokens of \[Span\("):

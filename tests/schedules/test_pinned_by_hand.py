@@ -81,5 +81,5 @@ def test_trl_async_serves_both_versions_on_one_engine() -> None:
 
 
 def test_trl_async_needs_an_adapter_for_each_version() -> None:
-    with pytest.raises(Exception, match="samples need 2 versions, and an engine serves 1 at a time"):
+    with pytest.raises(Exception, match="engine-0 serves 1 at a time, and the schedule needs 2"):
         run(partial(trl_async, **SMALL))

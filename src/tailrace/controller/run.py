@@ -238,7 +238,7 @@ class Run:
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
-    def promise(self, *, staleness: float, pinned: bool = False) -> None:
+    def promise(self, *, staleness: float, pinned: int = 0) -> None:
         """Promise a bound on the age of trained tokens, asserted on every trained token.
 
         A schedule that promises nothing is refused before it starts.
@@ -246,8 +246,20 @@ class Run:
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
             pinned: every sample ends on the version that it began with, which is the newest one when it
-                begins. If no engine serves that any more, the sample starts again ("version gone").
+                begins, and an engine serves the last so many versions that it loaded. If no engine serves
+                that of a sample any more, the sample starts again ("version gone"). 0: samples go on with new
+                weights.
+
+        Raises:
+            ScheduleError: an engine serves fewer versions at a time.
         """
+        for engine in self.engines:
+            if engine.versions < pinned:
+                problem = f"{engine.name} serves {engine.versions} at a time, and the schedule needs {pinned}"
+                remedy = (
+                    "serve more adapters (trainer.lora.versions, sim.engines.versions), or lower staleness"
+                )
+                raise ScheduleError(f"versions of the weights: {problem}; {remedy}")
         self.promised, self.router.pinned = staleness, pinned
         self._bound = staleness
 

@@ -199,7 +199,7 @@ class Engine(EngineVerbs, Protocol):
     slots: int
     """Requests that it decodes together."""
     versions: int
-    """Versions that it serves at the same time, the last ones that it loaded; a sample's `pin` chooses."""
+    """Versions of the weights that it can serve at the same time; a sample's `pin` chooses."""
     width: int
     """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
     them."""

@@ -114,8 +114,9 @@ class Router:
         self.engines, self._play, self._written = engines, play or single_turn, written
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
-        self.pinned = False
-        """Every sample ends on the version that it began with."""
+        self.pinned = 0
+        """An engine serves the last so many versions that it loaded, and every sample ends on the version
+        that it began with. 0: samples go on with new weights."""
         self.newest = version
         self.served: list[tuple[int, ...]] = [(version,) for _ in engines]
         """The versions that each engine serves, the oldest first. `newest`: the published one."""
@@ -208,10 +209,9 @@ class Router:
     async def withdraw(self, number: int, version: int) -> None:
         """Before an engine loads a version: it gives back the pinned requests of those that it will not serve
         any more."""
-        kept = (*self.served[number], version)[-self.engines[number].versions : -1]
         if not self.pinned:
             return
-        self.served[number] = kept
+        self.served[number] = kept = (*self.served[number], version)[-self.pinned : -1]
         leaving = [sample for sample in self.serving[number] if sample.pin not in (None, *kept)]
         for sample in leaving:
             self.move(sample, None)
@@ -221,7 +221,7 @@ class Router:
     def loaded(self, number: int, version: int) -> None:
         """An engine has loaded a version."""
         versions = dict.fromkeys((*self.served[number], version))
-        self.served[number] = tuple(versions)[-self.engines[number].versions :]
+        self.served[number] = tuple(versions)[-max(1, self.pinned) :]
         if self.pinned:
             self.changed.fire()
             self.on_changed()

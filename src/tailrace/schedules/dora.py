@@ -1,6 +1,6 @@
 """DORA (2026, arXiv 2604.26256): multi-version streaming rollout.
 
-    a sample ends on its version (intra-trajectory policy consistency)    run.promise(pinned=True)
+    a sample ends on its version (intra-trajectory policy consistency)    run.promise(pinned=1)
     no sample is discarded, staleness is bounded (data integrity)         window
     engines are divided among the versions again at each publication      divide, run.move
     the freed engines serve the new version                               run.publish(to=freed)
@@ -28,7 +28,7 @@ async def dora(run: Run, groups_per_step: Count, groups_in_flight: Count, stalen
         groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
     """
-    run.promise(staleness=staleness, pinned=True)
+    run.promise(staleness=staleness, pinned=1)
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))

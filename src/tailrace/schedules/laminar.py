@@ -2,7 +2,7 @@
 
     relay workers: an engine pulls the newest weights when it is idle    run.publish(to="idle")
     dynamic repack of the long tail                                      repack, run.move
-    a sample ends on its version                                         run.promise(pinned=True)
+    a sample ends on its version                                         run.promise(pinned=1)
 
 We read the abstract and the introduction of the paper. The relays are the trainer's publication, which an
 engine loads when it has no request; no engine waits for another one. When a new version is there, an engine
@@ -30,7 +30,7 @@ async def laminar(
         staleness: bound on the age of a trained token, in publications.
         repack_below: engines with at most this share of their slots taken are packed. 0: none.
     """
-    run.promise(staleness=staleness, pinned=True)
+    run.promise(staleness=staleness, pinned=1)
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))

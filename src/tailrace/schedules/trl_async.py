@@ -1,7 +1,7 @@
 """TRL (von Werra et al. 2020): AsyncGRPOTrainer with LoRA, pull request 7017 of huggingface/trl.
 
     max_loras >= max_staleness + 1 adapters stay loaded       engine.versions
-    a rollout that began under an older policy ends under it  run.promise(pinned=True)
+    a rollout that began under an older policy ends under it  run.promise(pinned=...)
     every engine gets every adapter                           run.publish
 
 We read the documentation and the review of the pull request. TRL 1.18 holds generation to max_staleness;
@@ -9,7 +9,7 @@ here the selection of the groups keeps the bound. Without LoRA, TRL loads the we
 """
 
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Bound, Count, require
+from tailrace.schedules.parameters import Bound, Count
 from tailrace.schedules.window import window
 
 
@@ -21,11 +21,7 @@ async def trl_async(run: Run, groups_per_step: Count, groups_in_flight: Count, s
         groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications (max_staleness).
     """
-    served = min(engine.versions for engine in run.engines)
-    problem = f"samples need {staleness + 1} versions, and an engine serves {served} at a time"
-    remedy = "lower it, or serve more adapters (max_loras of vLLM, sim.engines.versions)"
-    require(served > staleness, "staleness", staleness, problem, remedy)
-    run.promise(staleness=staleness, pinned=True)
+    run.promise(staleness=staleness, pinned=staleness + 1)
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
