@@ -161,6 +161,12 @@ class RunConfig(Settings):
             raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)
         return self
 
+    @property
+    def num_versions(self) -> int:
+        """Versions of the weights that an engine can serve at the same time."""
+        adapter = self.trainer.adapter
+        return adapter.versions if adapter else 1
+
     def toml(self, *, chosen: bool = True) -> str:
         """Return the resolved config as TOML, with every default written out. `chosen`: whether to write what
         a live run chooses from its machine and the config does not set."""

@@ -87,7 +87,9 @@ def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], RunComponents]:
                     SimEngine(engine.name, sim.engines, engine._length_of, engine._max_tokens), chance
                 )
 
-            return SupervisedEngine(engine.name, engine.slots, begin, TokenCounter(), sim.engines.versions)
+            return SupervisedEngine(
+                engine.name, engine.slots, begin, TokenCounter(), sim.engines.versions or 1
+            )
 
         engines = [supervised(engine) for engine in simulated.engines if isinstance(engine, SimEngine)]
         return replace(simulated, engines=engines)

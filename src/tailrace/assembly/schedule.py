@@ -56,8 +56,8 @@ def resolve(config: RunConfig) -> BoundSchedule:
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
     synchronous = config.reward.synchronous or config.sim.rewards.synchronous
-    kind = config.placement.kind
-    return bind(_find(name), parameters, config.run, kind, synchronous_rewards=synchronous)
+    kind, versions = config.placement.kind, config.sim.engines.versions or config.num_versions
+    return bind(_find(name), parameters, config.run, kind, versions, synchronous_rewards=synchronous)
 
 
 def bind(
@@ -65,13 +65,14 @@ def bind(
     parameters: Mapping[str, Any],
     settings: RunSettings,
     kind: Kind = "disaggregated",
+    versions: int = 1,
     *,
     synchronous_rewards: bool = False,
 ) -> BoundSchedule:
-    """A schedule with its parameters, rehearsed on a placement of a kind. Raises a ConfigError if the
-    parameters do not fit the schedule or one another."""
+    """A schedule with its parameters, rehearsed on a placement of a kind, with engines that serve so many
+    versions at a time. Raises a ConfigError if the parameters do not fit the schedule or one another."""
     bound = partial(schedule, **_checked(schedule, parameters))
-    _rehearse(bound, settings, kind, SimRewardSettings(synchronous=synchronous_rewards))
+    _rehearse(bound, settings, kind, versions, SimRewardSettings(synchronous=synchronous_rewards))
     return bound
 
 
@@ -168,15 +169,19 @@ def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
     """Whether the trainer computes while engines generate, in a rehearsal of a schedule that was resolved."""
     synchronous = config.reward.synchronous or config.sim.rewards.synchronous
     rewards = SimRewardSettings(synchronous=synchronous, median_s=0.0)  # else they hide a short overlap
-    return _rehearse(schedule, config.run, config.placement.kind, rewards)
+    versions = config.sim.engines.versions or config.num_versions
+    return _rehearse(schedule, config.run, config.placement.kind, versions, rewards)
 
 
-def _rehearse(schedule: BoundSchedule, settings: RunSettings, kind: Kind, rewards: SimRewardSettings) -> bool:
+def _rehearse(
+    schedule: BoundSchedule, settings: RunSettings, kind: Kind, versions: int, rewards: SimRewardSettings
+) -> bool:
     """Return whether the trainer computed while engines generated. Raises a ConfigError if the schedule
     cannot run with these parameters."""
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
-    short = SimSettings(engines=SimEngineSettings(count=replicas), lengths=lengths, rewards=rewards)
+    engines = SimEngineSettings(count=replicas, versions=versions)
+    short = SimSettings(engines=engines, lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
     rehearsal = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)

@@ -244,7 +244,9 @@ def without_rates(config: RunConfig) -> SimSettings:
     changes = {
         "cluster": cluster,
         "rewards": sim.rewards.model_copy(update={"synchronous": synchronous}),
-        "engines": sim.engines.model_copy(update={"slots": slots}),
+        "engines": sim.engines.model_copy(
+            update={"slots": slots, "versions": sim.engines.versions or config.num_versions}
+        ),
         "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
     }
     return sim.model_copy(update=changes)

@@ -178,7 +178,7 @@ async def _started(
             return remote
 
         counter = _counter(folder, name, life)
-        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, counter)
+        supervised_engine = SupervisedEngine(name, engine.max_num_seqs, begin, counter, config.num_versions)
         return supervised_engine
 
     context = context_length(model)

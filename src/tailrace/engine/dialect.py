@@ -33,6 +33,7 @@ class Attempt:
         greedy: take the most likely token; the seed then has no effect.
         salt: requests with different salts share no prefix cache.
         temperature: in place of that of the settings.
+        version: of the weights that it is for, where a server has several; None: the newest.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Attempt:
     greedy: bool
     salt: str
     temperature: float | None = None
+    version: int | None = None
 
     def temperature_or(self, default: float) -> float:
         """Return the temperature to ask for: 0 if greedy, else its own or the default."""
@@ -87,7 +89,8 @@ class Dialect(Protocol):
     """A route that a well server answers at any time, also while it loads weights. None: `health` is one."""
     ends_requests: bool
     """An update needs a server without requests, or the server cannot say which weights generated a token.
-    Requests in flight are ended and go on after the update from their tokens."""
+    Requests in flight, but for those of pinned samples, are ended and go on after the update from their
+    tokens."""
     missing: tuple[str, ...]
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""

@@ -145,6 +145,7 @@ class Connection:
             greedy=sample.greedy,
             salt=str(version),
             temperature=sample.temperature,
+            version=version,
         )
 
     def probe(
@@ -156,11 +157,12 @@ class Connection:
         greedy: bool = False,
         salt: str,
         temperature: float | None = None,
+        version: int | None = None,
     ) -> Attempt:
         """Any request, with an id that was not used before."""
         self._num_attempts += 1
         id = f"{self._address}-{self._num_attempts:09d}"
-        return Attempt(id, ids, max_tokens, seed, greedy, f"{self._address}-{salt}", temperature)
+        return Attempt(id, ids, max_tokens, seed, greedy, f"{self._address}-{salt}", temperature, version)
 
     async def stream(self, attempt: Attempt) -> AsyncGenerator[Chunk]:
         """Send a request and yield what arrives; the last chunks have `finish`.
@@ -414,7 +416,7 @@ class HttpEngine(EngineLife):
             if left <= 0:
                 sample.finish_reason = "length"
                 return
-            request.attempt = self.connection.attempt(sample, left, self._version)
+            request.attempt = self.connection.attempt(sample, left, self._version_of(sample))
             request.start = sample.num_tokens
             self._num_prefilled += len(request.attempt.ids)
             try:
@@ -440,7 +442,7 @@ class HttpEngine(EngineLife):
                 self._num_prefilled -= chunk.num_cached or 0
                 if chunk.ids:
                     self.counter.add(len(chunk.ids))
-                    sample.extend(chunk.ids, chunk.logprobs, self._version)
+                    sample.extend(chunk.ids, chunk.logprobs, self._version_of(sample))
                 if chunk.spans:
                     self._attribute(request, chunk.spans)
                 if chunk.finish in ("stop", "length"):
@@ -451,9 +453,15 @@ class HttpEngine(EngineLife):
         if sample.finish_reason is None and not request.cancelled and not self._num_loads:
             raise Evicted(f"{self.name} aborted {sample.id} unasked")
 
+    def _version_of(self, sample: Sample) -> int:
+        return self._version if sample.pin is None else sample.pin
+
     async def _end_attempts(self) -> None:
-        """End all requests at the server, also those that reach it late. The load holds their successors."""
-        while attempts := [each.attempt for each in self._requests.values() if each.attempt]:
+        """End all requests at the server, also those that reach it late, but for those of pinned samples. The
+        load holds their successors."""
+        while attempts := [
+            each.attempt for each in self._requests.values() if each.attempt and each.sample.pin is None
+        ]:
             await asyncio.gather(*map(self._send_abort, attempts))
             await asyncio.sleep(ABORTED_S)
 

@@ -2,8 +2,9 @@
 
 With LoRA each publication can be an adapter. It is loaded by /v1/load_lora_adapter under a name of its own,
 and a request names the adapter with which it is served. An update ends the requests in flight, and they go on
-from their tokens under the new adapter. So each request has one version, whatever the server says about the
-weights below the adapter.
+from their tokens under the new adapter; those of pinned samples go on under their own, which the server keeps
+(`trainer.lora.versions`). So each request has one version, whatever the server says about the weights below
+the adapter.
 """
 
 import json
@@ -205,19 +206,19 @@ async def detect(
     sampling: SamplingSettings,
     end_of_text: Collection[int],
     *,
-    with_adapters: bool = False,
+    num_adapters: int = 0,
 ) -> Vllm:
     """Find out what a server can do.
 
     Args:
         end_of_text: the model's tokens that end a text.
-        with_adapters: it gets LoRA adapters in place of whole weights.
+        num_adapters: LoRA adapters that it keeps, in place of whole weights; 0: it gets whole weights.
 
     Raises:
         EngineDied: it cannot be reached.
         ServerRefused: it is no vLLM server.
     """
-    kind = VllmAdapters if with_adapters else Vllm
+    kind = VllmAdapters if num_adapters else Vllm
     page = await call(client, "GET", "/openapi.json") or {}
     version = str((await call(client, "GET", "/version") or {}).get("version", ""))
     models = await call(client, "GET", "/v1/models") or {}
@@ -227,7 +228,7 @@ async def detect(
     model_config = config.get("model_config") or {}
     dtype, raw = model_config.get("dtype"), model_config.get("logprobs_mode") == "raw_logprobs"
     fits = (card.get("max_model_len") or inf) > PREFIXES["vllm"] + SCORED
-    return kind(
+    dialect = kind(
         client=client,
         sampling=sampling,
         stop_token_ids=sorted({*end_of_text, *sampling.stop_token_ids}),
@@ -243,6 +244,9 @@ async def detect(
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),
     )
+    if isinstance(dialect, VllmAdapters):
+        dialect.keep(num_adapters, (config.get("lora_config") or {}).get("max_loras", num_adapters))
+    return dialect
 
 
 def _missing(
@@ -303,19 +307,29 @@ class VllmAdapters(Vllm):
     """As Vllm. Before the first update requests are served without an adapter."""
 
     ends_requests: bool = True
-    _adapter: str | None = field(default=None, init=False)
-    """The name of the newest one."""
+    _num_kept: int = field(default=1, init=False)
+    _adapters: dict[int, str] = field(default_factory=dict, init=False)
+    """The names of the adapters of the last versions, the newest last."""
     routes: ClassVar[Mapping[str, str]] = {
         GENERATE: _SCALE_OUT,
-        **dict.fromkeys((ABORT, "/pause", "/resume"), _DEV_MODE),
+        ABORT: _DEV_MODE,
         **dict.fromkeys((_LOAD, _UNLOAD), _ADAPTERS),
     }
     backend: ClassVar[str | None] = None
 
+    def keep(self, num: int, places: int) -> None:
+        """Keep so many adapters, if the server has places for them."""
+        self._num_kept = num
+        if places < num:
+            what = f"places for {num} adapters (it has {places})"
+            self.missing += (f"{what}: start it with --max-loras {num} --max-cpu-loras {num + 1}",)
+
     @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         route, body = Vllm.request(self, attempt)
-        return route, body | {"model": self._adapter or self.model_name}
+        newest = next(reversed(self._adapters), 0)
+        version = newest if attempt.version is None else attempt.version
+        return route, body | {"model": self._adapters.get(version, self.model_name)}
 
     @override
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
@@ -324,8 +338,11 @@ class VllmAdapters(Vllm):
 
     @override
     async def pause(self, kv: KV) -> None:
-        """End all requests at once. A prefix cache is of one adapter: the server knows it by its name."""
-        await call(self.client, "POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
+        """Requests go on under the adapters that they name."""
+
+    @override
+    async def resume(self) -> None:
+        """There was no pause."""
 
     @override
     async def update(self, weights: Weights, link: Link) -> None:
@@ -333,10 +350,13 @@ class VllmAdapters(Vllm):
         the tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
         name = f"tailrace-{weights.version}-{os.urandom(6).hex()}"
         await call(self.client, "POST", _LOAD, body={"lora_name": name, "lora_path": weights.location})
-        old, self._adapter = self._adapter, name
-        if old:
+        old = [self._adapters.pop(weights.version, "")]
+        self._adapters[weights.version] = name
+        while len(self._adapters) > self._num_kept:
+            old.append(self._adapters.pop(next(iter(self._adapters))))
+        for each in filter(None, old):
             with suppress(ServerRefused):  # it has forgotten the name already; the new adapter is loaded
-                await call(self.client, "POST", _UNLOAD, body={"lora_name": old})
+                await call(self.client, "POST", _UNLOAD, body={"lora_name": each})
 
 
 def launch(
@@ -349,6 +369,7 @@ def launch(
     plugins: Path,
     seed: int = 0,
     adapter_rank: int | None = None,
+    num_adapters: int = 1,
 ) -> Launch:
     """The command line of one server on the loopback interface. Raises a ConfigError as `find_interpreter`.
 
@@ -357,6 +378,7 @@ def launch(
         plugins: the folder that `write_plugin` has written.
         seed: of the sampling noise. Two replicas with one seed would draw the same noise.
         adapter_rank: of the adapters that it gets in place of whole weights.
+        num_adapters: that it keeps. Host memory has a place more, so that none leaves for the next one.
     """
     flags = {
         "--model": str(model),
@@ -374,7 +396,8 @@ def launch(
     words += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     if adapter_rank is not None:
-        words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank(adapter_rank))]
+        words += ["--enable-lora", "--max-lora-rank", str(max_rank(adapter_rank))]
+        words += ["--max-loras", str(num_adapters), "--max-cpu-loras", str(num_adapters + 1)]
         env[RUNTIME_ADAPTERS] = "1"
     command = (find_interpreter(settings), "-m", "vllm.entrypoints.openai.api_server", *words, *settings.args)
     return Launch(command, env | settings.env)

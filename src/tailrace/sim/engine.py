@@ -139,7 +139,7 @@ class SimEngine:
         max_tokens: float = math.inf,
         host: Host | None = None,
     ) -> None:
-        self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions
+        self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions or 1
         self._set_width(1)
         self.capabilities = Capabilities(exact_versions=True, sleep=True)
         self.state: EngineState = "open"

@@ -25,8 +25,9 @@ class SimEngineSettings(Settings):
     """Engines. None: engine.replicas of the config."""
     slots: int | None = Field(default=None, ge=1)
     """Requests that decode together on one engine. None: engine.max_num_seqs of the config."""
-    versions: int = Field(default=1, ge=1)
-    """Versions of the weights that one engine serves at the same time, as adapters of LoRA."""
+    versions: int | None = Field(default=None, ge=1)
+    """Versions of the weights that one engine can serve at the same time, as adapters of LoRA. None:
+    trainer.lora.versions of the config, or 1."""
     base_s: float = Field(default=6e-3, gt=0)
     """Seconds of a decode step, without the part that grows with the requests."""
     slope_s: float = Field(default=0.06e-3, ge=0)

@@ -42,6 +42,12 @@ def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) 
     takes no adapters."""
     if find_spec("peft") is None:
         raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
+    if lora.versions > 1 and (engine, lora.publish) != ("vllm", "adapter"):
+        problem, remedy = (
+            "only vLLM serves several adapters at a time",
+            'set it to 1, or take vLLM with "adapter"',
+        )
+        raise ConfigError(f"{_KEY}.versions", lora.versions, problem, remedy)
     if lora.publish == "adapter":
         _check_taker(lora, engine, transport)
     if not adapted_modules(model, lora):

@@ -34,6 +34,9 @@ class LoraSettings(Settings):
     """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
     embedded engine adds to its own copy of W, and vLLM to its activations, with
     `weights.transport = "filesystem"`."""
+    versions: int = Field(default=1, ge=1, le=64)
+    """Adapters that a vLLM server keeps: the last so many versions, for schedules that pin samples to theirs
+    (`trl_async`: staleness + 1)."""
 
 
 Place = Literal["device", "host", "disk"]

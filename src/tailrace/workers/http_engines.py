@@ -130,6 +130,7 @@ class HttpEngines:
             plugins=plugins,
             seed=next(self._seeds),
             adapter_rank=self._adapter.rank if self._adapter else None,
+            num_adapters=self._adapter.versions if self._adapter else 1,
         )
 
     async def _detect(self, client: httpx.AsyncClient) -> Dialect:
@@ -139,7 +140,8 @@ class HttpEngines:
                 return await sglang.detect(client, sampling, end_of_text)
             if isinstance(self._settings, PipelineRlEngineSettings):
                 return await pipelinerl.detect(client, sampling, end_of_text, self._trainer.rendezvous)
-            return await vllm.detect(client, sampling, end_of_text, with_adapters=self._adapter is not None)
+            num_adapters = self._adapter.versions if self._adapter else 0
+            return await vllm.detect(client, sampling, end_of_text, num_adapters=num_adapters)
         except (EngineDied, ServerRefused) as error:
             if not self._settings.urls:
                 raise

@@ -62,7 +62,7 @@ async def opened(
     engine = HttpEngine(
         "vllm",
         server,
-        lambda client: vllm.detect(client, SAMPLING, (), with_adapters=lora is not None),
+        lambda client: vllm.detect(client, SAMPLING, (), num_adapters=1 if lora else 0),
         health_timeout_s=60.0,
         check=no_check,
         send=in_files,

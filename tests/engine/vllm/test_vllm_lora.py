@@ -1,6 +1,8 @@
 """LoRA adapters published to a real vLLM server: every token has the log-prob of its version's adapter."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ from tailrace.workers.server import ManagedServer, ServerJob, free_port
 
 pytestmark = pytest.mark.vllm
 LORA = LoraSettings(rank=4, alpha=8.0, publish="adapter")
+NUM_TOKENS = 400
 TOLERANCE = 1e-3
 """As test_vllm_engine.py."""
 
@@ -64,19 +67,21 @@ class Publications:
         return max(abs(have - want) for have, want in zip(sample.behavior_logprobs, wanted, strict=True))
 
 
-def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_path: Path) -> None:
-    sampling = SamplingSettings(max_completion_tokens=400)
-    published = Publications(tmp_path)
+@asynccontextmanager
+async def opened(folder: Path, num_adapters: int) -> AsyncIterator[tuple[Publications, SupervisedEngine]]:
+    """A server that keeps so many adapters, with that of version 0."""
+    sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS)
+    published, port = Publications(folder), free_port()
     expected = Expected(SETTINGS, sampling, VOCABULARY, CONTEXT)
-    port = free_port()
     launch = vllm.launch(
         SETTINGS,
         sampling,
         model=published.model,
         max_context=CONTEXT,
         port=port,
-        plugins=write_plugin(tmp_path / "plugin"),
+        plugins=write_plugin(folder / "plugin"),
         adapter_rank=LORA.rank,
+        num_adapters=num_adapters,
     )
     job = ServerJob(command=launch.command, env=dict(launch.env))
 
@@ -88,40 +93,78 @@ def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_p
         await check_policy(engine, expected, published.publish(), policy_logprobs)
 
     async def begin() -> HttpEngine:
-        server = await ManagedServer.start("vllm", job, LocalSpawner(tmp_path), port, DEADLINE_S)
+        server = await ManagedServer.start("vllm", job, LocalSpawner(folder), port, DEADLINE_S)
         return HttpEngine(
             "vllm",
             server,
-            lambda client: vllm.detect(client, sampling, (), with_adapters=True),
+            lambda client: vllm.detect(client, sampling, (), num_adapters=num_adapters),
             health_timeout_s=60.0,
             check=check,
             send=in_files,
             expected=adapter_tensors(published.model, LORA),
         )
 
-    async def updated_twice(engine: SupervisedEngine) -> list[Sample]:
+    engine = SupervisedEngine("vllm", SETTINGS.max_num_seqs, begin, TokenCounter(), num_adapters)
+    try:
+        await engine.open()
+        yield published, engine
+    finally:
+        await engine.close()
+
+
+async def until(samples: Sequence[Sample], share: float) -> None:
+    """Wait until they have a share of their tokens."""
+    while sum(each.num_tokens for each in samples) < share * len(samples) * NUM_TOKENS:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_updates_in_flight_give_each_token_the_log_prob_of_its_own_adapter(tmp_path: Path) -> None:
+    async def updated_twice(published: Publications, engine: SupervisedEngine) -> list[Sample]:
         """Samples, with a new adapter after a fifth of their tokens and after half."""
         router, samples = Router([engine], Recorder()), fresh_samples(8)
         served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
         for share in (0.2, 0.5):
-            while sum(each.num_tokens for each in samples) < share * 8 * 400:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(samples, share)
             await engine.load(published.publish(), kv="keep")
         await asyncio.gather(*served)
         return samples
 
     async def main() -> None:
-        engine = SupervisedEngine("vllm", SETTINGS.max_num_seqs, begin, TokenCounter())
-        try:
-            await engine.open()
+        async with opened(tmp_path, 1) as (published, engine):
             for _ in range(ATTEMPTS):  # the server may be ahead of the second update
-                samples = await updated_twice(engine)
+                samples = await updated_twice(published, engine)
                 assert max(map(published.difference, samples)) < TOLERANCE
                 assert min(map(published.difference, samples)) > 0
                 if len({span.version for sample in samples for span in sample.spans}) == 3:
                     return
-            raise AssertionError(f"in {ATTEMPTS} attempts the completions ended before the second update")
-        finally:
-            await engine.close()
+        raise AssertionError(f"in {ATTEMPTS} attempts the completions ended before the second update")
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_a_pinned_sample_ends_on_its_own_adapter_beside_those_of_the_next_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, 2) as (published, engine):
+            router = Router([engine], Recorder())
+            router.pinned = 2
+            waves = [fresh_samples(8) for _ in range(3)]
+            served = []
+            for version, wave in enumerate(waves):
+                if version:
+                    weights = published.publish()
+                    await router.withdraw(0, version)
+                    await engine.load(weights, kv="keep")
+                    router.loaded(0, version)
+                    router.newest = version
+                    beside = [each.num_tokens for each in waves[version - 1]]
+                    assert max(beside) < NUM_TOKENS, "the wave before is still in flight"
+                served += [asyncio.ensure_future(router.serve(sample)) for sample in wave]
+                await until(wave, 0.1)
+            await asyncio.gather(*served)
+            for version, wave in enumerate(waves):
+                assert {span.version for sample in wave for span in sample.spans} == {version}
+                assert max(map(published.difference, wave)) < TOLERANCE
+                is_gone = [sample.finish_reason is None for sample in wave]
+                assert is_gone == [version == 0] * 8, "two versions are served: the first one went"
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

@@ -47,7 +47,7 @@ def http_engine(
     adapters."""
     sampling = sampling or SamplingSettings(max_completion_tokens=NUM_TOKENS)
     is_vllm = fake.generation.server == "vllm"
-    detect = partial(vllm.detect, with_adapters=bool(lora)) if is_vllm else sglang.detect
+    detect = partial(vllm.detect, num_adapters=lora.versions if lora else 0) if is_vllm else sglang.detect
     kind = VllmEngineSettings if is_vllm else SglangEngineSettings
     expected = Expected(kind(urls=(fake.url,)), sampling, VOCABULARY, NUM_TOKENS)
     return HttpEngine(
