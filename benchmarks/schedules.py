@@ -205,7 +205,7 @@ def drawn(chance: random.Random) -> tuple[str, Problem]:
         cluster=SimClusterSettings(
             device=device, model=model, devices=devices, training_efficiency=efficiency
         ),
-        engines=SimEngineSettings(slots=chance.choice([4, 8, 16, 32])),
+        engines=SimEngineSettings(slots=chance.choice([4, 8, 16, 32]), versions=4),
         lengths=lengths,
         rewards=SimRewardSettings(workers=1024, median_s=between(chance, 0.05, 10.0), timeout_s=300.0),
     )

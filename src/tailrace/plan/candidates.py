@@ -177,7 +177,8 @@ def candidates(
         rows = bool(sim.lengths.rows)
         lags = sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
         for work in _works(kind, groups_per_step, group_size, lags, num_engines, num_slots, rows):
-            yield Candidate(work, kind, rollout_devices, size)
+            if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):
+                yield Candidate(work, kind, rollout_devices, size)
 
 
 def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, int]]:
@@ -258,7 +259,8 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
         for alive in _widths(U, lag):
             parameters = dict(groups_per_step=U, groups_in_flight=alive, staleness=int(lag))
             label = f"{alive} in flight, staleness {lag:.0f}"
-            yield Work("tailrace", parameters, label, lag, alive=alive, stops=False)
+            for name in ("tailrace", "dora", "laminar", "trl_async"):
+                yield Work(name, parameters, label, lag, alive=alive, stops=False)
         most = (int(lag) + 1) * U
         alive = int((most + 1) / 1.3)  # with a window of 0.3 times as many
         if alive >= U:
