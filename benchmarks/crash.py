@@ -1,7 +1,8 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
     python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--colocated]
-                               [--task sums|tools|papers|real|service] [--repeats N] [--seed N] [--json F]
+                               [--task sums|tools|papers|pinned|real|service] [--repeats N] [--seed N]
+                               [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
@@ -16,6 +17,7 @@ itself after its last round.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
 --task service: instead, a run of april on `tailrace serve --tinker` is killed, or the service is, which
 starts again; the run then ends by itself, and is resumed. Needs `pip install tailrace[tinker]`.
+--task pinned: instead, dora and laminar on two engines, whose samples each have one version.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
@@ -79,6 +81,10 @@ KILLED: dict[str, dict[str, object]] = {
     "rolloutpipe": {"groups_per_round": 8, "groups_per_step": 4},
 }
 """Schedules whose runs are killed."""
+PINNED: dict[str, dict[str, object]] = {
+    name: {"groups_per_step": 8, "groups_in_flight": 24, "staleness": 2} for name in ("dora", "laminar")
+}
+"""Schedules of two engines whose runs are killed."""
 REAL: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 12},
     "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16, "ring_full": "block"},
@@ -473,9 +479,8 @@ def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[
         if task == "papers":
             victims = [Victim(paper, None, Path(name), options, f"{paper}.toml") for paper in PAPERS]
         else:
-            schedules, example = (
-                (REAL, "smollm2/long_tail.toml") if task == "real" else (KILLED, EXAMPLE["native"])
-            )
+            schedules = {"real": REAL, "pinned": PINNED}.get(task, KILLED)
+            example = "smollm2/long_tail.toml" if task == "real" else EXAMPLE["native"]
             victims = [Victim(each, schedules[each], Path(name), options, example) for each in schedules]
         for number in range(kills):
             victim = victims[number % len(victims)]
@@ -583,7 +588,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 def main(
     kill: Literal["all", "engines"] = "all",
-    task: Literal["sums", "tools", "papers", "real", "service"] = "sums",
+    task: Literal["sums", "tools", "papers", "pinned", "real", "service"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
@@ -599,8 +604,9 @@ def main(
     elif task == "tools":
         results = crash_tools(kills, seed)
     elif kills:
-        asleep = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
-        results |= crash(kills, seed, OPTIONS | asleep, task)
+        more = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
+        more |= {"engine.replicas": "2"} if task == "pinned" else {}
+        results |= crash(kills, seed, OPTIONS | more, task)
     if kill == "all" and task == "sums" and repeats:
         results |= cost(repeats)
     for key, value in results.items():

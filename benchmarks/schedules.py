@@ -236,7 +236,7 @@ def classes(problem: Problem, measured: Iterable[Measured]) -> dict[str, Class]:
         work = each.candidate.work
         for lag in LAGS:
             if work.lag <= lag:
-                found[f"lag {lag:g}"].setdefault(work.name, each)
+                found[f"lag {lag:g}"].setdefault(work.schedule, each)
     return found
 
 

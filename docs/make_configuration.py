@@ -33,8 +33,7 @@ relative to the file. An unknown key or a value outside its range is refused bef
 A default of *machine* is chosen from the machine and printed with its reason before a run starts. *none*: the
 key is not set. Tables written as `[[section]]` may occur several times.
 
-This page is generated: `make docs` writes it. The whole documentation of a key stands beside it in the
-source.
+This page is generated: `make docs` writes it.
 """
 HEADER = "|key|default|values|meaning|\n|---|---|---|---|"
 SCHEDULES_HEADER = """\
@@ -46,6 +45,8 @@ SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
 PARAMETER_TABLE = "|parameter|values|meaning|\n|---|---|---|"
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
+TAKEN = "Set from "
+"""How the documentation of a key begins that users set elsewhere."""
 TAGS = ("kind", "transport")
 """Keys whose value selects one kind of a section."""
 
@@ -104,7 +105,7 @@ class _Page:
         yield f"{'#' * level} [{key}]\n\n" + "\n".join(kinds)
         of = {row: [section for section in having if row in rows[section]] for row in shared}
         yield _table(
-            row if of[row] == having else row._replace(meaning=f"({_values(of[row])}) {row.meaning}")
+            row if of[row] == having else row._replace(meaning=f"({_which(having, of[row])}) {row.meaning}")
             for row in shared
         )
         for section in sections:
@@ -138,7 +139,10 @@ class _Page:
         return [
             _field_row(name, field)
             for name, field in section.model_fields.items()
-            if name != tag and name not in known and not sections_in(field.annotation)
+            if name != tag
+            and name not in known
+            and not sections_in(field.annotation)
+            and not (field.description or "").startswith(TAKEN)
         ]
 
     def _known(self, section: type[Settings]) -> set[str]:
@@ -168,6 +172,11 @@ def _tag(section: type[Settings]) -> str:
 
 def _values(sections: Sequence[type[Settings]]) -> str:
     return ", ".join(_tag(section).partition('"')[2].rstrip('"') for section in sections)
+
+
+def _which(every: Sequence[type[Settings]], having: Sequence[type[Settings]]) -> str:
+    others = [section for section in every if section not in having]
+    return f"not {_values(others)}" if len(others) == 1 else _values(having)
 
 
 def _table(rows: Iterable[Row]) -> str:

@@ -32,6 +32,7 @@ GROUPS = {
     "count": "Counted since the last row",
     "round": "A round",
 }
+LENGTHS = "round/completions/"
 HEADER = "| key | unit | meaning | over rows | also |\n|---|---|---|---|---|"
 LAP_HEADER = """\
 ## A lap
@@ -52,8 +53,10 @@ def _group(name: str) -> str:
     rows = [
         _line(f"`{each.name}`", each.unit, each.meaning, _total(each), _elsewhere(each))
         for each in FIGURES
-        if each.group == name
+        if each.group == name and not each.name.startswith(LENGTHS)
     ]
+    if name == "round":
+        rows.append(_line(f"`{LENGTHS}`", "tokens", "As `completions/` of a step, lengths only.", "", ""))
     return "\n".join([f"## {GROUPS[name]}", "", HEADER, *rows])
 
 
