@@ -111,14 +111,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and type of each tensor of a safetensors file, without reading a tensor.
-
-    Returns:
-        The types are those of safetensors, such as "BF16".
-
-    Raises:
-        OSError, SafetensorError: the file cannot be read.
-    """
+    """Name, shape and type of each tensor of a safetensors file, without reading a tensor. The types are
+    those of safetensors, such as "BF16". Raises an OSError or a SafetensorError if the file cannot be
+    read."""
     with safe_open(file, framework="numpy") as tensors:
         parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
         return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()]

@@ -97,11 +97,8 @@ class ComputeAdvantages:
     """Length limit of a completion."""
 
     def __call__(self, group: Group) -> str | None:
-        """Set the advantages of the group's trainable samples.
-
-        Returns:
-            None, or a reason: "zero variance" (DAPO's filter), "reward not finite", "reward too large".
-        """
+        """Set the advantages of the group's trainable samples. Return None, or a reason: "zero variance"
+        (DAPO's filter), "reward not finite", "reward too large"."""
         samples = group.trainable
         if self.settings.filter == "zero_variance" and len({sample.reward for sample in samples}) == 1:
             return "zero variance"

@@ -51,11 +51,7 @@ class PromptSource:
         self._prompts, self._settings, self._ledger, self._recorder = prompts, settings, ledger, recorder
 
     def group(self, num_samples: int, round: int) -> Group:
-        """A group of the next prompt.
-
-        Raises:
-            ConfigError: the data has no usable row left.
-        """
+        """A group of the next prompt. Raises a ConfigError if the data has no usable row left."""
         group = self.begin(Group(self._next_prompt(), 0, [], round_drawn=round), num_samples)
         self._ledger.draw(group)
         return group

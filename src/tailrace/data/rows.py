@@ -58,12 +58,9 @@ class JsonLines:
 
 
 def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
-    """Open the table that a split comes from. Raises a ConfigError if there is no such file, folder or split,
-    or it cannot be read.
-
-    Returns:
-        The table, and whether training and evaluation share it, so that prompts must be held out of it.
-    """
+    """Open the table that a split comes from. Return it, and whether training and evaluation share it, so
+    that prompts must be held out of it. Raises a ConfigError if there is no such file, folder or split, or it
+    cannot be read."""
     if split == "eval" and settings.eval_path is not None:
         return _open_eval_path(settings, settings.eval_path), False
     found = _read("data.path", settings.path)

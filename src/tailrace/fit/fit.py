@@ -421,12 +421,9 @@ def fit_lengths(run: Sequence[Timeline], samples: Path, prompt_tokens: float) ->
 
 
 def correlation_within_groups(lengths: Mapping[tuple[int, int], int]) -> float | None:
-    """Return the intraclass correlation of the normal scores of lengths, by analysis of variance (Fisher,
-    Statistical Methods for Research Workers, 1925, section 40).
-
-    Returns:
-        A number from 0 to 1; None if no prompt has several responses, or all are equal.
-    """
+    """Return the intraclass correlation of the normal scores of lengths, from 0 to 1, by analysis of variance
+    (Fisher, Statistical Methods for Research Workers, 1925, section 40); None if no prompt has several
+    responses, or all are equal."""
     scores = _normal_scores([*lengths.values()])
     _, group, sizes = np.unique([prompt for prompt, _ in lengths], return_inverse=True, return_counts=True)
     num_samples, num_groups = len(scores), len(sizes)

@@ -382,12 +382,9 @@ class EndpointJudge:
 
 
 async def check_endpoint(settings: EndpointJudgeSettings, timeout_s: float, call: Call) -> str | None:
-    """Ask a judge about one completion before anything starts. Raises a ConfigError if it cannot be reached,
-    does not have the model, refuses the question, or is too slow.
-
-    Returns:
-        A warning if its answer cannot be read, else None.
-    """
+    """Ask a judge about one completion before anything starts. Return a warning if its answer cannot be read,
+    else None. Raises a ConfigError if it cannot be reached, does not have the model, refuses the question, or
+    is too slow."""
     judge = EndpointJudge(settings.model_copy(update={"retry_timeout_s": 0.0, "cache_size": 0}), timeout_s)
     try:
         models = await judge.models()

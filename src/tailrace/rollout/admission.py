@@ -238,11 +238,7 @@ class ReadyQueue(Ring):
             yield groups
 
     async def wait_for(self, n: int) -> None:
-        """Wait until n groups are here. They stay.
-
-        Raises:
-            NeverComes: fewer than n groups are ready or in flight.
-        """
+        """Wait until n groups are here. They stay. Raises a NeverComes if fewer are ready or in flight."""
         while len(self) < n:
             await self._more(n)
 

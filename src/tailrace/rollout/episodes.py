@@ -71,11 +71,8 @@ class Episodes:
     ) -> None:
         """Play an episode, or go on with one, until it ends.
 
-        If the environment raises, the sample fails with the reason "environment NAME".
-
-        Raises:
-            EnvironmentBroken: too many episodes in sequence have failed.
-        """
+        If the environment raises, the sample fails with the reason "environment NAME". Raises an
+        EnvironmentBroken if too many episodes in sequence have failed."""
         broken: list[Exception] = []  # errors of engines, ledger and reference, which end the run
 
         async def kept(work: Awaitable[T]) -> T:
@@ -176,11 +173,8 @@ class Episodes:
 
 @contextmanager
 def _paused(limit: asyncio.Timeout) -> Iterator[None]:
-    """The time of the block does not count.
-
-    Raises:
-        TimeoutError: the limit is over, and the environment goes on.
-    """
+    """The time of the block does not count. Raises a TimeoutError if the limit is over, and the environment
+    goes on."""
     if limit.expired():
         raise TimeoutError
     when = limit.when()

@@ -167,11 +167,8 @@ class Placement:
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
         """Yield how many replicas of the trainer, the first ones, may train inside the block; None: all. With
-        `all_replicas` the block needs all, as an optimizer step does.
-
-        Raises:
-            ScheduleError: generation never stops, so that there are never devices to train on.
-        """
+        `all_replicas` the block needs all, as an optimizer step does. Raises a ScheduleError if generation
+        never stops, so that there are never devices to train on."""
         yield None
 
     async def generating(self) -> None:

@@ -268,10 +268,7 @@ class Router:
 
     def _pick(self, sample: Sample, target: int | None) -> int | None:
         """The number of the engine that serves the sample; None: no engine is open. `target`: where it moves.
-
-        Raises:
-            VersionGone: no engine serves the version of a pinned sample any more.
-        """
+        Raises a VersionGone if no engine serves the version of a pinned sample any more."""
         least, shares = self._loads.least(), self._loads.shares
         last = self._numbers.get(sample.engine or "")
         if self.pinned:

@@ -31,21 +31,13 @@ this drift, in nats a token (`Run.publish`)."""
 
 
 def require(true: bool, name: str, value: object, problem: str, remedy: str) -> None:
-    """Refuse a parameter of a schedule unless a condition is true.
-
-    Raises:
-        ConfigError: the condition is false.
-    """
+    """Raise a ConfigError for a parameter of a schedule unless a condition is true."""
     if not true:
         raise ConfigError(f"schedule.{name}", value, problem, remedy)
 
 
 def require_divisible(groups_per_round: int, groups_per_step: int) -> None:
-    """A round must consist of whole optimizer steps.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise a ConfigError unless a round consists of whole optimizer steps."""
     R, U = groups_per_round, groups_per_step
     divisors = ", ".join(str(n) for n in range(1, min(R, 1024) + 1) if R % n == 0)
     problem = f"groups_per_round = {R} is not divisible by it"

@@ -197,14 +197,9 @@ class Trainer(Protocol):
         optimizer step. A gradient that is not finite is discarded; the step is counted."""
 
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        """Compute the effective sample size of the units' tokens under the current weights.
-
-        (sum w)^2 / (N sum w^2) over N tokens, with unclamped w = pi / mu (PipelineRL 5). Costs a forward
-        pass.
-
-        Returns:
-            A share in (0, 1].
-        """
+        """Compute the effective sample size of the units' tokens under the current weights, a share in
+        (0, 1]: (sum w)^2 / (N sum w^2) over N tokens, with unclamped w = pi / mu (PipelineRL 5). Costs a
+        forward pass."""
 
     async def publish(self, version: int) -> Weights:
         """Make the current weights available to the engines as `version`."""

@@ -64,17 +64,9 @@ class Optimizer:
         ranks.sum_over_replicas([local(gradient) for gradient in self.gradients()])
 
     def step(self, count: int, adam: AdamStep | None = None) -> float:
-        """Do one step on gradient / count and reset the gradient.
-
-        A gradient that is not finite changes neither the weights nor AdamW's moments and step count; the
-        step is counted.
-
-        Args:
-            adam: parameters of this step in place of the settings'.
-
-        Returns:
-            The norm of gradient / count before clipping.
-        """
+        """Do one step on gradient / count and reset the gradient. Return the norm before clipping. A gradient
+        that is not finite changes neither the weights nor AdamW's moments and step count; the step is
+        counted. `adam`: parameters of this step in place of the settings'."""
         self.num_steps += 1
         gradients = self.gradients()
         for gradient in gradients:

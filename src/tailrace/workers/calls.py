@@ -272,14 +272,8 @@ class WorkerConnection:
         return kind.model_validate_json(job)
 
     def receive(self, *, wait: bool) -> list[MethodCall] | None:
-        """Return the calls that have arrived.
-
-        Args:
-            wait: block until there is at least one.
-
-        Returns:
-            None when the controller lets the worker end, or is gone.
-        """
+        """Return the calls that have arrived; None when the controller lets the worker end, or is gone. With
+        `wait` there is at least one."""
         if self._held:
             held, self._held = self._held, []
             return held

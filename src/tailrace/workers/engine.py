@@ -195,11 +195,8 @@ class EngineWorker(Worker):
         give_memory_back()
 
     def wake(self) -> None:
-        """Take the memory back, with the weights of the model folder. It is alive after each file.
-
-        Raises:
-            NotWoken: there is no memory.
-        """
+        """Take the memory back, with the weights of the model folder. It is alive after each file. Raises a
+        NotWoken if there is no memory."""
         try:
             self._engine.wake(self.ping)
         except (RuntimeError, MemoryError) as why:  # of torch's allocators, and of a mapped file
@@ -231,11 +228,7 @@ class EngineClient:
         worker.subscribe(self._on_event)
 
     async def ready(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Wait until the model is loaded. Raises a ConfigError if it cannot be."""
         await self.worker.ready()
 
     async def close(self) -> None:
@@ -336,11 +329,8 @@ class RemoteEngine(EngineClient):
                 del self._requests[id]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As EngineLife.load.
-
-        Raises:
-            WeightsRefused: the weights are not those of the model. The engine was not asked.
-        """
+        """As EngineLife.load. Raises a WeightsRefused if the weights are not those of the model. The engine
+        was not asked then."""
         if weights.tensors:
             check_tensors(weights.tensors, self._expected)
         try:

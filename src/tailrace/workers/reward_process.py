@@ -93,11 +93,7 @@ class RewardWorker(Worker):
 
 
 def supervise(connection: WorkerConnection, job: RewardJob) -> int:
-    """Run the loader until it ends, or until the controller is gone.
-
-    Returns:
-        The exit code.
-    """
+    """Run the loader until it ends, or until the controller is gone. Return the exit code."""
     adopt_orphans()
     read_end, write_end = os.pipe()
     supervisor = os.getpid()

@@ -463,11 +463,7 @@ class RemoteTrainer:
         self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
     ) -> list[LossOutput]:
         """Compute a loss that is a sum over tokens, and add its gradients to their sum, which `step_sum`
-        consumes. The replicas share the data.
-
-        Returns:
-            One output for each datum, in their order.
-        """
+        consumes. The replicas share the data. Return one output for each datum, in their order."""
         shares = [range(number, len(data), len(self._replicas)) for number in range(len(self._replicas))]
         answers = await asyncio.gather(
             *(

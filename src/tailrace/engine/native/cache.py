@@ -93,11 +93,8 @@ class Tier:
         return [piece[slot, :, :num_tokens] for piece in self.pieces]
 
     def remove(self, sequence: Sequence, num_tokens: int = 0) -> Iterator[Tensor]:
-        """Free the sequence's slot. Each piece is freed as the iterator comes to it.
-
-        Returns:
-            Copies of its first positions.
-        """
+        """Free the sequence's slot. Yield copies of its first positions; each piece is freed as the iterator
+        comes to it."""
         slot = self.sequences.index(sequence)
         last = self.sequences.pop()
         if last is not sequence:
