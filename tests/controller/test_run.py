@@ -53,6 +53,7 @@ from tailrace.record.events import (
     GroupEnded,
     Published,
     Recorder,
+    RequestEnded,
     RequestStarted,
     RoundEnded,
     RoundStarted,
@@ -248,6 +249,25 @@ def test_a_pinned_sample_whose_version_is_gone_begins_again_and_its_tokens_are_c
     assert [sample.id.number for sample in step.samples] == [2, 3]
     assert outcome.totals.wasted_tokens == {"version gone": 2 * 4}
     assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0, 4, 4]
+
+
+def test_a_run_that_ends_while_a_sample_moves_serves_it_no_more() -> None:
+    async def broken(run: Run) -> None:
+        run.promise(staleness=1, pinned=1)
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            await asyncio.sleep(4)
+            (sample,) = run.serving(run.engines[0])
+            run.move(sample, run.engines[1])
+            raise ScheduleError("a defect")
+
+    outcome = Outcome()
+    with pytest.raises(ScheduleError, match="a defect"):
+        simulate(
+            broken, ONE_ROUND, EXACT, into=outcome, parts=worlds(ONE_VERSION, lambda sample: 10, count=2)
+        )
+    assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0]
+    assert [event.outcome for event in outcome.of(RequestEnded)] == ["cancelled"] * 2
 
 
 def test_a_pinned_sample_with_tokens_of_two_versions_is_refused() -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from helpers.slow_disk import SlowDisk
 from helpers.virtual import (
     ON_POLICY,
+    PINNED,
     Book,
     Death,
     Outcome,
@@ -241,6 +242,8 @@ def test_the_books_close_in_every_world(
             assert drawn.items() <= (drawn := _lives_of(books)).items(), "a prompt was drawn twice"
             if schedule.func.__name__ in ON_POLICY:
                 _check_on_policy(outcome, books)
+            if schedule.func.__name__ in PINNED:
+                _check_pinned(books)
             if not outcome.killed:
                 break
             if kill and kill.loses_newest and (newest := max(folder.glob("round_??????"), default=None)):
@@ -301,6 +304,14 @@ def _check_lineage(books: LedgerTables) -> None:
         fates = {sample.fate for sample in members if sample.num_tokens}
         assert ("trained" in fates) == (group.fate == "trained")
         assert group.fate is None or None not in fates
+
+
+def _check_pinned(books: LedgerTables) -> None:
+    """Every sample has tokens of one version, which a life that goes on from it has under another number."""
+    for sample in books.samples.values():
+        for origin in sample.spans:
+            first = sample.spans[0]
+            assert distance(books.lives, (origin.life, origin.version), (first.life, first.version)) == 0
 
 
 def _check_on_policy(outcome: Outcome, books: LedgerTables) -> None:

@@ -248,9 +248,8 @@ class Router:
             except Evicted:
                 outcome, sample.engine = "evicted", None
             except asyncio.CancelledError:
-                if sample not in self.moves:
+                if sample not in self.moves or task.uncancel():  # the run ends while the sample moves
                     raise
-                task.uncancel()
                 outcome = str(sample.finish_reason or "moved")
             finally:
                 self._loads.add(number, -1)
