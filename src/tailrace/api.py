@@ -126,7 +126,7 @@ def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, Bou
     if not inspect.iscoroutinefunction(function):
         raise ConfigError("schedule", schedule, "it is not an async function", "write `async def`")
     parameters = {key: value for key, value in config.schedule.items() if key != "name"}
-    bound = bind(schedule, parameters, config.run, config.placement.kind, config.num_versions)
+    bound = bind(schedule, parameters, config)
     name = f"{function.__module__}:{function.__qualname__}"
     return config.model_copy(update={"schedule": {**parameters, "name": name}, "schedules": {}}), bound
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from helpers.virtual import simulate
+from helpers.virtual import change, simulate
 from tailrace.assembly.schedule import (
+    bind,
     check_parameter_names,
     resolve,
     shared_parameters,
@@ -16,11 +17,13 @@ from tailrace.assembly.schedule import (
 )
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunSettings
+from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
 from tailrace.reward.base import RewardSettings
 from tailrace.rollout.admission import FrontierFirst
 from tailrace.schedules import SCHEDULES
+from tailrace.sim.settings import SimEngineSettings, SimSettings
 
 SETTINGS = RunSettings(rounds=2, group_size=4)
 
@@ -241,6 +244,26 @@ async def stepless(run, U: int):
         run.pool.launch(run.prompts(U))
         await run.accumulate(await run.pool.take(U))
         await run.publish()
+
+
+async def nobody(run, U: int):
+    run.promise(staleness=1)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.train(await run.pool.take(U))
+        await run.publish(to=[])
+
+
+async def astray(run, U: int):
+    run.promise(staleness=1, pinned=1)
+    first, second = run.engines
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(2 * U))
+        await run.train(await run.pool.take(U))
+        await run.publish(to=[second])
+        for sample in run.serving(first):
+            run.move(sample, second)
+        await run.train(await run.pool.take(U))
 '''
 
 
@@ -274,14 +297,25 @@ def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: 
         ("silent", r"the schedule promises nothing; it must say run.promise"),
         ("sleeper", r"no optimizer step for 3600 s"),
         ("stepless", r"samples accumulated and no step"),
+        ("nobody", r"publish\(to=\.\.\.\) names no engine"),
+        ("astray", r"sample .* cannot move to engine-1, which serves \(\) and not version \(0,\)"),
     ],
 )
 def test_a_rehearsal_catches_what_a_schedule_from_outside_gets_wrong(
     outside: Path, name: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        resolve(config(f"{outside}:{name}", U=3))
+        resolve(change(config(f"{outside}:{name}", U=3), engine=NativeEngineSettings(replicas=2)))
     assert str(caught.value).startswith("schedule = 'these parameters': a rehearsal failed: ")
+
+
+def test_a_simulation_says_how_many_versions_its_engines_serve() -> None:
+    pinned = config("trl_async", groups_per_step=2, groups_in_flight=4, staleness=1)
+    with pytest.raises(ConfigError, match=r"engine-0 serves 1 at a time, and the schedule needs 2"):
+        resolve(pinned)
+    simulated = change(pinned, sim=SimSettings(engines=SimEngineSettings(versions=2)))
+    assert resolve(simulated).func is SCHEDULES["trl_async"]
+    assert bind(SCHEDULES["trl_async"], resolve(simulated).keywords, simulated).keywords["staleness"] == 1
 
 
 def test_synchronous_rewards_need_a_schedule_that_pauses() -> None:

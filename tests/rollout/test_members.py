@@ -19,7 +19,7 @@ from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Outcome, change, simu
 from tailrace.assembly.schedule import bind
 from tailrace.assembly.simulation import run_virtual
 from tailrace.commands.plan import problem_of
-from tailrace.config import config_of
+from tailrace.config import RunConfig, config_of
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.errors import AllLate, ConfigError, RewardFailed
@@ -280,7 +280,7 @@ def test_a_schedule_that_races_members_itself_takes_no_rules(name: str) -> None:
     assert isinstance(schedule, partial)
     settings = RunSettings(rounds=1, group_size=8, groups=GroupSettings(deadline_s=60))
     with pytest.raises(ConfigError, match="this schedule races the members of a group itself; remove"):
-        bind(schedule.func, schedule.keywords, settings)
+        bind(schedule.func, schedule.keywords, RunConfig(run=settings, schedule={}))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.members import GroupSettings
-from tailrace.rollout.placement import Kind, Shared
+from tailrace.rollout.placement import Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
 from tailrace.types import Prompt
@@ -55,24 +55,14 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    synchronous = config.reward.synchronous or config.sim.rewards.synchronous
-    kind, versions = config.placement.kind, config.sim.engines.versions or config.num_versions
-    return bind(_find(name), parameters, config.run, kind, versions, synchronous_rewards=synchronous)
+    return bind(_find(name), parameters, config)
 
 
-def bind(
-    schedule: Schedule,
-    parameters: Mapping[str, Any],
-    settings: RunSettings,
-    kind: Kind = "disaggregated",
-    versions: int = 1,
-    *,
-    synchronous_rewards: bool = False,
-) -> BoundSchedule:
-    """A schedule with its parameters, rehearsed on a placement of a kind, with engines that serve so many
-    versions at a time. Raises a ConfigError if the parameters do not fit the schedule or one another."""
+def bind(schedule: Schedule, parameters: Mapping[str, Any], config: RunConfig) -> BoundSchedule:
+    """A schedule with its parameters, rehearsed as the config has it. Raises a ConfigError if the parameters
+    do not fit the schedule or one another."""
     bound = partial(schedule, **_checked(schedule, parameters))
-    _rehearse(bound, settings, kind, versions, SimRewardSettings(synchronous=synchronous_rewards))
+    _rehearse(bound, config)
     return bound
 
 
@@ -167,20 +157,19 @@ class _Overlap:
 
 def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
     """Whether the trainer computes while engines generate, in a rehearsal of a schedule that was resolved."""
-    synchronous = config.reward.synchronous or config.sim.rewards.synchronous
-    rewards = SimRewardSettings(synchronous=synchronous, median_s=0.0)  # else they hide a short overlap
-    versions = config.sim.engines.versions or config.num_versions
-    return _rehearse(schedule, config.run, config.placement.kind, versions, rewards)
+    return _rehearse(schedule, config, reward_s=0.0)  # else rewards hide a short overlap
 
 
-def _rehearse(
-    schedule: BoundSchedule, settings: RunSettings, kind: Kind, versions: int, rewards: SimRewardSettings
-) -> bool:
+def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> bool:
     """Return whether the trainer computed while engines generated. Raises a ConfigError if the schedule
     cannot run with these parameters."""
+    settings, sim, kind = config.run, config.sim, config.placement.kind
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
-    engines = SimEngineSettings(count=replicas, versions=versions)
+    count = max(replicas, min(2, sim.engines.count or config.engine.num_engines))
+    engines = SimEngineSettings(count=count, versions=sim.engines.versions or config.num_versions)
+    synchronous = config.reward.synchronous or sim.rewards.synchronous
+    rewards = SimRewardSettings(synchronous=synchronous, median_s=reward_s)
     short = SimSettings(engines=engines, lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
