@@ -167,6 +167,7 @@ def drawn(number: int) -> SimSettings:
     chance = random.Random(number)
     return SimSettings(
         engines=SimEngineSettings(
+            versions=3,
             count=chance.choice([2, 4]),
             slots=chance.choice([24, 40]),
             base_s=chance.uniform(2e-3, 20e-3),
