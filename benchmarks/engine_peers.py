@@ -40,7 +40,7 @@ def native(model: str, dtype: str = "float32", **settings: object) -> Generate:
         NativeEngineSettings.model_validate(given),
         SamplingSettings(max_completion_tokens=1536),
     )
-    engine = NativeEngine.from_pretrained(Path(model), of_engine, limits)
+    engine = NativeEngine(Path(model), of_engine, limits)
 
     def generate(requests: Requests) -> int:
         for index, (prompt, length) in enumerate(requests):

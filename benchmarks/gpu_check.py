@@ -184,7 +184,7 @@ def _generate(folder: Path, device: str, budget: int, num_requests: int, length:
 
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
     sampling = SamplingSettings(max_completion_tokens=length)
-    engine = NativeEngine.from_pretrained(folder, settings, sampling)
+    engine = NativeEngine(folder, settings, sampling)
     for number in range(num_requests):
         engine.submit(GenerationRequest(f"{number}", [5] * (1 + 7 * number % 100), (), number))
     while not engine.idle:

@@ -41,7 +41,7 @@ class Study:
         self.seed, path = seed, config.model.path
         self.prompts = map(training_prompts(config, seed).__getitem__, count())
         self.tokenizer, self.scorer = load_tokenizer(path), Scorer.load(config.reward, config.data)
-        self.engine = NativeEngine.from_pretrained(path, config.engine, config.sampling)
+        self.engine = NativeEngine(path, config.engine, config.sampling)
         self.policy = PolicyModel.load(path, config.trainer, temperature=1.0)
         self.parameters = list(self.policy.parameters().values())
         self.sizes = [parameter.numel() for parameter in self.parameters]

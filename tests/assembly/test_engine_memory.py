@@ -27,9 +27,9 @@ def test_the_kv_cache_is_bounded_by_its_size_and_by_what_requests_can_fill() -> 
     assert engine_memory(SHAPE, tight, context=64_000).on_device["KV cache"] == 5_000_000 * 64
 
 
-def test_an_engine_that_gets_adapters_keeps_a_copy_of_what_they_adapt() -> None:
+def test_an_engine_that_gets_adapters_keeps_them_beside_its_weights() -> None:
     plain = engine_memory(SHAPE, NativeEngineSettings(device="cuda"), context=100)
-    adapted = engine_memory(SHAPE, NativeEngineSettings(device="cuda"), context=100, adapted_parameters=300)
+    adapted = engine_memory(SHAPE, NativeEngineSettings(device="cuda"), context=100, adapter_parameters=300)
     assert adapted.device_bytes - plain.device_bytes == 4 * 300
 
 

@@ -65,8 +65,8 @@ class PlantedEngine(EngineWorker):
         super().__init__(engine, connection, job)
         self._fault, self._num_loads = job.fault, 0
         model = engine._model
-        self._load = "load" if job.adapter is None else "load_adapter"
-        self._inner: Callable[..., None] = getattr(model, self._load)
+        self._load = "load" if job.adapter is None else "adapter"
+        self._inner: Callable[..., object] = getattr(model, self._load)
 
     @classmethod
     def load_job(cls, job: PlantedJob, connection: WorkerConnection) -> EngineWorker:
@@ -86,13 +86,13 @@ class PlantedEngine(EngineWorker):
             return patch.object(native, "sibling_of", lambda fresh, version, others: next(iter(others), None))
         return patch.object(self._engine._model, self._load, self._spoiled)
 
-    def _spoiled(self, tensors: Mapping[str, Tensor], *scale: float) -> None:
+    def _spoiled(self, tensors: Mapping[str, Tensor], *scale: float) -> object:
         model, new = self._engine._model, dict(tensors)
         if self._num_loads == 1:
             self._first = {name: tensor.clone() for name, tensor in tensors.items()}
         match self._fault if self._num_loads == SPOILED else "":
             case "a skipped load":
-                return
+                return None
             case "an adapter that is not loaded":
                 new = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
             case "an older version" | "an older adapter":
@@ -104,7 +104,7 @@ class PlantedEngine(EngineWorker):
             case "a value that is not finite":
                 new[TENSOR] = tensors[TENSOR].clone()
                 new[TENSOR][0, 0] = torch.nan
-        self._inner(new, *scale)
+        return self._inner(new, *scale)
 
 
 @dataclass

@@ -9,10 +9,12 @@ import pytest
 from helpers.small_run import train_here, write_small_run
 from tailrace.assembly.folder import RunFolder
 from tailrace.config import load_config
+from tailrace.ledger.base import SampleRow
 from tailrace.ledger.recovery import read_ledger
 from tailrace.ledger.store import open_store
-from tailrace.record.events import Published, RequestEnded
+from tailrace.record.events import Event, Published, RequestEnded, RequestStarted, WeightsProbed
 from tailrace.record.run_log import LogReader
+from tailrace.types import SampleId
 
 UNEVEN = """
 from tailrace.schedules import SCHEDULES
@@ -37,24 +39,48 @@ WORDS = [
     *("--engine.replicas", "2", "--engine.max_num_seqs", "4", "--run.rounds", "12", "--run.eval_every", "0"),
     *("--sampling.max_completion_tokens", "400"),
 ]
+ADAPTERS = [
+    *("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter", "--trainer.lora.versions", "4"),
+    *("--trainer.learning_rate", "1e-2"),
+]
 
 
-@pytest.mark.parametrize("name", ["dora", "laminar"])
-def test_samples_move_and_each_has_one_version(name: str, tmp_path: Path) -> None:
-    config = write_small_run(tmp_path)
+def trained_by(name: str, folder: Path, *words: str) -> tuple[list[Event], dict[SampleId, SampleRow]]:
+    """The events of a run of twelve rounds, and the trained samples by their ids in events."""
+    config = write_small_run(folder)
     before, _, after = config.read_text().partition("[schedule]")
-    (tmp_path / "uneven.py").write_text(UNEVEN)
+    (folder / "uneven.py").write_text(UNEVEN)
     section = f'[schedule]\nname = "uneven.py:uneven"\nschedule = "{name}"\n'
     config.write_text(before + section + after[after.index("[model]") :])
-    assert train_here(config, *WORDS) == 0
-    folder = tmp_path / "out"
-    events = [*LogReader(RunFolder(folder).events).read()]
-    moved = {event.sample for event in events if isinstance(event, RequestEnded) and event.outcome == "moved"}
-    assert moved, "some had to leave their engine"
+    assert train_here(config, *WORDS, *words) == 0
+    events = [*LogReader(RunFolder(folder / "out").events).read()]
     assert sum(isinstance(event, Published) for event in events) == 12
-    with closing(open_store(load_config(config).ledger, folder, only_read=True)) as store:
+    with closing(open_store(load_config(config).ledger, folder / "out", only_read=True)) as store:
         samples = read_ledger(store, tokens=False).samples
     trained = {id: each for id, each in samples.items() if each.fate == "trained"}
     assert len(trained) == 12 * 2
     assert {len(each.spans) for each in trained.values()} == {1}
+    return events, trained
+
+
+@pytest.mark.parametrize("name", ["dora", "laminar"])
+def test_samples_move_and_each_has_one_version(name: str, tmp_path: Path) -> None:
+    events, trained = trained_by(name, tmp_path)
+    moved = {event.sample for event in events if isinstance(event, RequestEnded) and event.outcome == "moved"}
+    assert moved, "some had to leave their engine"
     assert moved & trained.keys(), "a sample that moved was trained"
+
+
+def test_an_engine_with_four_adapters_ends_a_sample_under_an_older_one(tmp_path: Path) -> None:
+    events, trained = trained_by("trl_async", tmp_path, *ADAPTERS)
+    loaded_s = {(e.engine, e.arrival.version): e.end_s for e in events if isinstance(e, WeightsProbed)}
+    started_s = {e.sample: e.time_s for e in events if isinstance(e, RequestStarted)}
+    overtaken = [
+        event.sample
+        for event in events
+        if isinstance(event, RequestEnded) and event.outcome == "length" and event.sample in trained
+        for newer in [loaded_s.get((event.engine, trained[event.sample].spans[0].version + 1), event.time_s)]
+        if started_s[event.sample] < newer < event.time_s
+    ]
+    assert overtaken, "its engine had loaded the next version before it ended"
+    assert not any(isinstance(event, WeightsProbed) and event.arrival.cause for event in events)

@@ -42,9 +42,7 @@ async def train_and_publish(opened: Workers, samples: list[Sample], version: int
 
 def generated_by(model: Path, samples: list[Sample]) -> dict[str, GenerationOutput]:
     """What an engine in this process generates with the weights of a folder, from the same seeds."""
-    engine = NativeEngine.from_pretrained(
-        model, NativeEngineSettings(), SamplingSettings(max_completion_tokens=40)
-    )
+    engine = NativeEngine(model, NativeEngineSettings(), SamplingSettings(max_completion_tokens=40))
     for sample in samples:
         engine.submit(GenerationRequest(str(sample.id), sample.prompt.ids, [], sample.seed))
     outputs = []

@@ -114,7 +114,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def expected(model: Path) -> list[GenerationOutput]:
     """What an engine in this process generates for `fresh_samples(12)`."""
     settings = job(model)
-    local = NativeEngine.from_pretrained(settings.model, settings.engine, settings.sampling)
+    local = NativeEngine(settings.model, settings.engine, settings.sampling)
     for sample in fresh_samples(12):
         local.submit(GenerationRequest(str(sample.id), sample.prompt.ids, [], sample.seed))
     ended: dict[str, GenerationOutput] = {}

@@ -30,7 +30,7 @@ def reports_of(folder: Path, requests: list[GenerationRequest], report_every_s: 
     torch.set_num_threads(1)
     save_tiny_model(folder / "model")
     sampling = SamplingSettings(max_completion_tokens=LIMIT)
-    engine = NativeEngine.from_pretrained(folder / "model", NativeEngineSettings(), sampling)
+    engine = NativeEngine(folder / "model", NativeEngineSettings(), sampling)
     with connected(EngineWorker) as (controller, connection):
         for request in requests:
             controller.call(EngineWorker.submit, request, answered=False)
@@ -76,9 +76,7 @@ def test_the_engine_s_own_count_is_what_was_reported(tmp_path: Path) -> None:
 def test_a_file_that_is_read_while_an_engine_wakes_is_a_sign_of_life(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tiny_model().save_pretrained(tmp_path, max_shard_size="8KB")
-    engine = NativeEngine.from_pretrained(
-        tmp_path, NativeEngineSettings(), SamplingSettings(max_completion_tokens=LIMIT)
-    )
+    engine = NativeEngine(tmp_path, NativeEngineSettings(), SamplingSettings(max_completion_tokens=LIMIT))
     num_files = len(list(tmp_path.glob("*.safetensors")))
     with connected(EngineWorker) as (controller, connection):
         thread = threading.Thread(
@@ -100,7 +98,7 @@ def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_ca
     torch.set_num_threads(1)
     save_tiny_model(tmp_path / "model")
     sampling = SamplingSettings(max_completion_tokens=LIMIT)
-    engine = NativeEngine.from_pretrained(tmp_path / "model", NativeEngineSettings(), sampling)
+    engine = NativeEngine(tmp_path / "model", NativeEngineSettings(), sampling)
     (tmp_path / "torn").write_bytes(b"12345678{")
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "wrong")
     with connected(EngineWorker) as (controller, connection):

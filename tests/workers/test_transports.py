@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def expected(models: tuple[Path, Path]) -> list[list[int]]:
     """The completions of `fresh_samples(4)` by the trainer's model."""
-    engine = NativeEngine.from_pretrained(models[1], ENGINE, SAMPLING)
+    engine = NativeEngine(models[1], ENGINE, SAMPLING)
     for sample in fresh_samples(4):
         engine.submit(GenerationRequest(str(sample.id), sample.prompt.ids, [], sample.seed))
     ended: dict[str, list[int]] = {}

@@ -64,10 +64,9 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
             if process.num:
                 yield process
     if config.host.starts("engine") if isinstance(engine, NativeEngineSettings) else not engine.urls:
-        kept = sum(outputs * inputs for outputs, inputs in modules.values()) if trainer.adapter else 0
-        yield engine_memory(
-            shape, engine, context=longest, adapted_parameters=kept, has_cuda=engines_on_gpu(config)
-        )
+        kept = adapter * config.num_versions if trainer.adapter else 0
+        has_cuda = engines_on_gpu(config)
+        yield engine_memory(shape, engine, context=longest, adapter_parameters=kept, has_cuda=has_cuda)
     if config.algorithm.needs_reference and not trainer.lora and config.host.starts("reference"):
         yield _reference_memory(shape, trainer)
     if isinstance(config.weights, SharedMemorySettings):
@@ -224,19 +223,19 @@ def engine_memory(
     settings: EngineSettings,
     *,
     context: int,
-    adapted_parameters: int = 0,
+    adapter_parameters: int = 0,
     has_cuda: bool = True,
 ) -> ProcessMemory:
     """Estimate the memory of one engine.
 
     Args:
         context: tokens of a prompt and its completion, at most.
-        adapted_parameters: weights of which the engine keeps a copy without their LoRA adapter.
+        adapter_parameters: of all LoRA adapters that the engine keeps.
         has_cuda: an inference server computes on CUDA devices; otherwise on the CPU.
     """
     size = ITEM_BYTES[settings.dtype]
     token, num = kv_bytes_per_token(shape, size), settings.num_engines
-    weights = {"weights": size * shape.num_parameters, "base of the adapter": size * adapted_parameters}
+    weights = {"weights": size * shape.num_parameters, "adapters": size * adapter_parameters}
     if not isinstance(settings, NativeEngineSettings):
         # A server takes the KV cache that its device has room for. One sequence must fit.
         tensor_parallel = settings.tensor_parallel_size

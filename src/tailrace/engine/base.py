@@ -36,6 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
         temperature, max_completion_tokens: in place of those of `sampling`.
+        pin: the version of the weights. None, or one that the engine does not serve: always the newest.
     """
 
     id: str
@@ -46,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None = None
     temperature: float | None = None
     max_completion_tokens: int | None = None
+    pin: int | None = None
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
@@ -211,9 +213,8 @@ class Engine(EngineVerbs, Protocol):
 
     async def regroup(self, width: int) -> None:
         """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
-
-        Only for servers that the run starts, and simulated engines.
-        """
+        Only for servers that the run starts, and simulated engines."""
+        return
 
     def take_over(self, sample: Sample, source: "Engine") -> None:
         """Take the KV cache of a request that another engine of the same version has given up, if it can.
@@ -222,6 +223,7 @@ class Engine(EngineVerbs, Protocol):
 
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""
+        return
 
 
 COUNTS_FOLDER = "counts"

@@ -185,10 +185,6 @@ class SupervisedEngine(Engine):
         usage = self._ended + self._life.usage() if self._life else self._ended
         return msgspec.structs.replace(usage, num_generated=self._counter.num)
 
-    @override
-    def report(self) -> None:
-        """Processes and servers report by themselves."""
-
     async def close(self) -> None:
         """End the life."""
         if self._life is not None:

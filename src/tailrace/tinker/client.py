@@ -403,12 +403,6 @@ class TinkerEngine(OnOtherDevices, Engine):
         self._service.is_publishing = False
         self._loaded.set()
 
-    async def regroup(self, width: int) -> None:
-        """Do nothing."""
-
-    def report(self) -> None:
-        """Do nothing."""
-
     @override
     def usage(self) -> Usage:
         return Usage(

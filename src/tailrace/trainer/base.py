@@ -31,11 +31,10 @@ class LoraSettings(Settings):
     """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, which the
-    embedded engine adds to its own copy of W, and vLLM to its activations, with
-    `weights.transport = "filesystem"`."""
+    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, for the embedded
+    engine, and for vLLM with `weights.transport = "filesystem"`."""
     versions: int = Field(default=1, ge=1, le=64)
-    """Adapters that a vLLM server keeps: the last so many versions, for schedules that pin samples to theirs
+    """Adapters that an engine keeps: the last so many versions, for schedules that pin samples to theirs
     (`trl_async`: staleness + 1)."""
 
 

@@ -106,8 +106,11 @@ class EngineWorker(Worker):
     def load_job(cls, job: EngineJob, connection: WorkerConnection) -> "EngineWorker":
         from tailrace.engine.native.engine import NativeEngine
 
-        scale = job.adapter.alpha / job.adapter.rank if job.adapter else None
-        engine = NativeEngine.from_pretrained(job.model, job.engine, job.sampling, adapter_scale=scale)
+        scale, num = (
+            (job.adapter.alpha / job.adapter.rank, job.adapter.versions) if job.adapter else (None, 1)
+        )
+        model, settings, sampling = job.model, job.engine, job.sampling
+        engine = NativeEngine(model, settings, sampling, adapter_scale=scale, num_versions=num)
         return cls(engine, connection, job)
 
     @override
@@ -316,6 +319,7 @@ class RemoteEngine(EngineClient):
                 sampling=sample.sampling,
                 temperature=sample.temperature,
                 max_completion_tokens=int(limit) - sample.turn_start,
+                pin=sample.pin,
             )
             self.worker.send(EngineWorker.submit, request)
             self._requests[id] = served = _Request(sample, self.worker.future())

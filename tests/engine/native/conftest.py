@@ -34,12 +34,14 @@ def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
         settings: NativeEngineSettings | None = None,
         sampling: SamplingSettings | None = None,
         max_completion_tokens: int = 60,
+        **of_adapters: float,
     ) -> NativeEngine:
-        return NativeEngine.from_pretrained(
+        return NativeEngine(
             models[family][0],
             settings or NativeEngineSettings(),
             sampling
             or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
+            **of_adapters,
         )
 
     return make

@@ -115,7 +115,7 @@ def test_the_models_own_end_token_stops(tmp_path):
     sampling = SamplingSettings(max_completion_tokens=60)
 
     def generate():
-        engine = NativeEngine.from_pretrained(tmp_path, NativeEngineSettings(), sampling)
+        engine = NativeEngine(tmp_path, NativeEngineSettings(), sampling)
         engine.submit(GenerationRequest("x", [1, 2, 3], (), 0))
         return finish(engine)["x"]
 
@@ -143,7 +143,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     sampling = SamplingSettings(max_completion_tokens=5, stop=("x",))
     with pytest.raises(ConfigError, match=r"sampling.stop needs a tokenizer.json; save the tokenizer"):
-        NativeEngine.from_pretrained(tmp_path, NativeEngineSettings(), sampling)
+        NativeEngine(tmp_path, NativeEngineSettings(), sampling)
 
 
 def test_aborting_an_unknown_or_ended_request_gives_none(make_engine):

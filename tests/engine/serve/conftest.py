@@ -50,4 +50,4 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 def native(folder: Path) -> NativeEngine:
     """The same model in this process."""
     sampling = SamplingSettings(max_completion_tokens=512)
-    return NativeEngine.from_pretrained(folder / "model", NativeEngineSettings(max_num_seqs=256), sampling)
+    return NativeEngine(folder / "model", NativeEngineSettings(max_num_seqs=256), sampling)

@@ -36,6 +36,8 @@ class Sequence:
     """Of the request's seed (sampler.py)."""
     sampling: SamplingParams
     greedy: bool = False
+    pin: int | None = None
+    """The version of the weights; None: the newest."""
     logprobs: list[float] = field(default_factory=list)
     """Of the last tokens: those that are not yet in an output."""
     prompt_version: int | None = None
@@ -116,7 +118,7 @@ class SuspendedKV:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[str, tuple[list[int], Block]] = {}
+        self._blocks: dict[str, tuple[list[int], int | None, Block]] = {}
         self.num_tokens = 0
         """Positions of all blocks."""
 
@@ -130,19 +132,19 @@ class SuspendedKV:
         context = sequence.context
         self.shrink(room - len(context))
         if len(context) <= room:
-            self._blocks[sequence.id] = context, [piece.clone() for piece in block]
+            self._blocks[sequence.id] = context, sequence.pin, [piece.clone() for piece in block]
             self.num_tokens += len(context)
 
     def take(self, sequence: Sequence) -> Block | None:
-        """Remove and return the request's block; None if there is none or its context is another one."""
-        context, block = self._blocks.pop(sequence.id, ([], None))
+        """Remove and return the request's block; None if there is none or its context or pin is another."""
+        context, pin, block = self._blocks.pop(sequence.id, ([], None, None))
         self.num_tokens -= len(context)
-        return block if context == sequence.context else None
+        return block if (context, pin) == (sequence.context, sequence.pin) else None
 
     def shrink(self, num_tokens: int) -> None:
         """Drop the oldest blocks until at most `num_tokens` positions are kept."""
         while self._blocks and self.num_tokens > num_tokens:
-            context, _ = self._blocks.pop(next(iter(self._blocks)))
+            context, *_ = self._blocks.pop(next(iter(self._blocks)))
             self.num_tokens -= len(context)
 
 

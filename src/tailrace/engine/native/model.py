@@ -7,7 +7,7 @@ because it is what differs between a prefill and a decode step.
 Suffixes: T tokens of a call, H query heads, K key-value heads, D head dimension, V vocabulary.
 """
 
-from collections import abc
+from collections import abc, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ from tailrace.model_folder import folder_error, weight_files
 MIN_PACKED, ROWS = 2**18, 16
 """A matrix with fewer elements stays in the processor's cache. The layout is chosen for so many rows."""
 
+Adapted = abc.Sequence[tuple["Lora", Tensor | None]]
+"""Adapters, and to which rows of a call each is added; None: to all."""
+
 
 class Attend(Protocol):
     """Attention of one layer."""
@@ -49,11 +52,23 @@ class Matrix:
         if _has_copy(self.weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None, adapted: Adapted = ()) -> Tensor:
         if self.packed is None:
-            return F.linear(x, self.weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+            out = F.linear(x, self.weight, bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        for adapter, rows in adapted:
+            if self in adapter:
+                a, b = adapter[self]
+                if rows is None:
+                    out.addmm_(x @ a, b)
+                else:
+                    out.index_add_(0, rows, x[rows] @ a @ b)
         return out
+
+
+Lora = Mapping[Matrix, tuple[Tensor, Tensor]]
+"""Of each adapted matrix, the factors of what is added to its transpose, [in, R] and [R, out]."""
 
 
 def _has_copy(weight: Tensor) -> bool:
@@ -126,8 +141,6 @@ class CausalLM:
         for index, layer in enumerate(self._layers):
             parts = layer.parts((num_q, num_kv, num_kv))
             self._weights |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
-        self._base: dict[str, Tensor] = {}
-        """The adapted weights without their adapter, from the first adapter on."""
         storages = [weight.untyped_storage() for weight in self._weights.values()]
         self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
 
@@ -148,7 +161,6 @@ class CausalLM:
 
     def release(self) -> None:
         """Free the memory of the weights, until `restore`."""
-        self._base = {}
         for matrix in self._matrices():
             matrix.packed = None
         for storage, _ in self._storages.values():
@@ -219,47 +231,44 @@ class CausalLM:
         """Views of the weights as `load` takes them: the norms of q and k have one gain for all heads."""
         return {name: w[0] if "norm" in name and w.dim() == 2 else w for name, w in self._weights.items()}
 
-    def load_adapter(self, tensors: Mapping[str, Tensor], scale: float) -> None:
-        """Set each adapted weight to W + scale B A, in place. W is the weight that the model had before the
-        first adapter; a copy of it is kept. Raises a ValueError if they are of no weight of this model, or of
-        another shape, or a B is missing. Nothing has changed. `tensors`: A [rank, in] and B [out, rank] of
-        each adapted weight, named as in trainer/adapter.py."""
-        suffix = ".lora_A.weight"
-        adapted: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, a in tensors.items():
-            if not name.endswith(suffix):
-                continue
-            layer = name.removesuffix(suffix)
-            weight, b = self._weights.get(f"{layer}.weight"), tensors.get(f"{layer}.lora_B.weight")
-            if weight is None or b is None or weight.shape != (len(b), a.shape[1]) or len(a) != b.shape[1]:
+    def adapter(self, tensors: Mapping[str, Tensor], scale: float) -> Lora:
+        """Return what is added to matrices: scale B A for each adapted weight. Raises a ValueError if it is
+        of no linear layer of this model, or of another shape, or a B is missing. `tensors`: A [rank, in] and
+        B [out, rank], named as in trainer/adapter.py."""
+        suffix, joined = ".lora_A.weight", defaultdict[int, list[tuple[int, Tensor, Tensor]]](list)
+        for layer in (name.removesuffix(suffix) for name in tensors if name.endswith(suffix)):
+            a, b = tensors[f"{layer}{suffix}"], tensors.get(f"{layer}.lora_B.weight")
+            weight = self._weights.get(f"{layer}.weight") if layer.endswith("_proj") else None
+            if weight is None or b is None or (*weight.shape, len(a)) != (len(b), a.shape[1], b.shape[1]):
                 raise ValueError(f"the adapter of {layer} is incomplete or of another model")
-            adapted[f"{layer}.weight"] = a, b
-        for name, (a, b) in adapted.items():
-            weight = self._weights[name]
-            if name not in self._base:
-                self._base[name] = weight.clone()
-            a, b = (factor.to(self.device, torch.float32) for factor in (a, b))
-            weight.copy_(self._base[name].float() + scale * (b @ a))
-        changed = {self._weights[name].untyped_storage().data_ptr() for name in adapted}
-        for matrix in self._matrices():
-            if matrix.weight.untyped_storage().data_ptr() in changed:
-                matrix.pack()
+            joined[_storage(weight)].append((weight.storage_offset() // weight.stride(0), a, scale * b))
+        matrices = (matrix for matrix in self._matrices() if _storage(matrix.weight) in joined)
+        return {matrix: self._factors(matrix, joined[_storage(matrix.weight)]) for matrix in matrices}
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _factors(self, matrix: Matrix, parts: list[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Of the layers that a matrix joins: the first row of each, its A and its B."""
+        a, start = torch.cat([a for _, a, _ in parts]), 0
+        joined = a.new_zeros(len(matrix.weight), len(a))
+        for row, _, b in parts:
+            joined[row : row + len(b), start : (start := start + b.shape[1])] = b
+        a, b = (factor.T.to(self.device, self._dtype).contiguous() for factor in (a, joined))
+        return a, b
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, adapted: Adapted = ()) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""
         x = F.embedding(ids, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
         for index, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
-            x += layer.out(attend(index, q, k, v))
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
-            x += layer.down(F.silu(gate) * up)
+            qkv = layer.qkv(self._norm(x, layer.input_norm), layer.qkv_bias, adapted)
+            x += layer.out(attend(index, *self._rotated(layer, qkv, cos, sin)), adapted=adapted)
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm), adapted=adapted).chunk(2, -1)
+            x += layer.down(F.silu(gate) * up, adapted=adapted)
         return x
 
-    def _qkv(self, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, K, D] of a normalised residual stream; q and k are rotated."""
+    def _rotated(self, layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, K, D] of what the joined matrix gives; q and k are rotated."""
         num_heads = sum(self._heads) + self._heads[1]
-        qkv = layer.qkv(h, layer.qkv_bias).view(len(h), num_heads, self._head_dim)
+        qkv = qkv.view(len(qkv), num_heads, self._head_dim)
         qk, v = torch.split_with_sizes(qkv, (sum(self._heads), self._heads[1]), 1)
         if layer.qk_norm is not None:
             qk = self._norm(qk) * layer.qk_norm
@@ -274,6 +283,10 @@ class CausalLM:
     def logits(self, x: Tensor) -> Tensor:
         """[T, V], float32, of a residual stream [T, hidden]."""
         return self._head(self._norm(x, self._last_norm)).float()
+
+
+def _storage(weight: Tensor) -> int:
+    return weight.untyped_storage().data_ptr()
 
 
 def _head_dim(config: PreTrainedConfig) -> int:

@@ -5,7 +5,7 @@ admission.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tailrace.engine.native.cache import Cache, Sequence
@@ -51,26 +51,26 @@ class Scheduler:
         self._ids.add(sequence.id)
         self.waiting.append(sequence)
 
-    def admit(self, version: int) -> list[Admitted]:
+    def admit(self, version_of: Callable[[Sequence], int]) -> list[Admitted]:
         """Give slots to waiting sequences, up to the limits on sequences, cache and prefill. The weights of
-        `version` compute them, but for those whose keys and values were suspended."""
+        their version compute them, but for those whose keys and values were suspended."""
         admissions: list[Admitted] = []
-        computed: dict[tuple[int, ...], Admitted] = {}
+        computed: dict[tuple[int, tuple[int, ...]], Admitted] = {}
         budget = limit = self._settings.max_prefill_tokens
         while self.waiting and len(self.running) < self._settings.max_num_seqs:
             sequence = self.waiting[0]
             if not self.cache.has_room(sequence):
                 break
-            resumed = self.cache.resume(sequence)
+            resumed, version = self.cache.resume(sequence), version_of(sequence)
             if not resumed:
-                context = tuple(sequence.context)
+                context = version, tuple(sequence.context)
                 admission = computed.get(context)
                 if admission is None:
                     sibling = sibling_of(sequence, version, self.running.values())
                     if sibling is None:
-                        if len(context) > budget < limit:
+                        if len(sequence.context) > budget < limit:
                             break
-                        budget -= len(context)
+                        budget -= len(sequence.context)
                     admission = computed[context] = Admitted([], sibling)
                     admissions.append(admission)
                 self.cache.add(sequence)
@@ -86,21 +86,22 @@ class Scheduler:
             if sequence.id not in self.running or self.cache.fits(sequence):
                 continue
             while sequence.id in self.running and not self.cache.has_room(sequence):
-                self._unschedule_last()
+                self._unschedule(next(reversed(self.running.values())))
                 self.num_preempted += 1
             if sequence.id in self.running:
                 self.cache.move(sequence)
 
-    def _unschedule_last(self) -> None:
-        _, sequence = self.running.popitem()
+    def _unschedule(self, sequence: Sequence) -> None:
+        del self.running[sequence.id]
         self.cache.remove(sequence)
         self.waiting.appendleft(sequence)
 
     def recompute(self) -> None:
-        """Let every sequence wait again, in order, so that its context is computed anew."""
+        """Let every sequence without a pin wait again, in order, so that its context is computed anew."""
         self.cache.suspended.shrink(0)
-        while self.running:
-            self._unschedule_last()
+        for sequence in reversed(list(self.running.values())):
+            if sequence.pin is None:
+                self._unschedule(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence."""
