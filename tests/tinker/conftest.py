@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tinker_cases import QUICKSTART, Server, serving
+from tinker_cases import QUICKSTART, Server, clients_of, serving
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +17,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def connect(server: Server) -> Iterator[Callable[[], Any]]:
-    """Makes clients of the server; they are closed after the test."""
-    tinker = pytest.importorskip("tinker")
-    clients = []
-
-    def make() -> Any:
-        clients.append(client := tinker.ServiceClient(base_url=server.url, api_key="tml-any"))
-        return client
-
-    yield make
-    for client in clients:
-        client.close("success").result()
+    with clients_of(server) as make:
+        yield make

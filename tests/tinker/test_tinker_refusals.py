@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_cases import BASE, KEY, QUICKSTART, Server, serving
+from tinker_cases import BASE, KEY, QUICKSTART, Server, clients_of, serving
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 IDS, TARGETS = [5, 6, 7], [6, 7, 8]
@@ -113,9 +113,11 @@ def test_an_older_sdk_is_told_what_to_install(server: Server) -> None:
 
 
 def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
-    tinker = pytest.importorskip("tinker")
-    with serving(QUICKSTART, tmp_path, "--trainer.lora.rank", "4") as other:
-        client = tinker.ServiceClient(base_url=other.url, api_key="tml-any")
+    with (
+        serving(QUICKSTART, tmp_path, "--trainer.lora.rank", "4") as other,
+        clients_of(other) as connect,
+    ):
+        client = connect()
         with pytest.raises(Exception, match=r"start the server with --trainer\.lora\.rank 16"):
             client.create_lora_training_client(base_model=BASE, rank=16).result()
         assert client.create_lora_training_client(base_model=BASE, rank=4).result().get_info().is_lora

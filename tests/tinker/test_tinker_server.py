@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from tinker_cases import BASE, QUICKSTART, Server, serving
+from tinker_cases import BASE, QUICKSTART, Server, clients_of, serving
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 SMOLLM2 = os.environ.get("TAILRACE_SMOLLM2", "")
@@ -133,46 +133,46 @@ def test_a_client_in_flight_gets_newer_weights_and_a_snapshot_is_refused(connect
 
 
 def test_a_client_goes_on_from_its_saved_state_after_the_server_was_killed(tmp_path: Path) -> None:
-    tinker = pytest.importorskip("tinker")
     server = Server(QUICKSTART, tmp_path)
     server.start()
-
-    def connect() -> Any:
-        return tinker.ServiceClient(base_url=server.url, api_key="tml-any")
 
     def losses(training: Any, num: int) -> list[float]:
         data = [example(training.get_tokenizer(), f"{a} + 1 = ?\n", f"{a + 2}") for a in range(8)]
         return [train(training, data, "cross_entropy", 1e-3)["loss:sum"] for _ in range(num)]
 
     try:
-        undisturbed = losses(connect().create_lora_training_client(base_model=BASE).result(), 5)
-        server.kill()
-        server.start()
-        training = connect().create_lora_training_client(base_model=BASE).result()
-        assert losses(training, 3) == pytest.approx(undisturbed[:3], rel=1e-5)
-        path = training.save_state("third").result().path
-        losses(training, 1)  # lost with the server
-        server.kill()
-        server.start()
-        resumed = connect().create_training_client_from_state_with_optimizer(path).result()
-        assert losses(resumed, 2) == pytest.approx(undisturbed[3:], rel=1e-5)
+        with clients_of(server) as connect:
+            undisturbed = losses(connect().create_lora_training_client(base_model=BASE).result(), 5)
+            server.kill()
+            server.start()
+            training = connect().create_lora_training_client(base_model=BASE).result()
+            assert losses(training, 3) == pytest.approx(undisturbed[:3], rel=1e-5)
+            path = training.save_state("third").result().path
+            losses(training, 1)  # lost with the server
+            server.kill()
+            server.start()
+            resumed = connect().create_training_client_from_state_with_optimizer(path).result()
+            assert losses(resumed, 2) == pytest.approx(undisturbed[3:], rel=1e-5)
     finally:
         server.stop()
 
 
 @pytest.mark.skipif(not SMOLLM2, reason="$TAILRACE_SMOLLM2 names no model")
 def test_a_real_model_is_trained_with_an_adapter_and_sampled(tmp_path: Path) -> None:
-    tinker = pytest.importorskip("tinker")
-    with serving(Path(SMOLLM2), tmp_path, "--trainer.lora.rank", "8") as server:
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
-        training = client.create_lora_training_client(base_model=BASE, rank=8).result()
+    from tinker import types
+
+    with (
+        serving(Path(SMOLLM2), tmp_path, "--trainer.lora.rank", "8") as server,
+        clients_of(server) as connect,
+    ):
+        training = connect().create_lora_training_client(base_model=BASE, rank=8).result()
         tokenizer = training.get_tokenizer()
         assert training.get_info().lora_rank == 8
         data = [example(tokenizer, "The password is", " swordfish.")] * 4
         losses = [train(training, data, "cross_entropy", 1e-3)["loss:sum"] for _ in range(8)]
         assert losses[-1] < losses[0] / 4
         sampling = training.save_weights_and_get_sampling_client().result()
-        prompt = tinker.types.ModelInput.from_ints(tokenizer.encode("The password is"))
-        params = tinker.types.SamplingParams(max_tokens=4, temperature=0)
+        prompt = types.ModelInput.from_ints(tokenizer.encode("The password is"))
+        params = types.SamplingParams(max_tokens=4, temperature=0)
         (sequence,) = sampling.sample(prompt, num_samples=1, sampling_params=params).result().sequences
         assert tokenizer.decode(sequence.tokens).startswith(" swordfish")

@@ -4,9 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 QUICKSTART = Path(__file__).parent.parent.parent / "examples" / "quickstart" / "model"
 BASE, KEY = "quickstart", "tml-a-key-of-the-tests"
@@ -50,6 +53,23 @@ class Server:
         assert process.stdout is not None
         process.stdout.close()
         return process.wait()
+
+
+@contextmanager
+def clients_of(server: Server) -> Iterator[Callable[[], Any]]:
+    """Makes clients of a server. They are closed at the end, or the collector finds their connections."""
+    tinker = pytest.importorskip("tinker")
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(client := tinker.ServiceClient(base_url=server.url, api_key="tml-any"))
+        return client
+
+    try:
+        yield make
+    finally:
+        for client in made:
+            client.close("success").result()
 
 
 @contextmanager
