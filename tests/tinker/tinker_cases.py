@@ -57,7 +57,7 @@ class Server:
 
 @contextmanager
 def clients_of(server: Server) -> Iterator[Callable[[], Any]]:
-    """Makes clients of a server. They are closed at the end, or the collector finds their connections."""
+    """Makes clients of a server. They are closed at the end."""
     tinker = pytest.importorskip("tinker")
     made: list[Any] = []
 
