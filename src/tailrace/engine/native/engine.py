@@ -309,11 +309,10 @@ class NativeEngine:
         lengths = [len(sequence.tokens) for sequence in sequences]
         positions = self._tensor(lengths) - 1
         attention = DecodeAttention([tier for tier in cache.tiers if tier.sequences], lengths, positions)
-        inputs, adapted = (
-            self._tensor([s.tokens[-1] for s in sequences]),
-            self._adapted(sequences, [1] * len(sequences)),
+        adapted = self._adapted(sequences, [1] * len(sequences))
+        x = self._model.forward(
+            self._tensor([s.tokens[-1] for s in sequences]), positions, attention, adapted
         )
-        x = self._model.forward(inputs, positions, attention, adapted)
         logits = self._model.logits(x)
         uniforms = noise([s.noise_stream for s in sequences], [s.num_completion for s in sequences])
         greedy = [row for row, sequence in enumerate(sequences) if sequence.greedy]
