@@ -43,7 +43,7 @@ def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) 
     if find_spec("peft") is None:
         raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
     if lora.versions > 1 and lora.publish != "adapter":
-        problem, remedy = "merged weights replace each other", 'set it to 1, or publish to "adapter"'
+        problem, remedy = "merged weights replace each other", 'set it to 1, or publish = "adapter"'
         raise ConfigError(f"{_KEY}.versions", lora.versions, problem, remedy)
     if lora.publish == "adapter":
         _check_taker(lora, engine, transport)

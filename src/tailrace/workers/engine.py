@@ -106,9 +106,8 @@ class EngineWorker(Worker):
     def load_job(cls, job: EngineJob, connection: WorkerConnection) -> "EngineWorker":
         from tailrace.engine.native.engine import NativeEngine
 
-        scale, num = (
-            (job.adapter.alpha / job.adapter.rank, job.adapter.versions) if job.adapter else (None, 1)
-        )
+        lora = job.adapter
+        scale, num = (lora.alpha / lora.rank, lora.versions) if lora else (None, 1)
         model, settings, sampling = job.model, job.engine, job.sampling
         engine = NativeEngine(model, settings, sampling, adapter_scale=scale, num_versions=num)
         return cls(engine, connection, job)

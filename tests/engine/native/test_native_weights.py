@@ -95,8 +95,11 @@ def test_matrices_in_the_layout_for_few_rows_have_the_weights_of_the_last_load(
     [(2, 0, 0, False), (2, 1, 0, True), (2, 0, 1, True), (3, 0, 0, True)],
     ids=["no B", "inputs", "outputs", "ranks"],
 )
-def test_an_adapter_that_does_not_fit_is_refused(make_engine, rank, more_inputs, more_outputs, has_b):
-    model = make_engine()._model
+def test_an_adapter_that_does_not_fit_changes_nothing(
+    make_engine, models, rank, more_inputs, more_outputs, has_b
+):
+    engine = make_engine(adapter_scale=1.0, num_versions=2)
+    model = engine._model
     name, fitting = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
     outputs, inputs = model._weights[f"{name}.weight"].shape
     tensors = {
@@ -106,8 +109,14 @@ def test_an_adapter_that_does_not_fit_is_refused(make_engine, rank, more_inputs,
     }
     if has_b:
         tensors[f"{name}.lora_B.weight"] = torch.ones(outputs + more_outputs, 2)
+    before = {key: weight.clone() for key, weight in model._weights.items()}
     with pytest.raises(ValueError, match=f"the adapter of {name} is incomplete or of another model"):
-        model.adapter(tensors, 1.0)
+        engine.load(tensors, version=1, kv="keep")
+    assert all(torch.equal(weight, before[key]) for key, weight in model._weights.items())
+    submit_all(engine, PROMPTS)
+    for id, output in finish(engine).items():
+        assert output.version == 0
+        assert_close(output, reference(models["qwen3"][1], PROMPTS[id], output.ids))
 
 
 def test_recomputing_is_counted(make_engine, new_model):

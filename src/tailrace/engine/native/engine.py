@@ -296,11 +296,11 @@ class NativeEngine:
 
     def _adapted(self, sequences: list[Sequence], lengths: list[int]) -> list[tuple[Lora, Tensor | None]]:
         """The rows of each version, where each sequence has so many rows."""
-        rows = [self._version_of(s) for s, num in zip(sequences, lengths, strict=True) for _ in range(num)]
-        if len(versions := {*rows}) == 1:
-            return [(self._adapters[rows[0]], None)]
-        of = {version: [row for row, each in enumerate(rows) if each == version] for version in versions}
-        return [(self._adapters[version], self._tensor(each)) for version, each in of.items()]
+        versions = [self._version_of(sequence) for sequence in sequences]
+        if len({*versions}) == 1:
+            return [(self._adapters[versions[0]], None)]
+        rows = self._tensor(versions).repeat_interleave(self._tensor(lengths))
+        return [(self._adapters[each], (rows == each).nonzero()[:, 0]) for each in {*versions}]
 
     def _decode(self) -> list[int]:
         """Generate one token of every running request. Returns their lengths before."""

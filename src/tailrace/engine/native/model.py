@@ -246,7 +246,7 @@ class CausalLM:
         return {matrix: self._factors(matrix, joined[_storage(matrix.weight)]) for matrix in matrices}
 
     def _factors(self, matrix: Matrix, parts: list[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Of the layers that a matrix joins: the first row of each, its A and its B."""
+        """Join those of the layers of a matrix. `parts`: the first row of each layer, its A and its B."""
         a, start = torch.cat([a for _, a, _ in parts]), 0
         joined = a.new_zeros(len(matrix.weight), len(a))
         for row, _, b in parts:
