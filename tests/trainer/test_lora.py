@@ -154,7 +154,7 @@ def test_the_published_tensors_are_those_that_the_folder_predicts(
         ({"publish": "adapter"}, "native", "filesystem",
          r"the embedded engine reads a version in a folder as a whole model"),
         ({"versions": 2}, "native", "shared_memory",
-         r"trainer\.lora\.versions = 2: merged weights replace each other; set it to 1, or publish = .adapter"),
+         r"versions = 2: merged weights replace each other; set it to 1, or publish = .adapter"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_remedy(
