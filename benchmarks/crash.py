@@ -11,13 +11,14 @@ in the end each runs to its last round, where `Run.finish` compares the ledger w
 
 --kill engines: live runs of april, pipelinerl and tailrace, on three native engines or two vLLM servers, lose
 one engine after another to SIGKILL at random moments, also one that is being restarted. Each run must end by
-itself after its last round.
+itself after its last round. With --task pinned it is the runs of that task.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
 --task service: instead, a run of april on `tailrace serve --tinker` is killed, or the service is, which
 starts again; the run then ends by itself, and is resumed. Needs `pip install tailrace[tinker]`.
---task pinned: instead, dora and laminar on two engines, whose samples each have one version.
+--task pinned: instead, trl_async, dora and laminar on two engines that serve the last versions as adapters of
+LoRA; each sample has one version.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
@@ -26,6 +27,8 @@ was trained, and a sink that writes every request down.
     tokens_unaccounted   the engines' counts, all lives together, less trained, held, wasted and evaluated
     trained_twice        samples that the surviving lineage of checkpoints contains twice
     lost                 prompts drawn, or samples trained, that the ledger does not know of or forgot
+    other_version        (pinned) tokens of a version other than that with which their sample began
+    groups_not_of_k      (pinned) trained groups of more or fewer samples than the group size
     regenerated          tokens that had arrived and were generated again for the same sample
     turns_regenerated    (tools) turns that the ledger had as ended, and that were generated again
     calls_repeated       (tools) calls whose answer the ledger had, and that were made again
@@ -82,9 +85,13 @@ KILLED: dict[str, dict[str, object]] = {
 }
 """Schedules whose runs are killed."""
 PINNED: dict[str, dict[str, object]] = {
-    name: {"groups_per_step": 8, "groups_in_flight": 24, "staleness": 2} for name in ("dora", "laminar")
+    name: {"groups_per_step": 8, "groups_in_flight": 24, "staleness": 2}
+    for name in ("trl_async", "dora", "laminar")
 }
-"""Schedules of two engines whose runs are killed."""
+"""Schedules of two engines that are killed, or whose runs are."""
+ADAPTERS = {"engine.replicas": "2"}
+ADAPTERS |= {f"trainer.lora.{key}": value for key, value in (("rank", "8"), ("publish", "adapter"))}
+ADAPTERS |= {"trainer.lora.versions": "3", "trainer.learning_rate": "4e-3"}
 REAL: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 12},
     "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16, "ring_full": "block"},
@@ -472,6 +479,20 @@ def found_in(victims: Sequence[Victim]) -> Counter[str]:
     return results
 
 
+def found_of_pins(victims: Sequence[Victim]) -> Counter[str]:
+    """What is wrong with the versions of samples and the sizes of groups."""
+    results = Counter[str](other_version=0, groups_not_of_k=0)
+    for victim in victims:
+        books = victim.books()
+        for sample in books.samples.values():
+            results["other_version"] += sum(span.num_tokens for span in sample.spans[1:])
+        trained = Counter(each.prompt for each in books.trainings.values() if each.undone is None)
+        size = json.loads(max(books.lives.values(), key=lambda life: life.life).config)["run"]["group_size"]
+        whole = [row.prompt for row in books.groups.values() if row.fate == "trained"]
+        results["groups_not_of_k"] += sum(trained[prompt] != size for prompt in whole)
+    return results
+
+
 def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[str, float]:
     """Kill and resume runs; what was found, summed over the runs."""
     chance, life_s = random.Random(seed), REAL_LIFE_S if task == "real" else LIFE_S
@@ -488,7 +509,8 @@ def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[
             print(f"kill {number + 1:3} of {kills}: {victim.folder.name}", flush=True)
         for victim in victims:
             victim.live_to_the_end()
-        return {"kills": kills, **found_in(victims)}
+        pins = found_of_pins(victims) if task == "pinned" else {}
+        return {"kills": kills, **found_in(victims), **pins}
 
 
 def crash_tools(kills: int, seed: int) -> dict[str, float]:
@@ -523,18 +545,21 @@ def crash_service(kills: int, seed: int) -> dict[str, float]:
         return {"kills": kills, **found_in([victim])}
 
 
-def lose_engines(kills: int, seed: int, kind: str) -> dict[str, float]:
+def lose_engines(kills: int, seed: int, kind: str, task: str) -> dict[str, float]:
     """Kill engines of runs that go on; what was found, summed over the runs."""
     chance, results = random.Random(seed), Counter[str]()
+    schedules = PINNED if task == "pinned" else LOSING
     options = OPTIONS | WITH_REQUESTS | {"engine.replicas": str(REPLICAS[kind])}
+    options |= ADAPTERS if task == "pinned" else {}
     with tempfile.TemporaryDirectory() as name:
-        for number, schedule in enumerate(LOSING):
-            victim = Victim(schedule, LOSING[schedule], Path(name), options, EXAMPLE[kind])
-            share = len(range(number, kills, len(LOSING)))
+        for number, schedule in enumerate(schedules):
+            victim = Victim(schedule, schedules[schedule], Path(name), options, EXAMPLE[kind])
+            share = len(range(number, kills, len(schedules)))
             began_s = time.monotonic()
             victim.lose_engines(share, kind, chance)
             requests = victim.requests()
-            results += found_in([victim])
+            results.update(found_in([victim]))
+            results.update(found_of_pins([victim]) if task == "pinned" else {})
             results["kills"] += share
             results["regenerated"] += regenerated_tokens(requests)
             results["requests_evicted"] += sum(each.get("outcome") == "evicted" for each in requests)
@@ -598,14 +623,14 @@ def main(
 ) -> None:
     results: dict[str, float] = {}
     if kill == "engines":
-        results = lose_engines(kills, seed, engine)
+        results = lose_engines(kills, seed, engine, task)
     elif task == "service":
         results = crash_service(kills, seed)
     elif task == "tools":
         results = crash_tools(kills, seed)
     elif kills:
         more = ASLEEP | {"placement.kind": "colocated"} if colocated else {}
-        more |= {"engine.replicas": "2"} if task == "pinned" else {}
+        more |= ADAPTERS if task == "pinned" else {}
         results |= crash(kills, seed, OPTIONS | more, task)
     if kill == "all" and task == "sums" and repeats:
         results |= cost(repeats)
