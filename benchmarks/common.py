@@ -30,7 +30,7 @@ def run(main: Callable[..., Any]) -> None:
 def write(path: Path | None, results: object) -> None:
     """Write results as JSON; None: nowhere."""
     if path:
-        path.write_text(json.dumps(results, indent=2) + "\n")
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def tree(pid: int) -> list[int]:
@@ -39,14 +39,14 @@ def tree(pid: int) -> list[int]:
     for each in found:
         with suppress(OSError):
             for task in Path(f"/proc/{each}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
+                found += map(int, (task / "children").read_text(encoding="utf-8").split())
     return found
 
 
 def pss(pid: int) -> int:
     """The proportional set size of a process; 0: it has ended."""
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return 0
 

@@ -51,9 +51,9 @@ def train(url: str, model: Path, folder: Path, steps: int) -> list[dict[str, Any
     words = [f"{key}={value}" for key, value in settings.items()]
     environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tinker_cookbook.recipes.math_rl.train", *words]
-    with (folder.parent / "recipe.log").open("w") as log:
+    with (folder.parent / "recipe.log").open("w", encoding="utf-8") as log:
         subprocess.run(command, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
-    rows = [loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if FIGURES["reward"] in row]
 
 

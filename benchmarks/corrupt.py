@@ -117,7 +117,7 @@ class Commands:
         code = server.stdout.readline().strip()
         if not code:  # the process has ended
             self.close()
-        return int(code or server.wait()), self._said.read_text(errors="replace")
+        return int(code or server.wait()), self._said.read_text(errors="replace", encoding="utf-8")
 
     def close(self) -> None:
         """End the process. The kernel ends the processes that it has started."""
@@ -151,7 +151,7 @@ def results(
         elif name.startswith("eval"):
             model = ("--model", str(there / "model")) if name == "eval model" else ()
             code, said = tailrace("eval", str(there), *model, "--json", str(answer))
-            result = json.loads(answer.read_text()) if code == 0 else None
+            result = json.loads(answer.read_text(encoding="utf-8")) if code == 0 else None
         elif name == "inspect":
             code, said = tailrace("inspect", str(there), "--json")
             result = said if code == 0 else None

@@ -159,13 +159,13 @@ class Victim:
         self._config = EXAMPLES / example
         if schedule is None:
             return
-        settings = tomllib.loads(self._config.read_text())
+        settings = tomllib.loads(self._config.read_text(encoding="utf-8"))
         settings["schedule"] = {"name": name, **schedule}
         for table, key in PATHS:
             if key in settings.get(table, {}):
                 settings[table][key] = str(self._config.parent / settings[table][key])
         self._config = folder / f"{name}.toml"
-        self._config.write_text(tomli_w.dumps(settings))
+        self._config.write_text(tomli_w.dumps(settings), encoding="utf-8")
 
     def live_and_die(self, chance: random.Random, life_s: float = LIFE_S) -> None:
         """One life, killed with all its workers at a random moment.
@@ -220,7 +220,7 @@ class Victim:
         recorded = Counter(
             json.loads(line)["id"]
             for path in (self.folder / "samples").glob("*.jsonl")
-            for line in path.read_text().splitlines()
+            for line in path.read_text(encoding="utf-8").splitlines()
         )
         twice = (Counter(trained) - Counter(set(trained))) | (recorded - Counter(set(recorded)))
         lost = set(range(books.run.num_drawn)) ^ set(books.groups)
@@ -233,7 +233,7 @@ class Victim:
 
     def requests(self) -> list[dict[str, Any]]:
         """What `requests_sink` wrote of requests."""
-        lines = (self.folder / REQUESTS).read_text().splitlines()
+        lines = (self.folder / REQUESTS).read_text(encoding="utf-8").splitlines()
         return [event for line in lines if "sample" in (event := json.loads(line))]
 
     def _start(self, rounds: int) -> subprocess.Popen[bytes]:
@@ -246,21 +246,27 @@ class Victim:
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         if process.wait() != 0:
-            raise SystemExit(f"the last life of {self.folder.name} failed: {self._log.read_text()[-4000:]}")
+            raise SystemExit(
+                f"the last life of {self.folder.name} failed: {self._log.read_text(encoding='utf-8')[-4000:]}"
+            )
 
     def _wait(self, process: subprocess.Popen[bytes], condition: Callable[[], bool], problem: str) -> None:
         waited_s = 0.0
         while not condition():
             if process.poll() is not None or waited_s > PATIENCE_S:
                 kill(process)
-                raise SystemExit(f"{self.folder.name}: {problem}: {self._log.read_text()[-4000:]}")
+                raise SystemExit(
+                    f"{self.folder.name}: {problem}: {self._log.read_text(encoding='utf-8')[-4000:]}"
+                )
             time.sleep(0.05)
             waited_s += 0.05
 
     def _round(self) -> int:
         """The round that began last; -1: none."""
         path = self.folder / REQUESTS
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the run may be writing the last
+        lines = (
+            path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        )  # the run may be writing the last
         return max((event["round"] for line in lines if "round" in (event := json.loads(line))), default=-1)
 
     def _lives_that_drew(self) -> int:
@@ -305,7 +311,9 @@ class ServiceVictim(Victim):
             kill(self._service)
             self._start_service()
             if process.wait(PATIENCE_S) != 1:
-                raise SystemExit(f"the run outlived its service: {self._log.read_text()[-4000:]}")
+                raise SystemExit(
+                    f"the run outlived its service: {self._log.read_text(encoding='utf-8')[-4000:]}"
+                )
         self._compare()
 
     def close(self) -> None:
@@ -328,7 +336,7 @@ class RequestsSink:
     """Sink: a line for each round, and for each request as it starts and ends."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)  # a kill loses no line
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # a kill loses no line
 
     def on(self, event: Event) -> None:
         match event:
@@ -380,7 +388,7 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError):
-            found += map(int, children.read_text().split())
+            found += map(int, children.read_text(encoding="utf-8").split())
     return found
 
 
@@ -418,7 +426,7 @@ def calculator(expression: str) -> str:
     answer = str(math.prod(int(factor) for factor in expression.split("*")))
     caller = CALLER.get()
     line = json.dumps([str(caller.sample), caller.turn, caller.number]) + "\n"
-    with Path(os.environ[CALLS_VARIABLE]).open("a") as file:
+    with Path(os.environ[CALLS_VARIABLE]).open("a", encoding="utf-8") as file:
         file.write(line)
     return answer
 
@@ -462,7 +470,7 @@ class EpisodeVictim(Victim):
 
     def _new_lines(self, name: str) -> list[Any]:
         path = self.folder / name
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         new, self._lines[name] = lines[self._lines[name] :], len(lines)
         return [json.loads(line) for line in new]
 

@@ -80,6 +80,7 @@ class Peer:
             text=True,
             env={**os.environ, **ONE_THREAD, "HF_HUB_OFFLINE": "1"},
             start_new_session=True,
+            encoding="utf-8",
         )
 
     def measure(self, lengths: list[int]) -> Round | None:

@@ -141,7 +141,7 @@ def main(engine: str, model: str, file: str, core: str, dtype: str) -> None:
     # In this process, so that its scheduler has the same one core as everybody's.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": core}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    requests: Requests = json.loads(Path(file).read_text())
+    requests: Requests = json.loads(Path(file).read_text(encoding="utf-8"))
     generate = ENGINES[engine](model, core, dtype)
     for line in sys.stdin:
         asked = requests[: int(line)]

@@ -37,7 +37,10 @@ def measure(model: Path, words: Sequence[str]) -> dict[str, Any]:
         command = [sys.executable, "-m", "tailrace.cli", "train", str(EXAMPLES / "smollm2/first_run.toml")]
         command += ["--output-dir", f"{folder}/run", "--model.path", str(model.resolve()), *words]
         peak = peak_pss(command)
-        rows = [jsons.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            jsons.loads(line)
+            for line in Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
     steps = [row for row in rows if "loss" in row]
     seconds = steps[-1]["time"] - steps[0]["time"]
     rate = sum(row["samples/trained"] for row in steps[1:]) / seconds

@@ -40,7 +40,7 @@ from tailrace.record.metrics import read_rows
 ROUNDS = 3
 MAX_MISMATCH_KL = 0.02
 """In nats a token, between engine and trainer with the same bfloat16 weights."""
-SCHEDULES = tomllib.loads(Path(__file__).with_name("race.toml").read_text())["schedules"]
+SCHEDULES = tomllib.loads(Path(__file__).with_name("race.toml").read_text(encoding="utf-8"))["schedules"]
 """The parameters of every schedule."""
 VLLM = '{ kind = "vllm", dtype = "bfloat16", max_num_seqs = 256, args = ["--gpu-memory-utilization", "0.3"] }'
 SLEEPING_VLLM = VLLM.replace('"0.3"]', '"0.3", "--enable-sleep-mode"]')

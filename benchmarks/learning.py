@@ -146,7 +146,7 @@ def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> Non
 
 def figures(folder: Path) -> dict[str, float]:
     """What is compared of one run."""
-    rows = [jsons.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [jsons.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "loss" in row]
     samples = [row["samples/trained"] for row in steps]
     parts: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]

@@ -117,7 +117,7 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[tuple[
 
 
 def memory_of(pid: int, kind: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 

@@ -49,7 +49,7 @@ PROGRAMS = Path(__file__).with_name("hostile_programs.txt")
 def read_kinds() -> dict[str, list[str]]:
     """Return the variants of each kind."""
     kinds: dict[str, list[str]] = {}
-    for part in PROGRAMS.read_text().removeprefix("---- ").split("\n---- "):
+    for part in PROGRAMS.read_text(encoding="utf-8").removeprefix("---- ").split("\n---- "):
         kind, _, text = part.partition("\n")
         kinds.setdefault(kind, []).append(text)
     return kinds
@@ -117,7 +117,7 @@ class Host:
         self.folder = folder
         folder.chmod(0o755)  # the sandbox, not the file's mode, must keep programs out
         self.file = folder / "secret.txt"
-        self.file.write_text(self.secret)
+        self.file.write_text(self.secret, encoding="utf-8")
         self.file.chmod(0o666)
         self.tcp, self.unix = socket.socket(), socket.socket(socket.AF_UNIX)
         self.udp = socket.socket(type=socket.SOCK_DGRAM)
@@ -145,7 +145,7 @@ class Host:
                 found.append(name)
         if [path.name for path in self.folder.iterdir()] != [self.file.name]:
             found.append("folder")
-        elif self.file.read_text() != self.secret:
+        elif self.file.read_text(encoding="utf-8") != self.secret:
             found.append("file")
         return ", ".join(found)
 
@@ -218,7 +218,7 @@ def processes_left(before: set[int]) -> int:
 
 def shared_mib() -> float:
     """Return the machine's memory in tmpfs, memfd and System V segments."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Shmem:"))
 
 

@@ -87,7 +87,7 @@ async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path
 
 def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     folder.mkdir()
-    (folder / "config.toml").write_text(config.toml())
+    (folder / "config.toml").write_text(config.toml(), encoding="utf-8")
     files = [
         MetricsWriter(folder / "metrics.jsonl"),
         LogWriter(folder / "events.jsonl"),

@@ -106,7 +106,7 @@ def evaluate(spec: Spec) -> Spec:
 
 
 if __name__ == "__main__":
-    spec = json.loads(Path(sys.argv[2]).read_text())
+    spec = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     torch.set_num_threads(spec["threads"])
     result = {"train": train, "evaluate": evaluate}[sys.argv[1]](spec)
-    Path(sys.argv[3]).write_text(json.dumps(result))
+    Path(sys.argv[3]).write_text(json.dumps(result), encoding="utf-8")

@@ -85,17 +85,19 @@ def rows(model: Path, number: int, *, seed: int, split: Literal["train", "eval"]
 def ask_trl(verb: str, spec: Figures, cores: str, folder: Path) -> Figures:
     """What TRL's side writes, and its peak of memory."""
     asked, given = folder / "spec.json", folder / "result.json"
-    asked.write_text(jsons.dumps({"threads": len(cores.split(",")), "max_tokens": MAX_TOKENS, **spec}))
+    asked.write_text(
+        jsons.dumps({"threads": len(cores.split(",")), "max_tokens": MAX_TOKENS, **spec}), encoding="utf-8"
+    )
     command = ["taskset", "-c", cores, str(TRL_PYTHON), "-P", str(Path(__file__).with_name("trl_grpo.py"))]
     command += [verb, str(asked), str(given)]
     peak = peak_pss(command, os.environ | {"HF_HUB_OFFLINE": "1"}, period_s=1)
-    return {"peak_bytes": peak, **jsons.loads(given.read_text())}
+    return {"peak_bytes": peak, **jsons.loads(given.read_text(encoding="utf-8"))}
 
 
 def tailrace_steps(folder: Path) -> list[Figures]:
     """What trl_grpo.py writes of each step, from the files of a run."""
-    found = map(jsons.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    events = list(map(jsons.loads, (folder / "events.jsonl").read_text().splitlines()))
+    found = map(jsons.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    events = list(map(jsons.loads, (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()))
     steps: list[Figures] = []
     for row in (row for row in found if "loss" in row):
         begin, zero = steps[-1]["end_s"] if steps else 0.0, row["frac_reward_zero_std"]

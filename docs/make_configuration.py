@@ -292,7 +292,7 @@ def _line(text: str) -> str:
 def main(arguments: Iterable[str]) -> None:
     """Write the page to each path given."""
     for path in arguments:
-        Path(path).write_text(config_reference())
+        Path(path).write_text(config_reference(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def _line(*cells: str) -> str:
 def main(arguments: Iterable[str]) -> None:
     """Write the page to each path given."""
     for path in arguments:
-        Path(path).write_text(metrics_reference())
+        Path(path).write_text(metrics_reference(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _line(*cells: str) -> str:
 def main(arguments: Iterable[str]) -> None:
     """Write the page to each path given."""
     for path in arguments:
-        Path(path).write_text(scorecard(tomllib.loads(DATA.read_text())))
+        Path(path).write_text(scorecard(tomllib.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def simulate_paper(name: str, number: str | None, json_path: Path | None, seeds:
     say(*paper.contradictions, f"Not attempted: {paper.not_attempted}")
     if json_path:
         written = {"seeds": seeds, "counts": {"parameters": paper.num_parameters, "figures": figures}}
-        json_path.write_text(json.dumps(written | _json(paper, tables), indent=1) + "\n")
+        json_path.write_text(json.dumps(written | _json(paper, tables), indent=1) + "\n", encoding="utf-8")
 
 
 def _printed(table: Table) -> RichTable:

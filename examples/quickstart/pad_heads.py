@@ -51,10 +51,10 @@ def main() -> None:
         if kind == "k_norm":
             tensors[name] = tensors[name].float() * math.sqrt(OLD / NEW)  # not rounded to bfloat16
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["head_dim"] = NEW
     config["rope_parameters"]["rope_theta"] **= NEW / OLD
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ def evaluations(run: Path) -> dict[int, list[dict[str, Any]]]:
     files = sorted((run / "samples" / "eval").glob("round_*.jsonl"))
     if not files:
         sys.exit(f"{run} has no evaluation; set run.eval_every")
-    return {int(f.stem[6:]): [json.loads(line) for line in f.read_text().splitlines()] for f in files}
+    return {
+        int(f.stem[6:]): [json.loads(line) for line in f.read_text(encoding="utf-8").splitlines()]
+        for f in files
+    }
 
 
 def main(run: Path) -> None:
     found = evaluations(run)
-    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    for row in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
         if (accuracy := row.get("eval/accuracy")) is not None:
             print(f"round {row['round']:3}  {accuracy:.3f} {'█' * int(WIDTH * accuracy)}")
     first, last = ({each["prompt"]: each for each in found[round]} for round in (min(found), max(found)))

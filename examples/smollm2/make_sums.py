@@ -26,7 +26,7 @@ def main() -> None:
             message = {"role": "user", "content": f"What is {a} + {b}? {how}"}
             rows.append(json.dumps({"prompt": [message], "answer": str(a + b)}))
         path = Path(__file__).with_name(f"{name}.jsonl")
-        path.write_text("\n".join(rows) + "\n")
+        path.write_text("\n".join(rows) + "\n", encoding="utf-8")
         print(f"wrote {path}")
 
 

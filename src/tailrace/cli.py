@@ -12,6 +12,7 @@ to load is imported when it is needed, so that a signal finds a handler.
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from tailrace import __version__
 from tailrace.commands.signals import Terminated, signals_received, terminate
@@ -60,6 +61,9 @@ OVERRIDES = "Any setting of a config can be overridden: --section.key VALUE, for
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a letter that the terminal lacks ends no command
+            stream.reconfigure(errors="backslashreplace")
     try:
         with signals_received(terminate):
             _run(sys.argv[1:] if argv is None else argv)

@@ -1,5 +1,6 @@
 """The command line: words in, an exit code out."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -25,6 +26,17 @@ def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
     assert main(["train", str(config_path), "--output-dir", str(folder), "--dry-run"]) == 0
     assert 'name = "rolloutpipe"' in capsys.readouterr().out
     assert not folder.exists()
+
+
+def test_a_terminal_without_a_letter_shows_its_number(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", few)
+    words = ["train", str(config_path), "--output-dir", "out", "--dry-run", "--record.project", "é"]
+    assert main(words) == 0
+    few.flush()
+    assert b'project = "\\xe9"' in few.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import io
 import math
+import os
+import sys
 
+import pytest
 from record_story import Story, pipelined_round, play, rows_of
 from rich.console import Console
 
@@ -172,3 +175,19 @@ def test_a_first_step_without_a_call_of_a_tool_is_said_once() -> None:
 def test_a_dead_engine_is_named_at_once_with_the_cause() -> None:
     event = EngineStateChanged(1.0, "engine-0", "dead", "engine-0 (process 7) ended: signal SIGKILL")
     assert Notices().of(event) == ["engine-0 is dead: engine-0 (process 7) ended: signal SIGKILL"]
+
+
+def test_an_output_of_few_letters_or_that_is_closed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    closed = os.fdopen(write_end, "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", closed)  # rich leads it to nowhere
+    for file in (few, closed):
+        display = Display(rounds=1, waits=lambda: "", console=Console(file=file))
+        display.say("Evaluation → 1")
+        display.say("Evaluation 2")
+        display.close()
+    few.flush()
+    closed.close()
+    assert few.buffer.getvalue() == b"Evaluation \\u2192 1\nEvaluation 2\n"  # type: ignore[attr-defined]

@@ -85,7 +85,7 @@ class RunFolder:
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
         self.path.mkdir(parents=True, exist_ok=True)
         self.clear()
-        self.config.write_text(config)
+        self.config.write_text(config, encoding="utf-8")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

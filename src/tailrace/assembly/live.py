@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from tailrace import clock
@@ -70,6 +70,12 @@ MEASURED_PROMPTS = 256
 """Prompts of which the longest stands for all in the estimate of memory."""
 MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the results. An output that is closed or full ends no run."""
+    with suppress(OSError, ValueError):
+        print(f"tailrace: {line}", file=sys.stderr)
 
 
 def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
@@ -143,13 +149,13 @@ def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> N
     assert config.data
     reward = config.reward
     if warning := unused_rewards(config):
-        print(f"tailrace: warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     calls_functions = calls_reward_functions(config)
     if calls_functions:
         scorer = Scorer.load(reward, config.data)
         scorer.check_columns({column: None for row in rows for column in row})
         if reward.named():
-            print(f"tailrace: reward: {scorer.describe()}", file=sys.stderr)
+            say(f"reward: {scorer.describe()}")
     if reward.code:
         check_cases(rows, reward.code, others=calls_functions or bool(reward.judges))
         if reward.sandbox == "bubblewrap":
@@ -170,7 +176,7 @@ def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
             for prompt in scored[:1]:
                 call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
                 if warning := clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False):
-                    print(f"tailrace: warning: {warning}", file=sys.stderr)
+                    say(f"warning: {warning}")
             continue
         check_folder(judge)
         if config.host.kind != "local":
@@ -350,7 +356,7 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
     if inexact := [engine.name for engine in engines if not engine.capabilities.exact_versions]:
         problem = f"{', '.join(inexact)} cannot say which weights generated a token"
         effect = "after an update in flight, some tokens may count as one version newer than they are"
-        print(f"tailrace: warning: {problem}: {effect}; update the server", file=sys.stderr)
+        say(f"warning: {problem}: {effect}; update the server")
     probed = "probe_every" in config.weights.model_fields_set and config.weights.probe_every
     mute = next((engine.name for engine in engines if not engine.capabilities.scores), None)
     if probed and mute:
@@ -376,7 +382,7 @@ async def _checked_rewards(
             if code and has_cases(prompt.row, code):
                 continue
             if warning := await functions.check_one_row(prompt, understood):
-                print(f"tailrace: warning: {warning}", file=sys.stderr)
+                say(f"warning: {warning}")
     others = functions or (NoFunctions() if config.reward.judges else None)
     if code is None:
         return others or NoFunctions()

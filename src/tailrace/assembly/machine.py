@@ -49,10 +49,10 @@ class Machine:
         """Ask the machine. Imports torch only for a GPU."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if _CPU_LIMIT.is_file():
-            quota, period = _CPU_LIMIT.read_text().split()
+            quota, period = _CPU_LIMIT.read_text(encoding="utf-8").split()
             cores = min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
         information = Path("/proc/cpuinfo")
-        flags = set(information.read_text().split()) if information.is_file() else set()
+        flags = set(information.read_text(encoding="utf-8").split()) if information.is_file() else set()
         bfloat16 = next((flag for flag in BFLOAT16 if flag in flags), "")
         if not uses_gpu:
             return cls(cores, host_limit(), bfloat16)

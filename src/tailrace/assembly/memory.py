@@ -275,7 +275,7 @@ def host_limit() -> int:
     """Memory that processes of this machine, or of this container, may have."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _CGROUP_LIMITS:
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
+        if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():
             limits.append(int(text))
     return min(limits)
 

@@ -4,12 +4,11 @@ A run may be continued by several processes, which the ledger calls its lives. A
 needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import training_prompts
+from tailrace.assembly.live import say, training_prompts
 from tailrace.assembly.placement import prices_of
 from tailrace.config import RunConfig, check_resumable
 from tailrace.controller.checkpoints import checkpoint_name
@@ -19,11 +18,6 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
 from tailrace.record.figures import Row, steps_of
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
-
-
-def say(line: str) -> None:
-    """Tell the user something beside the results."""
-    print(f"tailrace: {line}", file=sys.stderr)
 
 
 @contextmanager
@@ -45,7 +39,7 @@ def opened(
     with closing(created) if created else nullcontext():
         if created:
             created.commit(start.opening)
-        folder.config.write_text(config.toml())
+        folder.config.write_text(config.toml(), encoding="utf-8")
         yield created, start
 
 

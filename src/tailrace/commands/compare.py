@@ -104,7 +104,7 @@ def compare(
         console.print(f"files     {folder}/*/  (tailrace view {folder})")
     for path in (json_path, folder and folder / "compare.json"):
         if path:
-            path.write_text(json.dumps(raced.numbers(), indent=2) + "\n")
+            path.write_text(json.dumps(raced.numbers(), indent=2) + "\n", encoding="utf-8")
 
 
 # -- the race ------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def diagnose(
         for label in ("measured", "cause", "set"):
             console.print(f"{label:10}{figures[label]}")
     if json_path:
-        json_path.write_text(json.dumps(found, indent=2) + "\n")
+        json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def _recorded(folder: RunFolder, config: RunConfig) -> str:

@@ -65,7 +65,7 @@ def run(
             "greedy": config.run.eval_greedy,
             "sets": sets,
         }
-        json_path.write_text(json.dumps(numbers) + "\n")
+        json_path.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:

@@ -63,7 +63,7 @@ def fit_run(
         print(text, end="")
         return
     with writing("--output", output):
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     console.print(f"[sim] is in {output}")
 
 

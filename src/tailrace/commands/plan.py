@@ -95,11 +95,11 @@ def plan(
     for reason in (*found.reasons, *excluded, pruned):
         console.print(f"- {reason}")
     if json_path:
-        json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n")
+        json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n", encoding="utf-8")
     if output:
         planned = with_candidate(config, found.best.candidate)
         resolve(planned)
-        output.write_text(planned.toml(chosen=False))
+        output.write_text(planned.toml(chosen=False), encoding="utf-8")
         console.print(f"config    {output}")
 
 

@@ -208,9 +208,9 @@ def bearer_token(file: Path | None, prefix: str = "") -> str:
         if file is not None:
             source = str(file)
             if not file.exists():
-                with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-                    opened.write(prefix + secrets.token_urlsafe(32) + "\n")
-            token = file.read_text().strip()
+                with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+                    opened.write(f"{prefix}{secrets.token_urlsafe(32)}\n".encode())
+            token = file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as why:
         raise ConfigError("--token-file", str(file), str(why), "name another file") from why
     if not token and file is None:

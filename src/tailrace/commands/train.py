@@ -14,8 +14,8 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind
-from tailrace.assembly.resumption import best_evaluation, opened, say
+from tailrace.assembly.live import advantages_of, check_live, open_parts, rewind, say
+from tailrace.assembly.resumption import best_evaluation, opened
 from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
 from tailrace.commands.signals import signals_received
 from tailrace.commands.tables import open_console
@@ -182,7 +182,7 @@ async def _train(
             await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
         if store and start.life > 1:
             store.commit(start.opening)
-            folder.config.write_text(folder.kept(config).toml())
+            folder.config.write_text(folder.kept(config).toml(), encoding="utf-8")
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         earlier = read_rows(folder.metrics)
         start.best = best_evaluation(earlier, folder)

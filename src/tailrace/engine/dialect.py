@@ -210,7 +210,7 @@ def find_interpreter(settings: VllmEngineSettings | SglangEngineSettings) -> str
     # To import the server would take many seconds.
     question = f"from importlib.util import find_spec; print(find_spec({settings.kind!r}) or '')"
     try:
-        done = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-c", question], capture_output=True, check=False)
     except OSError as error:
         raise ConfigError("engine.python", python, f"it cannot be started ({error})", remedy) from error
     if not done.stdout.strip():

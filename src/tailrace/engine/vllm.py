@@ -415,7 +415,7 @@ def write_plugin(folder: Path) -> Path:
     package.symlink_to(Path(__file__).parent.parent)
     info = folder / "tailrace_plugin-0.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")
+    (info / "METADATA").write_bytes(b"Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")
     entry = f"{BACKEND} = tailrace.weights.vllm_plugin:register"
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n", encoding="utf-8")
     return folder

@@ -109,7 +109,7 @@ def _numbers(row: Mapping[str, object]) -> LogRow:
 
 
 def _trainer_state(file: Path) -> Iterator[dict[str, Any]]:
-    yield from json.loads(file.read_text())["log_history"]
+    yield from json.loads(file.read_text(encoding="utf-8"))["log_history"]
 
 
 def _events(file: Path) -> Iterator[dict[str, Any]]:

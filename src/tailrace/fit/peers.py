@@ -128,7 +128,7 @@ class PeerFormat:
         return [("mean_tokens",), ("max_tokens",), *parts]
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("peers.toml").read_text())
+_TABLE = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 FORMATS = [PeerFormat(name, section) for name, section in _TABLE.items()]
 
 

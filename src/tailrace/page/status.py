@@ -84,7 +84,7 @@ def _holder(lock: Path) -> int | None:
     """The process of this machine that holds a lock file; None: none that is known."""
     try:
         inode = str(lock.stat().st_ino)
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             # 1: FLOCK  ADVISORY  WRITE 708 fe:00:5505 0 EOF
             words = line.split()
             if words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode:

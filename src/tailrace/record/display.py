@@ -6,8 +6,10 @@ for while nothing happens. Events only change a few numbers.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from io import TextIOWrapper
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -25,6 +27,8 @@ REFRESH_PER_S = 10
 BAR_WIDTH = 24
 NUM_REWARDS = 40
 """Steps whose rewards are drawn."""
+UNHEARD = suppress(OSError, ValueError, SystemExit)
+"""An output that is closed or full ends no run; rich would end the process."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -215,6 +219,8 @@ class Display:
         self._progress, self._waits = Progress(rounds), waits
         self._notices = Notices(settings or RecordSettings())
         self._console = console or Console()
+        if isinstance(self._console.file, TextIOWrapper):
+            self._console.file.reconfigure(errors="backslashreplace")
         self._live = Live(
             console=self._console,
             refresh_per_second=REFRESH_PER_S,
@@ -224,7 +230,8 @@ class Display:
 
     def on(self, event: Event) -> None:
         if self._console.is_terminal and not self._live.is_started:
-            self._live.start()
+            with UNHEARD:
+                self._live.start()
         self._progress.on(event)
         if isinstance(event, dict) and "loss" in event and not self._console.is_terminal:
             self.say(step_line(self._progress, event))
@@ -232,11 +239,13 @@ class Display:
             self.say(line)
 
     def close(self) -> None:
-        self._live.stop()
+        with UNHEARD:
+            self._live.stop()
 
     def say(self, line: str) -> None:
         """Show a line at once."""
-        self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        with UNHEARD:
+            self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def panel(self) -> RenderableType:
         progress, row = self._progress, self._progress.row

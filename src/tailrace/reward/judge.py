@@ -231,7 +231,7 @@ class AnswerCache:
         answer = self._answers.get(key)
         if answer is None and self._folder:
             with suppress(OSError, ValueError):
-                answer = self._file(self._folder, key).read_text()
+                answer = self._file(self._folder, key).read_text(encoding="utf-8")
         if answer is not None:
             self._remember(key, answer)
         return answer
@@ -240,11 +240,11 @@ class AnswerCache:
         """Keep an answer."""
         self._remember(key, answer)
         if self._folder:
-            with suppress(OSError):  # the run goes on without the cache
+            with suppress(OSError, ValueError):  # the run goes on without the cache
                 file = self._file(self._folder, key)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 new = file.with_suffix(".new")
-                new.write_text(answer)
+                new.write_text(answer, encoding="utf-8")
                 new.replace(file)
 
     def _remember(self, key: str, answer: str) -> None:

@@ -123,7 +123,7 @@ NOBODY = 65534
 """User and group of programs where this process is root."""
 MAX_WORDS = 2000
 """Bytes of an error message of the sandbox itself that are kept."""
-_INSIDE = (Path(__file__).parent / "sandboxed.py").read_text()
+_INSIDE = (Path(__file__).parent / "sandboxed.py").read_text(encoding="utf-8")
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},

@@ -102,14 +102,14 @@ class SimTrainer:
 
     async def save(self, folder: Path) -> Awaitable[None]:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / STEPS_FILE).write_text(str(self._num_steps))
+        (folder / STEPS_FILE).write_text(str(self._num_steps), encoding="utf-8")
         complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         complete.set_result(None)
         return complete
 
     async def restore(self, folder: Path) -> None:
         try:
-            self._num_steps = int((folder / STEPS_FILE).read_text())
+            self._num_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             raise CheckpointError(f"{folder / STEPS_FILE} cannot be read; remove {folder}") from None
 

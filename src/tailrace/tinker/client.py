@@ -265,7 +265,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         state = {"path": saved.path, "steps": self._num_steps}
-        (partial / STATE_FILE).write_text(json.dumps(state))
+        (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         checksums.seal(partial, self._num_steps)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -276,7 +276,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         advice = checksums.remedy(folder.parent)
         checksums.verify(folder, advice)
         try:
-            state = json.loads((folder / STATE_FILE).read_text())
+            state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
             path, num_steps = state["path"], state["steps"]
         except (OSError, ValueError, LookupError) as why:
             raise CheckpointError(f"{folder / STATE_FILE}: not readable ({why}); {advice}") from why

@@ -129,7 +129,7 @@ class FilesystemSender(WeightSender):
         else:
             named = {ADAPTER_PREFIX + name: tensor for name, tensor in tensors.items()}
             save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
-            (folder / ADAPTER_CONFIG).write_text(json.dumps(self._adapter, indent=2))
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(self._adapter, indent=2), encoding="utf-8")
 
 
 def shared_memory() -> Path:
@@ -145,7 +145,7 @@ def _write_config(folder: Path, model: Path, dtype: str) -> None:
                 shutil.copy(file, folder)
     # Older servers read the second key.
     config = read_config(model) | {"dtype": dtype, "torch_dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _synchronize(folder: Path) -> None:

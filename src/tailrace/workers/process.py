@@ -315,14 +315,14 @@ def _main(start: Start) -> None:
             for standard in (1, 2):
                 os.dup2(log.fileno(), standard)
     for output in (sys.stdout, sys.stderr):
-        output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        output.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(start.environment)
     sys.argv = [start.name]
     if sys.platform == "linux":
         with suppress(OSError):
-            Path("/proc/self/comm").write_text(start.name[:15])
+            Path("/proc/self/comm").write_text(start.name[:15], encoding="utf-8")
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
     module, kind = start.kind

@@ -92,7 +92,7 @@ def _descendants(spare: Collection[int]) -> set[int]:
 def is_stopped(leader: int) -> bool:
     """Return whether the leader of a process group is stopped, or a child of it in the same group."""
     with suppress(OSError):  # it has ended
-        children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+        children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="utf-8").split()
         stats = [_stat(Path(f"/proc/{pid}/stat")) for pid in (leader, *children)]
         return any(state == b"T" and int(group) == leader for state, _, group in stats)
     return False
