@@ -121,9 +121,14 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/learning.py lag
 	$(BIN)/python benchmarks/learning.py april
 	$(BIN)/python benchmarks/learning.py order
+	$(BIN)/python benchmarks/learning.py rollpacker
+	$(BIN)/python benchmarks/learning.py lagcurve
+	$(BIN)/python benchmarks/learning.py diverge
+	$(BIN)/python benchmarks/learning.py kl
 	$(BIN)/python benchmarks/learning.py kv
 	$(BIN)/python benchmarks/learning.py episodes
-	$(BIN)/python benchmarks/learning.py groups --seeds 5
+	$(BIN)/python benchmarks/learning.py groups
+	$(BIN)/python benchmarks/learning.py --report
 	$(BIN)/python benchmarks/lag_gradient.py
 	$(BIN)/tailrace compare benchmarks/race.toml
 

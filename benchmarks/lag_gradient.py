@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 from common import QUICKSTART, run
-from learning import interval
+from learning_report import interval
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config

@@ -1,252 +1,291 @@
-"""What schedules learn from equally many samples, from several seeds.
+"""What schedules learn from equally many samples, from several seeds. Results accumulate in small files.
 
-    python benchmarks/learning.py [lag|april|order|kv|episodes|groups|real] [--seeds 3] [--samples N]
-                                  [--only NAME,NAME] [--folder DIR] [--figure F]
+    python benchmarks/learning.py STUDY [--seeds 5] [--samples N] [--only NAME,NAME] [--results DIR]
+                                  [--folder DIR]
+    python benchmarks/learning.py --report [--results DIR] [--page FILE] [--figures DIR]
 
-lag    in-flight updates against conventional RL with G = 8, 16, 32 and 64 steps a round (PipelineRL,
-       Figs. 5a, 5b, 6b and 10), with its loss: REINFORCE, token weights truncated at 5
-april  april against serial (APRIL, Tables 2 and 5 to 7)
-order  rolloutpipe, which trains short groups first, against serial
-kv     pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
-episodes  pipelinerl against serial: updates within episodes of several turns (PipelineRL 7); the model and
-       the task are those of examples/tools.toml
-groups  groups of 8 (GRPO) against the first 4 of 8 to end, and against one sample a prompt with an advantage
-       over the step (2606.17250), each with 128 samples a step
-real   ten schedules on SmolLM2-135M and sums with a long tail of lengths (examples/smollm2/long_tail.toml);
-       tailbatch and rollpacker also train the prompts that they have deferred, in one more round
+The studies, their settings and the claims that they ask about are in studies.py:
 
-Each run trains the model of its study, the quickstart's unless another is named, on as many samples as the
-others. Printed, mean over the seeds and the half-width of its 95% interval (Student's t): the reward of the
-samples of each eighth of the run and the seconds until its end, without publications, held-out accuracy at
-the start and at the end, effective sample size, KL of the behaviour policy, largest and mean lag in optimizer
-steps, versions of the weights in a sample, share of the steps after which the KV cache was recomputed, mean
-length of the trained responses, the spread of the steps' means over their mean, waste, samples and seconds.
-Seconds hold for one engine and one trainer on two cores: each has one, or both in turn where the schedule
-never trains while it generates. --folder keeps the runs, and a run that has ended there is not repeated.
+lag         in-flight updates against conventional RL with G = 8, 16, 32, 64 and 1 steps a round
+diverge     G = 64 for twenty rounds, with two learning rates
+kl          how far sequences of mixed policies are from on-policy (kl_study.py)
+april       april against serial, and with a bound on the age of a token
+order       rolloutpipe, which trains short groups first, against serial
+rollpacker  serial against tail batching that races prompts, or prompts and responses
+lagcurve    accuracy and reward after equal samples over the mean lag, of fifteen schedules
+kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
+episodes    pipelinerl against serial: updates within episodes of several turns
+groups      groups of 8 against the first 4 of 8 to end, and against one sample a prompt
+real        ten schedules on SmolLM2-135M and sums with a long tail of lengths
+trl         TRL's GRPOTrainer on the task of `real`
+
+One (schedule, seed) is run at a time, all schedules with one seed before the next. A run that has a file of
+results is not repeated; one that was stopped goes on. `folder` has the files of unfinished runs.
+
+A file has the curve of a run, thinned to 32 points: of each part of the run, the reward, effective sample
+size, KL of the behaviour policy, mean and largest lag in optimizer steps and length of the trained samples;
+and at its end, how many samples were trained and how many generated, the generated tokens and the seconds of
+training. R(S), reward over samples, does not depend on how busy the machine is, but for schedules whose lag
+follows from the rates of engine and trainer. Seconds do: `machine` says what share of it other processes had.
+
+The report writes the tables of benchmarks/results/learning.md, means over the seeds with the half-widths of
+95% intervals (Student's t), and the figures that docs/ shows.
 """
 
-import json as jsons
-import tempfile
-from math import sqrt
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, pstdev, stdev
-from typing import Any, Literal, NamedTuple
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
+from statistics import fmean
+from typing import Any
 
-from common import EXAMPLES, QUICKSTART, run, write
+import learning_report
+from common import EXAMPLES, run
+from learning_report import CURVE, FIGURES, FORMAT, PAGE, RESULTS, read_result
+from studies import STUDIES, Study
 from tailrace.api import load_config, train
+from tailrace.config import RunConfig
+from tailrace.errors import TailraceError
 
-PARTS = 8
+ROOT = EXAMPLES.parent
+POINTS = 32
+QUIET = 0.05
+"""Share of the machine that other processes have, below which seconds mean something."""
+HELD_OUT = 1024
+"""Prompts of an evaluation."""
 
-
-class Study(NamedTuple):
-    """What is compared: settings of all runs, and the schedule of each."""
-
-    settings: dict[str, str]
-    schedules: dict[str, dict[str, Any]]
-    config: Path = QUICKSTART
-    own: dict[str, dict[str, str]] = {}
-    """Settings of single runs."""
-
-    def settings_of(self, name: str) -> dict[str, str]:
-        return {**self.settings, **self.own.get(name, {})}
+Result = dict[str, Any]
 
 
-WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
-STEP, ROUND = {"groups_per_step": 8}, {"groups_per_round": 8}
-RACE = {**ROUND, "prompt_speculation": 1.25, "response_speculation": 1.0}
-RING = {"groups_per_step": 4, "in_flight_per_engine": 64, "ring_groups": 8}
-STUDIES = {
-    "lag": Study(
-        {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"},
-        {"pipelinerl": {"name": "pipelinerl", **RING}}
-        | {
-            f"G={steps}": {"name": "conventional", "groups_per_step": 4, "steps_per_round": steps}
-            for steps in (8, 16, 32, 64)
-        },
-    ),
-    "april": Study(
-        {},
-        {
-            "serial": {"name": "serial", **WHOLE, "groups_per_step": 32},  # april steps once a round
-            "april": {"name": "april", "groups_per_round": 32, "groups_launched": 64},
-        },
-    ),
-    "order": Study(
-        {"trainer.learning_rate": "2e-4"},
-        {name: {"name": name, **WHOLE, "groups_per_step": 4} for name in ("serial", "rolloutpipe")},
-    ),
-    "kv": Study(
-        {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"},
-        {f"kv={kv}": {"name": "pipelinerl", **RING, "kv": kv} for kv in ("keep", "recompute", 0.01)},
-    ),
-    "episodes": Study(
-        {"trainer.learning_rate": "2e-4"},
-        {
-            "serial": {"name": "serial", "groups_per_round": 8, "groups_per_step": 8},
-            "pipelinerl": {"name": "pipelinerl", **RING, "groups_per_step": 8, "ring_groups": 16},
-        },
-        EXAMPLES / "tools.toml",
-    ),
-    "groups": Study(
-        {},
-        {
-            "GRPO": {"name": "serial", **WHOLE},
-            "4 of 8": {"name": "serial", "groups_per_round": 64, "groups_per_step": 32},
-            "one sample": {"name": "serial", "groups_per_round": 256, "groups_per_step": 128},
-        },
-        own={
-            "4 of 8": {"run.groups.keep": "4"},
-            "one sample": {"run.group_size": "1", "algorithm.name": "one_sample"},
-        },
-    ),
-    "real": Study(
-        {},
-        {
-            "serial": {"name": "serial", **STEP, **ROUND},
-            "rolloutpipe": {"name": "rolloutpipe", **STEP, "groups_per_round": 16},
-            "conventional": {"name": "conventional", **STEP, "steps_per_round": 2},
-            "april": {"name": "april", **ROUND, "groups_launched": 12},
-            "pipelinerl": {
-                "name": "pipelinerl",
-                **STEP,
-                "in_flight_per_engine": 96,
-                "ring_groups": 16,
-                "ring_full": "block",
-            },
-            "tailrace": {"name": "tailrace", **STEP, "groups_in_flight": 12, "staleness": 2},
-            "one_step_off": {"name": "one_step_off", **STEP, **ROUND},
-            "tailbatch": {"name": "tailbatch", **RACE},
-            "rollpacker": {"name": "rollpacker", **RACE},
-            "tailrace_on_policy": {
-                "name": "tailrace_on_policy",
-                **ROUND,
-                "prompt_speculation": 1.0,
-                "rounds_sorted": 4,  # of 8 rounds: a batch that the run's end cuts is trained to its end
-            },
-        },
-        EXAMPLES / "smollm2" / "long_tail.toml",
-    ),
-}
+class Machine:
+    """How much of the machine's time others have, from when it is made on. Linux only."""
+
+    def __init__(self) -> None:
+        self.start = self.seconds()
+
+    @staticmethod
+    def seconds() -> tuple[float, float, float]:
+        """Of all cores, of all busy ones, and of this process with the children that have ended."""
+        try:
+            fields = [
+                int(each)
+                for each in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
+            ]
+        except OSError:
+            return 0.0, 0.0, 0.0
+        ticks = os.sysconf("SC_CLK_TCK")
+        own = sum(each.ru_utime + each.ru_stime for each in map(getrusage, (RUSAGE_SELF, RUSAGE_CHILDREN)))
+        return sum(fields) / ticks, (sum(fields) - fields[3] - fields[4]) / ticks, own
+
+    def note(self) -> Result:
+        total, busy, own = (after - before for before, after in zip(self.start, self.seconds(), strict=True))
+        others = max(0.0, busy - own) / total if total else None
+        quiet = others is not None and others < QUIET
+        note: Result = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
+        return note | {"nice": os.nice(0), "others": others and round(others, 3), "quiet": quiet}
+
+
+def processor() -> str:
+    """The name of the processor."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of this copy; "-dirty": its tracked files differ."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def groups_of(parameters: Result) -> int:
+    """Groups that a round trains."""
+    steps = parameters.get("groups_per_step", 1) * parameters.get("steps_per_round", 1)
+    return int(parameters.get("groups_per_round", steps))
 
 
 def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> None:
-    """Train the model of the study; the files of the run are in the folder."""
-    if (folder / "summary.json").exists():
-        return
-    schedule = study.schedules[name]
-    groups = schedule.get(
-        "groups_per_round", schedule.get("groups_per_step", 1) * schedule.get("steps_per_round", 1)
-    )
+    """Train the model of the study, or go on with that; the files of the run are in the folder."""
     settings = study.settings_of(name)
-    rounds = samples // load_config(study.config, settings).run.num_trained // groups
-    always = {"run.seed": seed, "run.rounds": rounds, "run.eval_every": rounds, "run.checkpoint_every": 0}
-    config = load_config(study.config, {**always, **settings})
-    train(config.model_copy(update={"schedule": schedule}), folder)
+    per_round = load_config(study.config, settings).run.num_trained * groups_of(study.schedules[name])
+    rounds = samples // per_round
+    if rounds < study.evaluations:
+        raise SystemExit(f"--samples {samples}: that is {rounds} rounds of {per_round}; raise it")
+    every = {"eval_every": rounds // study.evaluations, "eval_prompts": HELD_OUT}
+    every |= {"checkpoint_every": rounds // study.checkpoints if study.checkpoints else 0}
+    always = {f"run.{key}": value for key, value in {"seed": seed, "rounds": rounds, **every}.items()}
+    config = load_config(study.config, {**always, "record.token_samples": 0, **settings})
+    train_quietly(config.model_copy(update={"schedule": study.schedules[name]}), folder)
 
 
-def figures(folder: Path) -> dict[str, float]:
-    """What is compared of one run."""
-    rows = [jsons.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    samples = [row["samples/trained"] for row in steps]
-    parts: list[list[tuple[float, float]]] = [[] for _ in range(PARTS)]
-    trained, seconds, until = 0.0, 0.0, [0.0] * PARTS
-    for row, number in zip(steps, samples, strict=True):
-        part = min(PARTS - 1, int(PARTS * trained / sum(samples)))
-        parts[part].append((row["reward"], number))
-        trained, seconds = trained + number, seconds + row["time/step"]
-        until[part] = seconds
-    if not all(parts):
-        raise SystemExit(f"a run of {len(steps)} steps has an eighth without one; raise --samples")
-    found = {
-        f"reward/{place}": sum(reward * number for reward, number in part) / sum(number for _, number in part)
-        for place, part in enumerate(parts, 1)
-    }
-    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    lengths = [row["tokens/trained"] / number for row, number in zip(steps, samples, strict=True)]
-    wasted = sum(value for row in rows for key, value in row.items() if key.startswith("tail/wasted_tokens/"))
-    return {
-        **found,
-        **{f"seconds/{place}": value for place, value in enumerate(until, 1)},
-        "accuracy/start": accuracies[0],
-        "accuracy": accuracies[-1],
-        "ess": fmean(row["ess"] for row in steps),
-        "kl": fmean(row["mismatch_kl"] for row in steps),
-        "lag": max(row["lag/max"] for row in steps),
-        "lag_mean": fmean(row["lag/mean"] for row in steps),
-        "versions": fmean(row["versions/mean"] for row in steps),
-        "recomputed": sum(row.get("kv/recomputed", 0.0) for row in rows) / len(steps),
-        "length": sum(row["tokens/trained"] for row in steps) / sum(samples),
-        "spread": pstdev(lengths) / fmean(lengths),
-        "waste": wasted / sum(row.get("tokens/generated", 0.0) for row in rows),
-        "samples": sum(samples),
-        "seconds": sum(row.get("round/time_s", 0.0) for row in rows),
-    }
+def train_quietly(config: RunConfig, folder: Path) -> None:
+    """Train, or go on, without a line a step. What ends a run before its last round ends the program."""
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            train(config, folder, resume=(folder / "ledger.sqlite").exists())
+    except TailraceError as why:
+        raise SystemExit(f"{folder.name}: {why}") from None
 
 
-def interval(values: list[float]) -> float:
-    """Half the width of the 95% interval of the mean; 0 with one value."""
-    from scipy.stats import t
+def curve_of(rows: Sequence[dict[str, float]], scored_s: Sequence[float]) -> dict[str, list[float]]:
+    """The curve of a run. `scored_s`: when its responses had their rewards, in order."""
+    total = sum(row["samples/trained"] for row in rows if "loss" in row)
+    curve: dict[str, list[float]] = {key: [] for key in CURVE}
+    part: list[dict[str, float]] = []
+    trained = generated = seconds = 0.0
+    scored = 0
+    for row in rows:
+        generated += row.get("tokens/generated", 0.0)
+        if "loss" not in row:
+            continue
+        part.append(row)
+        trained, seconds = trained + row["samples/trained"], seconds + row["time/step"]
+        while scored < len(scored_s) and scored_s[scored] <= row["time"]:
+            scored += 1
+        if trained < total * (len(curve["samples"]) + 1) / POINTS - 1e-9:
+            continue
+        samples, tokens = (sum(each[f"{key}/trained"] for each in part) for key in ("samples", "tokens"))
+        point = {
+            "samples": trained,
+            "generated": scored,
+            "generated_tokens": generated,
+            "seconds": seconds,
+            "reward": sum(each["reward"] * each["samples/trained"] for each in part) / samples,
+            "ess": fmean(each["ess"] for each in part),
+            "kl": sum(each["mismatch_kl"] * each["tokens/trained"] for each in part) / tokens,
+            "lag": sum(each["lag/mean"] * each["tokens/trained"] for each in part) / tokens,
+            "lag_max": max(each["lag/max"] for each in part),
+            "length": tokens / samples,
+        }
+        for key, value in point.items():
+            curve[key].append(float(f"{value:.4g}") if key not in ("samples", "generated") else int(value))
+        part = []
+    return curve
 
-    return (
-        float(t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
-    )
+
+def result_of(folder: Path) -> Result:
+    """What is kept of one run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    with (folder / "events.jsonl").open(encoding="utf-8") as lines:
+        events = [json.loads(line) for line in lines if line.startswith('{"event":"SampleScored"')]
+    scored_s = [event["time_s"] for event in events if event["sample"][0] >= 0]  # others are held out
+    trained = 0
+    evaluations = []
+    for row in rows:
+        trained += row.get("samples/trained", 0)
+        if "eval/accuracy" in row:
+            evaluations.append([trained, round(row["eval/accuracy"], 4)])
+    tokens = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["tokens"]
+    return {"curve": curve_of(rows, scored_s), "evaluations": evaluations, "tokens": tokens}
 
 
-def draw(results: dict[str, dict[str, list[float]]], samples: int, path: Path) -> None:
-    """The reward of each run, with its interval, over samples and over seconds."""
-    import matplotlib as mpl
+def measure(study: Study, name: str, samples: int, seed: int, folder: Path) -> Result:
+    """Run one schedule with one seed: its curve, and whatever else its runner finds."""
+    if study.runner == "kl":
+        from kl_study import divergences
 
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-    from PIL import Image
+        return divergences(study.settings_of(name), study.schedules[name]["length"], seed, folder)
+    if study.runner == "trl":
+        from trl_peer import learning_curve
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    places = [(number + 0.5) / PARTS * samples for number in range(PARTS)]
-    for name, found in results.items():
-        rewards, seconds = (
-            [found[f"{key}/{number}"] for number in range(1, PARTS + 1)] for key in ("reward", "seconds")
-        )
-        means = list(map(fmean, rewards))
-        line, *_ = left.errorbar(places, means, list(map(interval, rewards)), label=name, capsize=3)
-        right.plot(list(map(fmean, seconds)), means, color=line.get_color(), marker="o", markersize=3)
-    left.set(xlabel="trained samples", ylabel="reward", ylim=(0, 1))  # intervals of two seeds exceed it
-    right.set(xlabel="seconds of training")
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=100)
-    Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
+        config = load_config(study.config, {"run.eval_prompts": HELD_OUT, **study.settings_of(name)})
+        return learning_curve(config, study.schedules[name], samples, seed, folder)
+    learn(study, name, samples, seed, folder)
+    return result_of(folder)
+
+
+def head(name: str, schedule: str, samples: int, seed: int) -> Result:
+    """What identifies a run. A file that differs from it in anything was measured otherwise."""
+    study = STUDIES[name]
+    settings = {key: value.replace(f"{ROOT}/", "") for key, value in study.settings_of(schedule).items()}
+    found: Result = {"format": FORMAT, "study": name, "schedule": schedule, "seed": seed, "samples": samples}
+    config = str(study.config.relative_to(ROOT))
+    return found | {"parameters": study.schedules[schedule], "settings": settings, "config": config}
+
+
+def file_of(results: Path, name: str, schedule: str, seed: int) -> Path:
+    """Where the results of a run are."""
+    plain = "".join(letter if letter.isalnum() or letter in "=-" else "_" for letter in schedule)
+    return results / f"{name}-{plain}-{seed}.json"
+
+
+def is_measured(path: Path, wanted: Result) -> bool:
+    """Whether the file of a run is there. A file of another format or of other settings ends the program."""
+    if not path.exists():
+        return False
+    found = read_result(path)
+    if others := [key for key in wanted if found[key] != wanted[key]]:
+        differs = ", ".join(f"{key} = {found[key]!r}, not {wanted[key]!r}" for key in others)
+        raise SystemExit(f"{path}: it was measured with {differs}; name other --results")
+    return True
+
+
+def chosen(study: str, only: str) -> list[str]:
+    """The schedules of a study that are asked for."""
+    if study not in STUDIES:
+        raise SystemExit(f"STUDY {study!r}: there is no such study; choose from {', '.join(STUDIES)}")
+    there = list(STUDIES[study].schedules)
+    names = only.split(",") if only else there
+    if unknown := [name for name in names if name not in there]:
+        raise SystemExit(f"--only {', '.join(unknown)}: not in {study}; it has {', '.join(there)}")
+    return names
 
 
 def main(
-    study: Literal["lag", "april", "order", "kv", "episodes", "groups", "real"] = "lag",
-    seeds: int = 3,
-    samples: int = 8192,
+    study: str = "",
+    *,
+    seeds: int = 5,
+    samples: int = 0,
     only: str = "",
-    folder: Path | None = None,
-    json: Path | None = None,
-    figure: Path | None = None,
+    results: Path = RESULTS,
+    folder: Path = ROOT / "runs" / "learning",
+    report: bool = False,
+    page: Path = PAGE,
+    figures: Path = FIGURES,
 ) -> None:
-    chosen = STUDIES[study]
-    names = only.split(",") if only else list(chosen.schedules)
-    if unknown := set(names) - set(chosen.schedules):
-        raise SystemExit(
-            f"--only: {', '.join(unknown)}: not in {study}; it has {', '.join(chosen.schedules)}"
-        )
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    if report:
+        learning_report.write(results, page, figures)
+        return
+    names = chosen(study, only)
+    samples = samples or STUDIES[study].samples
+    results.mkdir(parents=True, exist_ok=True)
+    for seed in range(seeds):
         for name in names:
-            found = []
-            for seed in range(seeds):
-                place = (folder or Path(scratch)) / f"{study}-{name}-{seed}"
-                learn(chosen, name, samples, seed, place)
-                found.append(figures(place))
-            results[name] = {key: [each[key] for each in found] for key in found[0]}
-            means = (f"{key} {fmean(each):.3g} ±{interval(each):.2g}" for key, each in results[name].items())
-            print(f"{name:12} {', '.join(means)}", flush=True)
-    write(json, results)
-    if figure:
-        draw(results, samples, figure)
+            wanted, path = head(study, name, samples, seed), file_of(results, study, name, seed)
+            if is_measured(path, wanted):
+                continue
+            place, machine = folder / path.stem, Machine()
+            found = measure(STUDIES[study], name, samples, seed, place)
+            versions = {each: version(each) for each in ("torch", "transformers", "numpy")}
+            made = {"commit": commit(), "python": platform.python_version(), **versions}
+            result = {**wanted, "made": made, "machine": machine.note(), **found}
+            part = path.with_suffix(".part")
+            part.write_text(compact(result), encoding="utf-8")
+            part.rename(path)
+            shutil.rmtree(place, ignore_errors=True)
+            print(path, flush=True)
+
+
+def compact(result: Result) -> str:
+    """JSON with a line for each key, and for each column of a curve."""
+    nested = ("curve", "divergences")
+    lines = [
+        f" {json.dumps(key)}: {{\n  "
+        + ",\n  ".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in value.items())
+        + "\n }"
+        if key in nested
+        else f" {json.dumps(key)}: {json.dumps(value)}"
+        for key, value in result.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(run(main))

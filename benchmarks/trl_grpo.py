@@ -2,8 +2,8 @@
 
     python -P trl_grpo.py train|evaluate SPEC.json RESULT.json
 
-train     GRPOTrainer on the prompts of the spec, in their order. Writes the end of each step, the seconds of
-          its parts, its tokens and rewards; saves the model.
+train     GRPOTrainer on the prompts of the spec, in their order. Writes the beginning, the end of each step,
+          the seconds of its parts, its tokens and rewards; saves the model.
 evaluate  writes the share of held-out prompts whose greedy completion has the answer as its last number.
 """
 
@@ -23,6 +23,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "smollm2"))
 from rewards import exact, near
 
 Spec = dict[str, Any]
+BATCH = 128
+"""Prompts that are evaluated together."""
 
 
 class Marks(TrainerCallback):
@@ -30,6 +32,7 @@ class Marks(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.begin_s = 0.0
         self.steps: list[Spec] = []
 
     def timed(self, owner: object, name: str, part: str) -> None:
@@ -43,6 +46,9 @@ class Marks(TrainerCallback):
             return found
 
         setattr(owner, name, outer)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.begin_s = time.perf_counter()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.seconds["optimizer"] -= time.perf_counter()
@@ -76,7 +82,8 @@ def train(spec: Spec) -> Spec:
 
     def reward(completions: Any, completion_ids: Any, answer: list[str], **_: Any) -> list[float]:
         texts = (completion[0]["content"] for completion in completions)
-        found = [near(text, right) for text, right in zip(texts, answer, strict=True)]
+        rewarded = {"exact": exact, "near": near}[spec["reward"]]
+        found = [rewarded(text, right) for text, right in zip(texts, answer, strict=True)]
         equal = [len(set(found[at : at + size])) == 1 for at in range(0, len(found), size)]
         sums = {"reward": sum(found) / len(found), "zero_groups": sum(equal) / len(equal)}
         batches.append({"tokens": sum(map(len, completion_ids)), "passes": len(found), **sums})
@@ -89,7 +96,8 @@ def train(spec: Spec) -> Spec:
     marks.timed(trainer.accelerator, "backward", "passes")
     trainer.train()
     trainer.save_model(spec["folder"])
-    return {"steps": [mark | batch for mark, batch in zip(marks.steps, batches, strict=True)]}
+    steps = [mark | batch for mark, batch in zip(marks.steps, batches, strict=True)]
+    return {"begin_s": marks.begin_s, "steps": steps}
 
 
 def evaluate(spec: Spec) -> Spec:
@@ -97,11 +105,14 @@ def evaluate(spec: Spec) -> Spec:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16)
     asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-    encoded = tokenizer.apply_chat_template([row["prompt"] for row in spec["rows"]], **asked)
-    with torch.inference_mode():
-        found = model.generate(**encoded, max_new_tokens=spec["max_tokens"], do_sample=False)
-    texts = tokenizer.batch_decode(found[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    solved = [exact(text, row["answer"]) for text, row in zip(texts, spec["rows"], strict=True)]
+    solved: list[float] = []
+    for at in range(0, len(spec["rows"]), BATCH):
+        rows = spec["rows"][at : at + BATCH]
+        encoded = tokenizer.apply_chat_template([row["prompt"] for row in rows], **asked)
+        with torch.inference_mode():
+            found = model.generate(**encoded, max_new_tokens=spec["max_tokens"], do_sample=False)
+        texts = tokenizer.batch_decode(found[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+        solved += [exact(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
     return {"accuracy": sum(solved) / len(solved)}
 
 

@@ -31,12 +31,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from common import EXAMPLES, peak_pss, run, write
 from tailrace.api import load_config
+from tailrace.config import RunConfig
+from tailrace.data.base import RowsSettings, Split
 from tailrace.data.encoding import load_tokenizer
 from tailrace.data.open import open_prompts
 
@@ -44,6 +47,7 @@ SUMS = EXAMPLES / "smollm2"
 MODEL = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"
 TRL_PYTHON = EXAMPLES.parent / ".venv-trl" / "bin" / "python"
 GROUPS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE, HELD_OUT = 8, 8, 32, 2e-5, 128
+DEFAULTS = {"max_tokens": MAX_TOKENS, "reward": "near"}
 CORES = {"one": "1", "two": "0,1"}
 PARTS = {"Accumulated": "passes", "OptimizerStep": "optimizer", "Published": "publish"}
 Figures = dict[str, Any]
@@ -74,9 +78,8 @@ def missing(model: Path, python: Path) -> list[str]:
     return [f"{path} is missing: {remedy}" for path, remedy in needed.items() if not path.exists()]
 
 
-def rows(model: Path, number: int, *, seed: int, split: Literal["train", "eval"]) -> list[Figures]:
+def rows(data: RowsSettings, model: Path, number: int, *, seed: int, split: Split) -> list[Figures]:
     """Prompts and answers in tailrace's order."""
-    data = load_config(SUMS / "first_run.toml").data
     prompts = open_prompts(data, load_tokenizer(model), seed=seed, split=split)
     found = [prompts[index] for index in range(number)]
     return [{"prompt": prompt.given, "answer": prompt.row["answer"]} for prompt in found]
@@ -85,13 +88,43 @@ def rows(model: Path, number: int, *, seed: int, split: Literal["train", "eval"]
 def ask_trl(verb: str, spec: Figures, cores: str, folder: Path) -> Figures:
     """What TRL's side writes, and its peak of memory."""
     asked, given = folder / "spec.json", folder / "result.json"
-    asked.write_text(
-        jsons.dumps({"threads": len(cores.split(",")), "max_tokens": MAX_TOKENS, **spec}), encoding="utf-8"
-    )
+    words = {"threads": len(cores.split(",")), **DEFAULTS, **spec}
+    asked.write_text(jsons.dumps(words), encoding="utf-8")
     command = ["taskset", "-c", cores, str(TRL_PYTHON), "-P", str(Path(__file__).with_name("trl_grpo.py"))]
     command += [verb, str(asked), str(given)]
     peak = peak_pss(command, os.environ | {"HF_HUB_OFFLINE": "1"}, period_s=1)
     return {"peak_bytes": peak, **jsons.loads(given.read_text(encoding="utf-8"))}
+
+
+def learning_curve(config: RunConfig, parameters: Figures, samples: int, seed: int, folder: Path) -> Figures:
+    """What learning.py keeps of a run of TRL on the task of a config, on one core. It cannot go on after a
+    stop. `parameters`: groups_per_step, learning_rate, max_tokens."""
+    assert config.model and isinstance(config.data, RowsSettings)
+    model, size = config.model.path, config.run.group_size
+    if problems := missing(Path(model), TRL_PYTHON):
+        sys.exit("\n".join(problems))
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = samples // (parameters["groups_per_step"] * size)
+    asked = {"max_tokens": parameters["max_tokens"], "reward": "exact"}
+    spec = {**asked, "model": model, "folder": str(folder / "model"), "settings": {}, "steps": steps}
+    spec |= {"seed": seed, "learning_rate": parameters["learning_rate"]}
+    spec |= {"group_size": size, "groups": parameters["groups_per_step"]}
+    number = steps * parameters["groups_per_step"]
+    spec["rows"] = rows(config.data, Path(model), number, seed=seed, split="train")
+    result = ask_trl("train", spec, CORES["one"], folder)
+    held_out = rows(config.data, Path(model), config.run.eval_prompts, seed=seed, split="eval")
+    evaluations = []
+    for at, path in ((0, model), (samples, str(folder / "model"))):
+        answer = ask_trl("evaluate", {**asked, "model": path, "rows": held_out}, CORES["one"], folder)
+        evaluations.append([at, answer["accuracy"]])
+    found, per_step = result["steps"], parameters["groups_per_step"] * size
+    trained = [per_step * number for number in range(1, steps + 1)]
+    tokens = list(accumulate(step["tokens"] for step in found))
+    curve = {"samples": trained, "generated": trained, "generated_tokens": tokens}
+    curve["seconds"] = [round(step["end_s"] - result["begin_s"], 1) for step in found]
+    curve["reward"] = [round(step["reward"], 4) for step in found]
+    curve["length"] = [round(step["tokens"] / per_step, 2) for step in found]
+    return {"curve": curve, "evaluations": evaluations, "peak_bytes": result["peak_bytes"]}
 
 
 def tailrace_steps(folder: Path) -> list[Figures]:
@@ -135,11 +168,12 @@ def ratio(runs: dict[str, list[Figures]], name: str) -> float:
 def measure(side: str, settings: Figures, cores: str, model: Path, steps: int, seed: int) -> Figures:
     """Train with one side, then evaluate its model."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "run")
+        folder, data = Path(scratch, "run"), load_config(SUMS / "first_run.toml").data
+        assert isinstance(data, RowsSettings)
         if side == "trl":
             spec = {"model": str(model), "folder": str(folder), "settings": settings, "steps": steps}
             spec |= {"seed": seed, "learning_rate": LEARNING_RATE, "group_size": GROUP_SIZE, "groups": GROUPS}
-            spec["rows"] = rows(model, GROUPS * steps, seed=seed, split="train")
+            spec["rows"] = rows(data, model, GROUPS * steps, seed=seed, split="train")
             result = ask_trl("train", spec, cores, Path(scratch))
             found = {"peak_bytes": result["peak_bytes"], **figures(result["steps"])}
         else:
@@ -152,7 +186,7 @@ def measure(side: str, settings: Figures, cores: str, model: Path, steps: int, s
             command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
             found = {"peak_bytes": peak_pss(command, period_s=1), **figures(tailrace_steps(folder))}
             folder /= "model"
-        asked = {"model": str(folder), "rows": rows(model, HELD_OUT, seed=0, split="eval")}
+        asked = {"model": str(folder), "rows": rows(data, model, HELD_OUT, seed=0, split="eval")}
         found["accuracy"] = ask_trl("evaluate", asked, cores, Path(scratch))["accuracy"]
     print(side, settings, found, flush=True)
     return {**found, "settings": settings}

@@ -1,0 +1,294 @@
+"""The tables and figures of learning.py, from its files of results."""
+
+import json
+from collections.abc import Iterable, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from common import EXAMPLES
+from studies import STUDIES
+
+FORMAT = 1
+"""Version of the files of results."""
+RESULTS = EXAMPLES.parent / "benchmarks" / "results" / "learning"
+PAGE = RESULTS.with_suffix(".md")
+FIGURES = EXAMPLES.parent / "docs" / "images"
+CURVE = (
+    "samples",
+    "generated",
+    "generated_tokens",
+    "seconds",
+    "reward",
+    "ess",
+    "kl",
+    "lag",
+    "lag_max",
+    "length",
+)
+"""The columns of a curve: at the end of a part of the run; then over the samples of the part."""
+HEAD = (
+    "format",
+    "study",
+    "schedule",
+    "seed",
+    "samples",
+    "parameters",
+    "settings",
+    "config",
+    "made",
+    "machine",
+)
+INTRODUCTION = """\
+# Learning, measured
+
+Made by `python benchmarks/learning.py --report` from the files in `learning/`, one a run.
+`benchmarks/studies.py` has the settings. ±: the half-width of a 95% interval over the seeds (Student's t).
+"""
+COLUMNS = ("seeds", "accuracy", "reward, first quarter", "reward, all", "ESS", "lag, mean", "lag, largest")
+COLUMNS += ("wasted", "generated a trained sample", "length")
+
+Result = dict[str, Any]
+Row = dict[str, float]
+
+
+def read_result(path: Path) -> Result:
+    """The results of a run. A file that is not one, or of another format, ends the program."""
+    try:
+        found: Result = json.loads(path.read_text(encoding="utf-8"))
+        number = found["format"]
+    except (ValueError, LookupError, TypeError) as why:
+        raise SystemExit(f"{path}: it is not a file of learning.py ({why!r}); move it away") from None
+    if number != FORMAT:
+        raise SystemExit(f"{path}: format {number!r}; this is a program of format {FORMAT}: measure it anew")
+    study, schedule = found.get("study"), found.get("schedule")
+    if missing := [key for key in HEAD if key not in found]:
+        raise SystemExit(f"{path}: it has no {', '.join(missing)}; move it away")
+    if study not in STUDIES:
+        raise SystemExit(f"{path}: study {study!r}: there is no such study; choose from {', '.join(STUDIES)}")
+    if schedule not in STUDIES[study].schedules:
+        names = ", ".join(STUDIES[study].schedules)
+        raise SystemExit(f"{path}: schedule {schedule!r}: not in {study}; it has {names}")
+    return found
+
+
+def read_all(results: Path) -> dict[str, dict[str, list[Result]]]:
+    """The runs by study and schedule, in the order of studies.py and of the seeds."""
+    found = [read_result(path) for path in sorted(results.glob("*.json"))]
+    runs: dict[str, dict[str, list[Result]]] = {name: {} for name in STUDIES}
+    for name, study in STUDIES.items():
+        for schedule in study.schedules:
+            those = [each for each in found if (each["study"], each["schedule"]) == (name, schedule)]
+            those.sort(key=lambda each: each["seed"])
+            for key in ("samples", "parameters", "settings", "config"):
+                if any(each[key] != those[0][key] for each in those):
+                    raise SystemExit(f"{results}: the runs of {name}, {schedule} differ in {key}: keep one")
+            if those:
+                runs[name][schedule] = those
+    return runs
+
+
+def runs_of(runs: dict[str, dict[str, list[Result]]], name: str) -> dict[str, list[Result]]:
+    """The runs of a study, and those that it shares."""
+    found = dict(runs[name])
+    for other, schedules in STUDIES[name].shared.items():
+        found |= {schedule: runs[other][schedule] for schedule in schedules if schedule in runs[other]}
+    return found
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the 95% interval of the mean; 0 with one value."""
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return 0.0
+    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+
+
+def until(curve: dict[str, list[float]], samples: float) -> int:
+    """How many points of a curve lie in the first samples."""
+    return sum(each <= samples for each in curve["samples"])
+
+
+def over(curve: dict[str, list[float]], key: str, begin: int, end: int, *, weight: str = "samples") -> float:
+    """The mean of a column over points [begin, end), by their samples, or by their tokens ("length")."""
+    ends = [0, *curve["samples"]]
+    weights = [ends[place + 1] - ends[place] for place in range(begin, end)]
+    if weight == "length":
+        weights = [n * length for n, length in zip(weights, curve["length"][begin:end], strict=True)]
+    return sum(n * each for n, each in zip(weights, curve[key][begin:end], strict=True)) / sum(weights)
+
+
+def summary(run: Result, samples: float | None = None) -> Row:
+    """The figures of a run; `samples`: of its first ones."""
+    curve, total = run["curve"], samples or run["samples"]
+    end = until(curve, total * 1.001) if samples else len(curve["samples"])
+    quarter = max(1, until(curve, total / 4 * 1.001))
+    found = {
+        "accuracy": [accuracy for at, accuracy in run["evaluations"] if not samples or at <= samples * 1.001][
+            -1
+        ],
+        "reward, first quarter": over(curve, "reward", 0, quarter),
+        "reward, all": over(curve, "reward", 0, end),
+        "length": over(curve, "length", 0, end),
+    }
+    if "ess" in curve:
+        found["ESS"] = over(curve, "ess", 0, end)
+        found["lag, mean"] = over(curve, "lag", 0, end, weight="length")
+        found["lag, largest"] = max(curve["lag_max"][:end])
+        found["generated a trained sample"] = curve["generated"][end - 1] / curve["samples"][end - 1]
+    if "tokens" in run and not samples:
+        found["wasted"] = sum(run["tokens"]["wasted"].values()) / run["tokens"]["generated"]
+    return found
+
+
+def shown(values: Sequence[float], *, share: bool = False) -> str:
+    """A mean with its interval."""
+    centre, half = fmean(values), interval(values)
+    if share:
+        return f"{centre:.0%}"
+    digits = 1 if centre >= 10 else 3 if centre < 1 else 2
+    return f"{centre:.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [["schedule", *columns], ["---"] * (len(columns) + 1), *rows]
+    return "\n".join("|" + "|".join(f" {each} " for each in line) + "|" for line in lines)
+
+
+def part(name: str, runs: dict[str, list[Result]]) -> str:
+    """The section of a study."""
+    study = STUDIES[name]
+    number = 4096 if name == "lagcurve" else None
+    lines = [f"## {name}", study.claim + "."]
+    if study.runner == "kl":
+        return "\n\n".join([*lines, divergence_table(runs)])
+    rows = []
+    for schedule, found in runs.items():
+        each = [summary(run, number) for run in found]
+        cells = [f"`{schedule}`", str(len(found))]
+        for column in COLUMNS[1:]:
+            values = [row[column] for row in each if column in row]
+            cells.append(shown(values, share=column == "wasted") if values else "")
+        rows.append(cells)
+    first = next(iter(runs.values()))[0]
+    samples = f"{number or first['samples']:,} trained samples"
+    machine = "quiet" if all(run["machine"]["quiet"] for each in runs.values() for run in each) else "busy"
+    lines.append(f"{samples}, {study.config.name}, {HELD} held-out prompts; the machine was {machine}.")
+    return "\n\n".join([*lines, table(COLUMNS, rows)])
+
+
+HELD = "1,024"
+
+
+def divergence_table(runs: dict[str, list[Result]]) -> str:
+    """KL in nats a token to on-policy, for each start and lag g."""
+    kinds = {"old": "old weights", "kept": "mixed, cache kept", "recomputed": "mixed, recomputed"}
+    columns = ["start", "g", "seeds", *kinds.values(), "kept over old", "kept less recomputed, of old"]
+    rows = []
+    for name, found in runs.items():
+        starts = found[0]["divergences"]
+        for start in starts:
+            for place, lag in enumerate(starts[start]["g"]):
+                by = {kind: [run["divergences"][start][kind][place] for run in found] for kind in kinds}
+                old, kept, recomputed = by.values()
+                share = [each / one for each, one in zip(kept, old, strict=True)]
+                stale = [(k - r) / one for k, r, one in zip(kept, recomputed, old, strict=True)]
+                cells = [f"{fmean(each):.2g} ±{interval(each):.1g}" for each in by.values()]
+                rows.append([name, start, str(lag), str(len(found)), *cells, shown(share), shown(stale)])
+    return table(columns, rows)
+
+
+def text(runs: dict[str, dict[str, list[Result]]]) -> str:
+    """The page of all studies that have results."""
+    parts = [part(name, found) for name in STUDIES if runs[name] and (found := runs_of(runs, name))]
+    return "\n\n".join([INTRODUCTION.strip(), *parts]) + "\n"
+
+
+def write(results: Path, page: Path, figures: Path) -> None:
+    """Write the page of the tables, and the figures that pages of docs/ show."""
+    runs = read_all(results)
+    page.write_text(text(runs), encoding="utf-8")
+    for name, study in STUDIES.items():
+        if runs[name] and study.figure:
+            draw(name, runs_of(runs, name), figures / f"learning_{name}.png")
+
+
+def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
+    """The figure of a study."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+    from PIL import Image
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=name != "lagcurve")
+    if name == "lagcurve":
+        draw_lags(axes, runs)
+    elif STUDIES[name].runner == "kl":
+        draw_divergences(axes, runs)
+    else:
+        draw_curves(axes, runs, right="seconds" if STUDIES[name].checkpoints else "generated")
+        figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+    Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
+
+
+def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
+    """The reward over trained samples, with its interval, and over what else a schedule takes."""
+    for name, found in runs.items():
+        curves = [run["curve"] for run in found]
+        length = min(len(curve["samples"]) for curve in curves)
+        columns = {
+            key: [[curve[key][place] for curve in curves] for place in range(length)]
+            for key in ("samples", "reward", right)
+            if all(key in curve for curve in curves)
+        }
+        means = list(map(fmean, columns["reward"]))
+        half = list(map(interval, columns["reward"]))
+        places = list(map(fmean, columns["samples"]))
+        (line,) = axes[0].plot(places, means, label=name)
+        low, high = ([m + sign * h for m, h in zip(means, half, strict=True)] for sign in (-1, 1))
+        axes[0].fill_between(places, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        if right in columns:
+            axes[1].plot(list(map(fmean, columns[right])), means, color=line.get_color())
+    axes[0].set(xlabel="trained samples", ylabel="reward", ylim=(0, 1))
+    labels = {"generated": "generated samples", "seconds": "seconds of training, on a busy machine"}
+    axes[1].set(xlabel=labels[right])
+
+
+def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
+    """Accuracy, and mean reward, after equal samples over the mean lag."""
+    for key, each in zip(("accuracy", "reward, all"), axes, strict=True):
+        for name, found in runs.items():
+            rows = [summary(run, 4096) for run in found]
+            lags, values = ([row[column] for row in rows] for column in ("lag, mean", key))
+            each.errorbar(
+                fmean(lags),
+                fmean(values),
+                interval(values),
+                interval(lags),
+                marker="o",
+                markersize=4,
+                capsize=2,
+            )
+            each.annotate(
+                name, (fmean(lags), fmean(values)), xytext=(4, 4), textcoords="offset points", size=7
+            )
+        each.set(xlabel="mean lag of a trained token, optimizer steps", ylabel=f"{key}: 4,096 samples")
+        each.set_xscale("symlog", linthresh=1)
+
+
+def draw_divergences(axes: Any, runs: dict[str, list[Result]]) -> None:
+    """KL to on-policy over the lag, mean of the starts."""
+    labels = {"old": "old weights", "recomputed": "mixed, cache recomputed", "kept": "mixed, cache kept"}
+    for each, (name, found) in zip(axes, runs.items(), strict=False):
+        for key, label in labels.items():
+            starts = [start for run in found for start in run["divergences"].values()]
+            means = [fmean(column) for column in zip(*(start[key] for start in starts), strict=True)]
+            each.plot(starts[0]["g"], means, marker="o", markersize=4, label=label)
+        each.set(xlabel="lag g", ylabel="KL to on-policy, nats a token", title=name, xscale="log")
+        each.set_yscale("log", nonpositive="mask")
+        each.legend(frameon=False)

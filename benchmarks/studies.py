@@ -1,0 +1,212 @@
+"""The studies of learning.py: what is compared, with which settings, and which claim is asked about.
+
+Each run of a study trains the same model on as many samples as the others. Runs of another study that have
+equal settings are named in `shared`, and are not repeated.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from common import EXAMPLES, QUICKSTART
+
+Runner = Literal["tailrace", "kl", "trl"]
+Parameters = dict[str, Any]
+
+
+class Study(NamedTuple):
+    """What is compared: settings of all runs, and the schedule of each."""
+
+    claim: str
+    """What the source says of learning."""
+    settings: dict[str, str]
+    schedules: dict[str, Parameters]
+    samples: int = 8192
+    """Trained samples of a run."""
+    evaluations: int = 4
+    """Evaluations of a run after the one at its start."""
+    config: Path = QUICKSTART
+    own: dict[str, dict[str, str]] = {}
+    """Settings of single runs."""
+    shared: dict[str, tuple[str, ...]] = {}
+    """Runs of other studies that are shown, too, by study."""
+    checkpoints: int = 0
+    """Checkpoints of a run, from which it goes on after a stop. 0: only a signal that ends it makes one."""
+    figure: bool = False
+    """Whether a page of docs/ shows its figure."""
+    runner: Runner = "tailrace"
+    """Who measures: tailrace, kl_study.py or TRL (trl_grpo.py)."""
+
+    def settings_of(self, name: str) -> dict[str, str]:
+        return {**self.settings, **self.own.get(name, {})}
+
+
+IN_FLIGHT = {"name": "pipelinerl", "groups_per_step": 2, "in_flight_per_engine": 128}
+BLOCK = {"ring_groups": 2, "ring_full": "block"}
+REINFORCE = {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"}
+FASTER = {"trainer.learning_rate": "4e-4"}
+WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
+STEP, ROUND = {"groups_per_step": 8}, {"groups_per_round": 8}
+RACE = {**ROUND, "prompt_speculation": 1.25, "response_speculation": 1.0}
+SIXTEEN = {**RACE, "groups_per_round": 16}
+BOTH = {"response_speculation": 1.25}
+APRIL = {"name": "april", "groups_per_round": 32, "groups_launched": 64}
+LONG_TAIL = {"data.eval_path": str(EXAMPLES / "smollm2" / "held_out.jsonl")}
+RING = {"groups_per_step": 4, "in_flight_per_engine": 64, "ring_groups": 8}
+
+
+def conventional(*steps: int, label: str = "G={}") -> dict[str, Parameters]:
+    """Conventional RL with G steps a round."""
+    return {
+        label.format(n): {"name": "conventional", "groups_per_step": 2, "steps_per_round": n} for n in steps
+    }
+
+
+def window(name: str, staleness: int) -> Parameters:
+    """A schedule with a bound on staleness, and as many groups in flight as it allows."""
+    in_flight = {"groups_in_flight": 2 * (staleness + 1), "staleness": staleness}
+    return {"name": name, "groups_per_step": 2, **in_flight}
+
+
+STUDIES = {
+    "lag": Study(
+        "PipelineRL, Figs. 5b, 6a, 6b: with a largest lag above that of G = 32, in-flight updates learn from "
+        "as many samples as much as G = 8, and have its effective sample size; G = 32 is slower",
+        REINFORCE,
+        {"pipelinerl": {**IN_FLIGHT, **BLOCK}} | conventional(8, 16, 32, 64, 1),
+        samples=20_480,
+        evaluations=10,
+        figure=True,
+    ),
+    "diverge": Study(
+        "PipelineRL, Fig. 10: G = 64 diverges",
+        REINFORCE | FASTER,
+        conventional(64, 32, 1, label="G={} 4e-4") | {"pipelinerl 4e-4": {**IN_FLIGHT, **BLOCK}},
+        samples=20_480,
+        shared={"lag": ("G=64", "G=32", "G=1", "pipelinerl")},
+    ),
+    "kl": Study(
+        "PipelineRL, Fig. 7: sequences of mixed policies stay close to on-policy, those of a lag g do "
+        "not, and a stale cache adds little",
+        REINFORCE,
+        {"L=200": {"length": 200}, "L=2048": {"length": 2048}},
+        samples=7104,
+        evaluations=0,
+        figure=True,
+        runner="kl",
+    ),
+    "april": Study(
+        "APRIL, Tables 2 and 5 to 7: accuracy +2.1% on average",
+        {},
+        {"serial": {"name": "serial", **WHOLE, "groups_per_step": 32}, "april": APRIL}  # one step a round
+        | {f"april age {age}": {**APRIL, "staleness": age} for age in (1, 2, 5)},
+    ),
+    "order": Study(
+        "RolloutPipe, 5.3: converges as serial does, although short groups are trained first",
+        {"trainer.learning_rate": "2e-4"},
+        {name: {"name": name, **WHOLE, "groups_per_step": 4} for name in ("serial", "rolloutpipe")},
+    ),
+    "rollpacker": Study(
+        "RollPacker, Fig. 8: validation as without tail batching",
+        {},
+        {
+            "serial": {"name": "serial", "groups_per_round": 16, "groups_per_step": 16},
+            "tailbatch": {"name": "tailbatch", **SIXTEEN},
+            "rollpacker": {"name": "rollpacker", **SIXTEEN},
+            "tailbatch both": {"name": "tailbatch", **SIXTEEN, **BOTH},
+            "rollpacker both": {"name": "rollpacker", **SIXTEEN, **BOTH},
+        },
+    ),
+    "lagcurve": Study(
+        "What a step of lag costs in samples",
+        REINFORCE,
+        {
+            "rolloutpipe": {"name": "rolloutpipe", "groups_per_round": 8, "groups_per_step": 2},
+            "one_step_off": {"name": "one_step_off", "groups_per_round": 2, "groups_per_step": 2},
+            "april": {"name": "april", "groups_per_round": 2, "groups_launched": 6},
+            "windowed_fifo": {
+                "name": "windowed_fifo",
+                "groups_per_step": 2,
+                "groups_in_flight": 10,
+                "window": 10,
+            },
+            "tailrace 1": window("tailrace", 1),
+            "tailrace 4": window("tailrace", 4),
+            "tailrace 16": window("tailrace", 16),
+            "pipelinerl H=32": {**IN_FLIGHT, **BLOCK, "in_flight_per_engine": 32},
+        },
+        samples=4096,
+        evaluations=2,
+        figure=True,
+        shared={"lag": ("G=1", "G=8", "G=16", "G=32", "G=64", "pipelinerl")},
+    ),
+    "kv": Study(
+        "PipelineRL, 5.1: a stale cache does no harm",
+        REINFORCE,
+        {f"kv={kv}": {"name": "pipelinerl", **RING, "kv": kv} for kv in ("keep", "recompute", 0.01)},
+        samples=4096,
+    ),
+    "episodes": Study(
+        "PipelineRL, 7: agents may gain most",
+        {"trainer.learning_rate": "2e-4"},
+        {
+            "serial": {"name": "serial", "groups_per_round": 8, "groups_per_step": 8},
+            "pipelinerl": {"name": "pipelinerl", **RING, "groups_per_step": 8, "ring_groups": 16},
+        },
+        samples=3072,
+        config=EXAMPLES / "tools.toml",
+    ),
+    "groups": Study(
+        "2606.17250: one sample a prompt learns as much from as many samples",
+        {},
+        {
+            "GRPO": {"name": "serial", **WHOLE},
+            "4 of 8": {"name": "serial", "groups_per_round": 64, "groups_per_step": 32},
+            "one sample": {"name": "serial", "groups_per_round": 256, "groups_per_step": 128},
+        },
+        own={
+            "4 of 8": {"run.groups.keep": "4"},
+            "one sample": {"run.group_size": "1", "algorithm.name": "one_sample"},
+        },
+    ),
+    "real": Study(
+        "PipelineRL, Fig. 5a; APRIL, Table 2; RollPacker, Fig. 8, on a model of 135M parameters",
+        LONG_TAIL,
+        {
+            "serial": {"name": "serial", **STEP, **ROUND},
+            "pipelinerl": {
+                "name": "pipelinerl",
+                **STEP,
+                "in_flight_per_engine": 96,
+                "ring_groups": 16,
+                "ring_full": "block",
+            },
+            "april": {"name": "april", **ROUND, "groups_launched": 12},
+            "rollpacker": {"name": "rollpacker", **RACE},
+            "tailrace": {"name": "tailrace", **STEP, "groups_in_flight": 12, "staleness": 2},
+            "tailrace_on_policy": {
+                "name": "tailrace_on_policy",
+                **ROUND,
+                "prompt_speculation": 1.0,
+                "rounds_sorted": 4,  # of 32 rounds: a batch that the run's end cuts is trained to its end
+            },
+            "rolloutpipe": {"name": "rolloutpipe", **STEP, "groups_per_round": 16},
+            "conventional": {"name": "conventional", **STEP, "steps_per_round": 2},
+            "one_step_off": {"name": "one_step_off", **STEP, **ROUND},
+            "tailbatch": {"name": "tailbatch", **RACE},
+        },
+        samples=2048,
+        evaluations=2,
+        config=EXAMPLES / "smollm2" / "long_tail.toml",
+        checkpoints=8,
+    ),
+    "trl": Study(
+        "The same model, task and samples in TRL's GRPOTrainer",
+        LONG_TAIL,
+        {"TRL": {"groups_per_step": 8, "learning_rate": 3e-5, "max_tokens": 256}},
+        samples=2048,
+        evaluations=1,
+        config=EXAMPLES / "smollm2" / "long_tail.toml",
+        shared={"real": ("serial", "tailrace")},
+        runner="trl",
+    ),
+}
