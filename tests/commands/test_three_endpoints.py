@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,6 +53,10 @@ SCHEDULES = {
 }
 
 
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     words = [sys.executable, "-c", SERVER, f"{CHAT} {CONNECT} {UPDATE}"]
@@ -64,7 +69,7 @@ def url() -> Iterator[str]:
         process.terminate()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["pipelinerl", *(slow(name) for name in SCHEDULES if name != "pipelinerl")])
 def test_a_schedule_learns_and_loses_nothing_over_three_routes(
     name: str, url: str, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,12 @@ from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import TensorInfo, Weights
 from tailrace.weights.filesystem import FilesystemSender
 
-every_generation = pytest.mark.parametrize("generation", GENERATIONS)
 EACH_SERVER = ("vllm-0.33", "sglang-0.5.23")
+"""The newest generation of each."""
+every_generation = pytest.mark.parametrize(
+    "generation",
+    [pytest.param(each, marks=[] if each in EACH_SERVER else [pytest.mark.slow]) for each in GENERATIONS],
+)
 each_server = pytest.mark.parametrize("generation", EACH_SERVER)
 Publish = Callable[[int], Weights]
 SLOW = {"step_s": 0.004}

@@ -204,7 +204,7 @@ WRITES = st.sampled_from([0.0, 0.2, 1.0])
 """Seconds in which a checkpoint is written."""
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS, WRITES)
 def test_the_books_close_in_every_world(
     schedule: partial,  # type: ignore[type-arg]

@@ -1,6 +1,7 @@
 """Several processes make the step of one: sharded models, replicas of them, and checkpoints across sizes.
 
-Four processes are started once. They join in one layout after another, and each layout runs its cases.
+Four processes are started once for the layouts of every change, and once for the others, which are slow. They
+join in one layout after another, and each layout runs its cases.
 """
 
 import multiprocessing
@@ -43,13 +44,17 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "adapter alone": {"lora": {"rank": 4, "publish": "adapter"}, "old_policy": "recomputed"},
 }
 """Settings of the trainer or of the algorithm."""
-LAYOUTS: Mapping[tuple[int, int], Sequence[str]] = {
+Layout = tuple[int, int]
+"""Ranks and replicas."""
+LAYOUTS: Mapping[Layout, Sequence[str]] = {
     (2, 1): ["token means", "critic", "bfloat16", "experts", "low rank"],
     (4, 1): ["sample means", "checkpointed, offloaded"],
     (1, 2): ["old policy"],
     (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
 }
-"""Ranks and replicas, and their cases."""
+"""The cases of each layout."""
+SLOW = ((4, 1), (1, 2))
+"""Layouts that `make test` leaves to `make test-slow`: two cores run four ranks in turn."""
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk") | {"early_gradients": True}
 CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
 """The checkpoint that so many ranks resume from."""
@@ -90,9 +95,10 @@ def run(trainer: TorchTrainer, replicas: list[int], folder: Path, *, sleeps: boo
     return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.publish()})
 
 
-def work(number: int, ports: list[int], models: Mapping[str, Path], folder: Path) -> None:
+def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
     torch.set_num_threads(1)
-    for port, ((num_ranks, num_replicas), cases) in zip(ports, LAYOUTS.items(), strict=True):
+    for (num_ranks, num_replicas), port in ports.items():
+        cases = LAYOUTS[num_ranks, num_replicas]
         if number >= num_ranks * num_replicas:
             continue
         replica, rank = divmod(number, num_ranks)
@@ -149,15 +155,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fsdp")
 
 
+Together = Mapping[Layout, list[dict[str, Outcome]]]
+"""The outcomes of every process, by layout."""
+
+
 @pytest.fixture(scope="module")
-def together(
-    models: dict[str, Path], alone: dict[str, Outcome], folder: Path
-) -> dict[tuple[int, int], list[dict[str, Outcome]]]:
-    """The outcomes of every process, by layout."""
-    stores = [listen(HOST) for _ in LAYOUTS]
+def together(models: dict[str, Path], alone: dict[str, Outcome], folder: Path) -> Together:
+    return outcomes_of([layout for layout in LAYOUTS if layout not in SLOW], models, folder)
+
+
+@pytest.fixture(scope="module")
+def slowly(models: dict[str, Path], together: Together, folder: Path) -> Together:
+    """Those of the slow layouts; one resumes from a checkpoint of the others."""
+    return outcomes_of(SLOW, models, folder)
+
+
+def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path) -> Together:
+    stores = {layout: listen(HOST) for layout in layouts}
     context = multiprocessing.get_context("forkserver")  # torch is imported once for all four
     context.set_forkserver_preload(["tailrace.trainer.trainer"])
-    ports = [store.port for store in stores]
+    ports = {layout: store.port for layout, store in stores.items()}
     processes = [context.Process(target=work, args=(n, ports, models, folder)) for n in range(4)]
     for process in processes:
         process.start()
@@ -169,8 +186,15 @@ def together(
             torch.load(folder / f"{ranks}x{replicas} {n}.pt", weights_only=False)
             for n in range(ranks * replicas)
         ]
-        for ranks, replicas in LAYOUTS
+        for ranks, replicas in layouts
     }
+
+
+def marked(layout: Layout, *others: object) -> Any:
+    """A parameter of a test, slow where the layout is, with the fixture that has its outcomes."""
+    slow = layout in SLOW
+    fixture = "slowly" if slow else "together"
+    return pytest.param(fixture, layout, *others, marks=[pytest.mark.slow] if slow else [])
 
 
 def assert_equal(got: Outcome, wanted: Outcome, tolerance: float) -> None:
@@ -186,28 +210,25 @@ def assert_equal(got: Outcome, wanted: Outcome, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"), [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
+    ("fixture", "layout", "case"),
+    [marked(layout, case) for layout, cases in LAYOUTS.items() for case in cases],
 )
 def test_many_processes_make_the_steps_of_one(
-    together: dict[tuple[int, int], list[dict[str, Outcome]]],
-    alone: dict[str, Outcome],
-    layout: tuple[int, int],
-    case: str,
+    request: pytest.FixtureRequest, alone: dict[str, Outcome], fixture: str, layout: Layout, case: str
 ) -> None:
     tolerance = 3e-2 if case == "bfloat16" else 1e-5
-    for outcomes in together[layout]:
+    for outcomes in request.getfixturevalue(fixture)[layout]:
         assert_equal(outcomes[case], alone[case], tolerance)
 
 
-def test_ranks_that_sleep_between_calls_train_the_same_bits(
-    together: dict[tuple[int, int], list[dict[str, Outcome]]],
-) -> None:
+def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together) -> None:
     for outcomes in together[2, 1]:
         slept, awake = outcomes["slept"], outcomes["token means"]
         assert [stats.grad_norm for stats in slept.stats] == [stats.grad_norm for stats in awake.stats]
         assert all(torch.equal(slept.weights[name], awake.weights[name]) for name in awake.weights)
 
 
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("case", ["token means", "experts"])
 def test_weights_are_published_with_the_names_of_the_files(
     alone: dict[str, Outcome], models: dict[str, Path], folder: Path, case: str
@@ -217,24 +238,23 @@ def test_weights_are_published_with_the_names_of_the_files(
     assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("fixture", "layout"), [marked((ranks, 1)) for ranks in (1, 2, 4)])
 def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
-    together: dict[tuple[int, int], list[dict[str, Outcome]]],
-    models: dict[str, Path],
-    folder: Path,
-    num_ranks: int,
+    request: pytest.FixtureRequest, models: dict[str, Path], folder: Path, fixture: str, layout: Layout
 ) -> None:
+    num_ranks, _ = layout
+    together = request.getfixturevalue(fixture)
     wanted = resume(make(models, "critic"), folder / "alone critic")
     if num_ranks == 1:
         got = [resume(make(models, "critic"), folder / CHECKPOINT[1])]
     else:
-        got = [outcomes["resumed"] for outcomes in together[num_ranks, 1]]
+        got = [outcomes["resumed"] for outcomes in together[layout]]
     for outcome in got:
         assert_equal(outcome, wanted, 1e-5)
 
 
 def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
-    together: dict[tuple[int, int], list[dict[str, Outcome]]], models: dict[str, Path], folder: Path
+    together: Together, models: dict[str, Path], folder: Path
 ) -> None:
     assert together[2, 1]
     got, wanted = (

@@ -28,7 +28,9 @@ from tailrace.workers.process import LocalSpawner, Method, environment, work
 from tailrace.workers.process_tree import parent_of
 
 Execute = Callable[[Any], Any]
-both_ways = pytest.mark.parametrize("method", ["forkserver", "spawn"], indirect=True)
+both_ways = pytest.mark.parametrize(
+    "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture

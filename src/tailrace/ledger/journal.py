@@ -187,9 +187,9 @@ class Journal(NullJournal):
         for group in self._ledger.active.values():
             self._collect_group(group, "")
             for sample in group.samples:
-                if sample.fate is None and self._samples.get(sample) != _state_of(sample):
+                if sample.fate is None and self._samples.get(sample) != (state := _state_of(sample)):
                     self._rows += self._sample_rows(sample)
-                    self._samples[sample] = _state_of(sample)
+                    self._samples[sample] = state
         for group, reason in self._ended:
             self._collect_group(group, reason)
             del self._groups[group]

@@ -103,10 +103,9 @@ class Store:
                 self._write(transaction.rows)
                 covered = self._covered(transaction.covered_step) if transaction.covered_step else []
                 self._write([row.without_tokens for row in covered])
-                self._connection.executemany(
-                    "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?",
-                    [*transaction.pruned, *(row.id for row in covered)],
-                )
+                if pruned := [*transaction.pruned, *(row.id for row in covered)]:
+                    delete = "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?"
+                    self._connection.executemany(delete, pruned)
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
@@ -120,9 +119,11 @@ class Store:
             return [_checked(values, kind) for values in self._connection.execute(query)]
 
     def _write(self, rows: Sequence[LedgerRow]) -> None:
-        for kind in ROWS:
-            values = [_with_checksum(row) for row in rows if type(row) is kind]
-            places = ", ".join("?" * (len(kind.__struct_fields__) + 1))
+        by_kind: dict[type[LedgerRow], list[tuple[object, ...]]] = {}
+        for row in rows:
+            by_kind.setdefault(type(row), []).append(_with_checksum(row))
+        for kind, values in by_kind.items():
+            places = ", ".join("?" * len(values[0]))
             self._connection.executemany(f"REPLACE INTO {kind.table} VALUES ({places})", values)
 
     def _covered(self, step: int) -> list[SampleRow]:

@@ -21,6 +21,7 @@ def shortened(body):
     return body | {name: limits[name] for name in long | unlimited}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_no_request_is_a_fault_of_the_server(server, http, mode):
     import schemathesis  # seconds, in every process that collects the tests
