@@ -99,10 +99,23 @@ def processor() -> str:
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def commit() -> str:
-    """The commit of this copy; "-dirty": its tracked files differ."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+def git(*words: str) -> str:
+    """What git says about this copy; "unknown" without git."""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def made() -> Result:
+    """With what a run was made. `src` is the git tree of src/, which a rebase of the commit keeps; "-dirty":
+    tracked files differ."""
+    commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    versions = {each: version(each) for each in ("torch", "transformers", "numpy")}
+    return {
+        "commit": commit,
+        "src": git("rev-parse", "HEAD:src"),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def groups_of(parameters: Result) -> int:
@@ -263,9 +276,7 @@ def main(
                 continue
             place, machine = folder / path.stem, Machine()
             found = measure(STUDIES[study], name, samples, seed, place)
-            versions = {each: version(each) for each in ("torch", "transformers", "numpy")}
-            made = {"commit": commit(), "python": platform.python_version(), **versions}
-            result = {**wanted, "made": made, "machine": machine.note(), **found}
+            result = {**wanted, "made": made(), "machine": machine.note(), **found}
             part = path.with_suffix(".part")
             part.write_text(compact(result), encoding="utf-8")
             part.rename(path)

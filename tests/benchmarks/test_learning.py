@@ -88,7 +88,7 @@ def test_a_run_that_has_a_file_is_not_repeated(
     found = read_result(tmp_path / made[0])
     assert (found["seed"], found["curve"]) == (1, {"samples": [1]})
     assert set(found["machine"]) >= {"processor", "cores", "others", "quiet"}
-    assert set(found["made"]) >= {"commit", "python", "torch"}
+    assert set(found["made"]) >= {"commit", "src", "python", "torch"}
 
 
 def test_a_run_that_was_measured_otherwise_is_not_replaced(tmp_path: Path) -> None:
