@@ -208,8 +208,8 @@ def measure(study: Study, name: str, samples: int, seed: int, folder: Path) -> R
     if study.runner == "trl":
         from trl_peer import learning_curve
 
-        config = load_config(study.config, {"run.eval_prompts": HELD_OUT, **study.settings_of(name)})
-        return learning_curve(config, study.schedules[name], samples, seed, folder)
+        settings = {"run.seed": seed, "run.eval_prompts": HELD_OUT, **study.settings_of(name)}
+        return learning_curve(study.config, settings, study.schedules[name], samples, folder)
     learn(study, name, samples, seed, folder)
     return result_of(folder)
 

@@ -23,8 +23,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "smollm2"))
 from rewards import exact, near
 
 Spec = dict[str, Any]
-BATCH = 128
-"""Prompts that are evaluated together."""
 
 
 class Marks(TrainerCallback):
@@ -105,14 +103,11 @@ def evaluate(spec: Spec) -> Spec:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16)
     asked = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-    solved: list[float] = []
-    for at in range(0, len(spec["rows"]), BATCH):
-        rows = spec["rows"][at : at + BATCH]
-        encoded = tokenizer.apply_chat_template([row["prompt"] for row in rows], **asked)
-        with torch.inference_mode():
-            found = model.generate(**encoded, max_new_tokens=spec["max_tokens"], do_sample=False)
-        texts = tokenizer.batch_decode(found[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-        solved += [exact(text, row["answer"]) for text, row in zip(texts, rows, strict=True)]
+    encoded = tokenizer.apply_chat_template([row["prompt"] for row in spec["rows"]], **asked)
+    with torch.inference_mode():
+        found = model.generate(**encoded, max_new_tokens=spec["max_tokens"], do_sample=False)
+    texts = tokenizer.batch_decode(found[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    solved = [exact(text, row["answer"]) for text, row in zip(texts, spec["rows"], strict=True)]
     return {"accuracy": sum(solved) / len(solved)}
 
 

@@ -38,7 +38,6 @@ from typing import Any, Literal
 
 from common import EXAMPLES, peak_pss, run, write
 from tailrace.api import load_config
-from tailrace.config import RunConfig
 from tailrace.data.base import RowsSettings, Split
 from tailrace.data.encoding import load_tokenizer
 from tailrace.data.open import open_prompts
@@ -96,35 +95,47 @@ def ask_trl(verb: str, spec: Figures, cores: str, folder: Path) -> Figures:
     return {"peak_bytes": peak, **jsons.loads(given.read_text(encoding="utf-8"))}
 
 
-def learning_curve(config: RunConfig, parameters: Figures, samples: int, seed: int, folder: Path) -> Figures:
-    """What learning.py keeps of a run of TRL on the task of a config, on one core. It cannot go on after a
-    stop. `parameters`: groups_per_step, learning_rate, max_tokens."""
+def learning_curve(path: Path, settings: Figures, parameters: Figures, samples: int, folder: Path) -> Figures:
+    """What learning.py keeps of a run of TRL on the task of a config, on one core, with the accuracy of
+    `tailrace eval`. The run begins anew after a stop.
+
+    Args:
+        settings: of the config, by key.
+        parameters: groups_per_step, learning_rate, max_tokens.
+    """
+    config = load_config(path, settings)
     assert config.model and isinstance(config.data, RowsSettings)
-    model, size = config.model.path, config.run.group_size
-    if problems := missing(Path(model), TRL_PYTHON):
+    model, size, groups = Path(config.model.path), config.run.group_size, parameters["groups_per_step"]
+    if problems := missing(model, TRL_PYTHON):
         sys.exit("\n".join(problems))
     folder.mkdir(parents=True, exist_ok=True)
-    steps = samples // (parameters["groups_per_step"] * size)
-    asked = {"max_tokens": parameters["max_tokens"], "reward": "exact"}
-    spec = {**asked, "model": model, "folder": str(folder / "model"), "settings": {}, "steps": steps}
-    spec |= {"seed": seed, "learning_rate": parameters["learning_rate"]}
-    spec |= {"group_size": size, "groups": parameters["groups_per_step"]}
-    number = steps * parameters["groups_per_step"]
-    spec["rows"] = rows(config.data, Path(model), number, seed=seed, split="train")
+    steps, trained, answer = samples // (groups * size), folder / "model", folder / "accuracy.json"
+    spec = {**parameters, "model": str(model), "folder": str(trained), "settings": {}, "reward": "exact"}
+    spec |= {"steps": steps, "seed": config.run.seed, "group_size": size, "groups": groups}
+    spec["rows"] = rows(config.data, model, steps * groups, seed=config.run.seed, split="train")
     result = ask_trl("train", spec, CORES["one"], folder)
-    held_out = rows(config.data, Path(model), config.run.eval_prompts, seed=seed, split="eval")
-    evaluations = []
-    for at, path in ((0, model), (samples, str(folder / "model"))):
-        answer = ask_trl("evaluate", {**asked, "model": path, "rows": held_out}, CORES["one"], folder)
-        evaluations.append([at, answer["accuracy"]])
-    found, per_step = result["steps"], parameters["groups_per_step"] * size
-    trained = [per_step * number for number in range(1, steps + 1)]
-    tokens = list(accumulate(step["tokens"] for step in found))
-    curve = {"samples": trained, "generated": trained, "generated_tokens": tokens}
-    curve["seconds"] = [round(step["end_s"] - result["begin_s"], 1) for step in found]
-    curve["reward"] = [round(step["reward"], 4) for step in found]
-    curve["length"] = [round(step["tokens"] / per_step, 2) for step in found]
-    return {"curve": curve, "evaluations": evaluations, "peak_bytes": result["peak_bytes"]}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = ["taskset", "-c", CORES["one"], sys.executable, "-m", "tailrace.cli", "eval", str(path)]
+    command += ["--model", str(trained), "--json", str(answer), *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    accuracy = jsons.loads(answer.read_text(encoding="utf-8"))["accuracy"]
+    return {
+        "curve": curve_of(result, groups * size),
+        "evaluations": [[samples, accuracy]],
+        "peak_bytes": result["peak_bytes"],
+    }
+
+
+def curve_of(result: Figures, per_step: int) -> Figures:
+    """The curve of what TRL's side writes. `per_step`: samples of a step; all are trained."""
+    steps = result["steps"]
+    samples = [per_step * number for number in range(1, len(steps) + 1)]
+    curve = {"samples": samples, "generated": samples}
+    curve["generated_tokens"] = list(accumulate(step["tokens"] for step in steps))
+    curve["seconds"] = [round(step["end_s"] - result["begin_s"], 1) for step in steps]
+    curve["reward"] = [round(step["reward"], 4) for step in steps]
+    curve["length"] = [round(step["tokens"] / per_step, 2) for step in steps]
+    return curve
 
 
 def tailrace_steps(folder: Path) -> list[Figures]:

@@ -9,7 +9,7 @@ import pytest
 from common import peak_pss
 from tailrace.api import load_config
 from tailrace.assembly.schedule import resolve
-from trl_peer import CANDIDATES, SUMS, figures, main, missing, ratio, tailrace_steps
+from trl_peer import CANDIDATES, SUMS, curve_of, figures, main, missing, ratio, tailrace_steps
 
 ROW = {"loss": 0.1, "round/rollout_time_s": 2.0, "tokens/trained": 100, "samples/trained": 64, "reward": 0.5}
 
@@ -27,6 +27,13 @@ def test_steps_have_the_seconds_of_their_own_parts(tmp_path: Path) -> None:
     assert (found["step_s"], found["tokens_s"], found["reward"]) == (10.0, 10.0, [0.5, 0.5])
     assert (found["zero_groups"], found["gradient_s"]) == (0.25, 6 / 48)
     assert found["minutes"] == [0.0, 10 / 60]
+
+
+def test_a_curve_has_what_learning_py_keeps_of_a_run_of_trl() -> None:
+    steps = [{"end_s": 12.0, "tokens": 40, "reward": 0.25}, {"end_s": 15.0, "tokens": 80, "reward": 0.5}]
+    curve = curve_of({"begin_s": 10.0, "steps": steps}, 8)
+    assert (curve["samples"], curve["generated_tokens"]) == ([8, 16], [40, 120])
+    assert (curve["seconds"], curve["length"], curve["reward"]) == ([2.0, 5.0], [5.0, 10.0], [0.25, 0.5])
 
 
 def test_the_ratio_is_that_of_the_means() -> None:
