@@ -62,8 +62,8 @@ import tomli_w
 
 from common import EXAMPLES, run, write
 from tailrace import clock
+from tailrace.assembly.running import ComparedSchedule, SharedWorkers
 from tailrace.assembly.schedule import resolve
-from tailrace.commands.compare import ComparedSchedule, SharedWorkers
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens

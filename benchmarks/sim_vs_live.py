@@ -24,9 +24,10 @@ from statistics import median
 from common import EXAMPLES, run, write
 from tailrace import clock
 from tailrace.assembly.live import advantages_of
+from tailrace.assembly.running import ComparedSchedule, SharedWorkers
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import run_virtual
-from tailrace.commands.compare import ComparedSchedule, SharedWorkers, in_turn
+from tailrace.commands.compare import in_turn
 from tailrace.commands.fit import fitted_run
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute

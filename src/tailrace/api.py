@@ -13,14 +13,12 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Any, TypeVar
 
-from tailrace import clock
 from tailrace import config as configs
+from tailrace.assembly.folder import recorder_of
 from tailrace.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
 from tailrace.errors import ConfigError
-from tailrace.record.events import Recorder
-from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.schedules import Schedule
 
@@ -81,13 +79,13 @@ def train(
         config = tailrace.load_config("run.toml", {"run.rounds": 5})
         summary = tailrace.train(config, "runs/first", schedule=one_step_off)
     """
-    from tailrace.commands import train as command
+    from tailrace.assembly import running
 
     interruption = Interruption()
 
     def work() -> RunSummary:
         named, bound = _named(config, schedule)
-        return command.train(
+        return running.train(
             named, Path(output_dir), resume=resume, schedule=bound, reward=reward, interruption=interruption
         )
 
@@ -111,8 +109,7 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
 
         named, bound = _named(config, schedule)
         summary = Summary()
-        recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
-        run_virtual(with_published_defaults(named), bound or resolve(named), recorder)
+        run_virtual(with_published_defaults(named), bound or resolve(named), recorder_of(None, summary))
         return summary.summary()
 
     return _outside_of_loops(work)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from tailrace import __version__
-from tailrace.commands.signals import Terminated, signals_received, terminate
+from tailrace.assembly.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
 
 COMMANDS = {

@@ -160,6 +160,10 @@ class AllFiltered(TailraceError):
     """So many groups in succession were filtered that the run ends."""
 
 
+class AllDropped(TailraceError):
+    """So many groups in succession had no sample with a reward that the run ends."""
+
+
 class AllLate(TailraceError):
     """So many groups in succession had no member before their deadline that the run ends."""
 

@@ -1,6 +1,7 @@
 """A race in virtual time, the comparison of its laps, their order, and the workers that racers share."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -10,12 +11,20 @@ import pytest
 from rich.console import Console
 
 from helpers.small_run import write_small_run
+from tailrace import clock
+from tailrace.assembly.folder import recorder_of
+from tailrace.assembly.running import ComparedSchedule, run_lap
+from tailrace.assembly.simulation import simulated_parts
 from tailrace.cli import main
-from tailrace.commands.compare import ComparedSchedule, Comparison, in_turn
+from tailrace.commands.compare import Comparison, in_turn
 from tailrace.config import load_config
+from tailrace.errors import RewardBroken, RewardFailed
 from tailrace.page.run import open_runs
 from tailrace.record.figures import BIASES, LAPS, Row
+from tailrace.record.summary import Summary
 from tailrace.schedules import SCHEDULES
+from tailrace.sim.settings import SimSettings
+from tailrace.types import Sample
 
 
 def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
@@ -141,6 +150,16 @@ def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_rewards_that_always_fail_end_a_race_in_virtual_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sim.toml"
+    path.write_text(SIMULATED + "[sim.rewards]\nfailing = 1.0\n[reward]\nmax_failures = 30\n")
+    assert main(["compare", str(path), "--virtual", "--repeats", "1"]) == 1
+    said = "RewardBroken: the last 30 samples in sequence could not be rewarded (reward.max_failures)"
+    assert said in capsys.readouterr().err
+
+
 SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
 
 
@@ -173,3 +192,21 @@ def test_racers_with_the_same_workers_run_side_by_side(tmp_path: Path) -> None:
     racers = {"a": one, "x": other, "b": one, "y": other}
     assert in_turn(racers, 0) == ["a", "b", "x", "y"]
     assert in_turn(racers, 1) == ["x", "y", "b", "a"]
+
+
+class DeadEndpoint:
+    async def score(self, sample: Sample) -> float:
+        raise RewardFailed("unreachable")
+
+
+def test_rewards_that_always_fail_end_the_lap_of_a_race_or_of_a_diagnosis(tmp_path: Path) -> None:
+    """After as many failures as a round has samples, unless the config names another number."""
+
+    async def lap_of(racer: ComparedSchedule) -> None:
+        parts = replace(simulated_parts(SimSettings(), 0), rewards=DeadEndpoint())
+        await run_lap(racer, parts, recorder_of(None, Summary()), rounds=2)
+
+    size = racer(tmp_path).config.run.group_size
+    for overrides, limit in (({}, 2 * size), ({"reward__max_failures": "5"}, 5)):
+        with pytest.raises(RewardBroken, match=f"the last {limit} samples .* unreachable"):
+            clock.run(lap_of(racer(tmp_path, **overrides)), virtual=True)

@@ -3,7 +3,7 @@ off-policy."""
 
 from pathlib import Path
 
-from tailrace.commands.train import train
+from tailrace.assembly.running import train
 from tailrace.config import load_config
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import read_rows

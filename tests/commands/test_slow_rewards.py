@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.commands.train import train
+from tailrace.assembly.running import train
 from tailrace.config import load_config
 from tailrace.record.figures import Row, largest, steps_of, summed
 from tailrace.record.metrics import read_rows

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from helpers.small_run import EXAMPLES
-from tailrace.commands.train import train
+from tailrace.assembly.running import train
 from tailrace.config import load_config
 from tailrace.engine.http import TOKEN_VARIABLE
 from tailrace.engine.pipelinerl import CHAT, CONNECT, UPDATE

@@ -18,10 +18,10 @@ from helpers.small_run import train_here, trained_prompts, write_small_run
 from tailrace.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
 from tailrace.assembly.live import check_live
 from tailrace.assembly.resumption import best_evaluation, opened
+from tailrace.assembly.running import train
 from tailrace.assembly.schedule import with_published_defaults
 from tailrace.cli import main
 from tailrace.commands.evaluate import evaluated_config
-from tailrace.commands.train import train
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError

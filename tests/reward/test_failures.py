@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tailrace.errors import RewardBroken, RewardFailed
-from tailrace.reward.functions import WithFailureLimit
+from tailrace.rollout.rewards import WithFailureLimit
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

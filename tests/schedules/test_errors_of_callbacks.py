@@ -13,7 +13,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.errors import AllFiltered, LedgerError
+from tailrace.errors import AllDropped, AllFiltered, LedgerError, RewardFailed
 from tailrace.record.events import Event, RequestEnded
 from tailrace.rollout import pool
 from tailrace.schedules import SCHEDULES
@@ -106,3 +106,18 @@ def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.
             into=outcome,
         )
     assert outcome.run.pool._ledger.totals.groups["filtered"] == 100
+
+
+class NoReward:
+    async def score(self, sample: Sample) -> float:
+        raise RewardFailed("down")
+
+
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_a_run_ends_when_no_group_has_a_reward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_CONSECUTIVE_DROPPED", 100)
+    with pytest.raises(AllDropped, match="the last 100 groups had no sample with a reward: reward down"):
+        simulate(
+            SCHEDULES_BY_NAME[name],
+            parts=lambda: replace(simulated_parts(SIM, seed=0), rewards=NoReward()),
+        )

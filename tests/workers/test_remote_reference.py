@@ -13,7 +13,7 @@ from worker_cases import make_samples, workers
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.errors import ConfigError, WorkerDied
-from tailrace.rollout.router import WithReference
+from tailrace.rollout.rewards import WithReference
 from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.reference import TorchReference

@@ -18,16 +18,25 @@ lock             held by the process that trains here; the system releases it wh
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from tailrace import clock
 from tailrace.config import RunConfig, load_config
 from tailrace.engine.base import COUNTS_FOLDER
 from tailrace.errors import ConfigError, DiskFull
+from tailrace.ledger.recovery import StartingPoint
+from tailrace.record.events import Recorder, Sink
+from tailrace.record.figures import Row
+from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
+from tailrace.record.samples import SamplesWriter
+from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
 from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_model
 
 ONLY_OF_THE_TRAINER = "trainer"
@@ -128,6 +137,35 @@ class RunFolder:
         shutil.rmtree(self.model, ignore_errors=True)
         partial.rename(self.model)
         return self.model
+
+
+def recorder_of(
+    folder: RunFolder | None,
+    summary: Summary,
+    *others: Sink,
+    start: StartingPoint | None = None,
+    earlier: Sequence[Row] = (),
+    token_samples: int | None = None,
+    waits: Callable[[], Mapping[str, float]] = dict,
+) -> Recorder:
+    """What records a run, live or in virtual time.
+
+    Args:
+        folder: for metrics and events; None: there are no files.
+        summary: written after the log, because the page takes summary.json for the last file.
+        start, earlier: of a resumed run, where it goes on, and the rows before that.
+        token_samples: as [record] has it; None: no samples are written.
+        waits: what tasks wait for; a simulation has none.
+    """
+    files: list[Sink] = []
+    if folder:
+        start = start or StartingPoint()
+        place = {"round": start.base.round, "version": start.base.version, "step": start.base.step}
+        files.append(MetricsWriter(folder.metrics))
+        if token_samples is not None:
+            files.append(SamplesWriter(folder.samples, token_samples=token_samples))
+        files.append(LogWriter(folder.events, waits=waits, life=start.life, **place))
+    return Recorder(StepMeter(*files, summary, *others, wall_clock=clock.wall_time, earlier=earlier))
 
 
 def _link_weights(file: str, target: str) -> None:

@@ -331,10 +331,7 @@ async def open_parts(
             if isinstance(each, EndpointJudgeSettings):
                 judges.append(judge := EndpointJudge(each, config.reward.timeout_s))
                 stack.push_async_callback(judge.close)
-        rewards = await _checked_rewards(config, opened.rewards, prompts, anchors, tokenizer)
-        if judges:
-            drops = config.reward.on_timeout == "drop"
-            rewards = WithJudges(rewards, judges, text_of(tokenizer), drop_timeouts=drops)
+        rewards = await _scorers(config, opened.rewards, judges, prompts, anchors, tokenizer)
         async with open_play(config, tokenizer, opened.reference) as play:
             yield RunComponents(
                 engines=opened.engines,
@@ -370,12 +367,18 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
         raise ConfigError("placement.kind", config.placement.kind, problem, remedy)
 
 
-async def _checked_rewards(
-    config: RunConfig, functions: RewardPool | None, prompts: Prompts, anchors: Anchors, tokenizer: Tokenizer
+async def _scorers(
+    config: RunConfig,
+    functions: RewardPool | None,
+    judges: Sequence[Judge],
+    prompts: Prompts,
+    anchors: Anchors,
+    tokenizer: Tokenizer,
 ) -> Rewards:
-    """Score a row with the reward functions, if one is called, and run an empty program in the sandbox."""
+    """What scores samples: reward functions, programs in place of them, judges beside them. A row is scored
+    with the functions, if one is called, and an empty program runs in the sandbox."""
     assert config.data
-    code = config.reward.code
+    code, text = config.reward.code, text_of(tokenizer)
     if functions:
         understood = Scorer.load(config.reward, config.data).describe()
         for prompt in first_of_each_source(prompts):
@@ -383,10 +386,12 @@ async def _checked_rewards(
                 continue
             if warning := await functions.check_one_row(prompt, understood):
                 say(f"warning: {warning}")
-    others = functions or (NoFunctions() if config.reward.judges else None)
-    if code is None:
-        return others or NoFunctions()
-    sandbox = Sandbox(config.reward.sandbox, code)
-    await sandbox.check()
-    workers = config.reward.workers
-    return CodeRewards(code, sandbox, anchors, text_of(tokenizer), workers=workers, others=others)
+    scorers: Rewards = functions or NoFunctions()
+    if code:
+        sandbox = Sandbox(config.reward.sandbox, code)
+        await sandbox.check()
+        others = scorers if functions or config.reward.judges else None
+        scorers = CodeRewards(code, sandbox, anchors, text, workers=config.reward.workers, others=others)
+    if judges:
+        scorers = WithJudges(scorers, judges, text, drop_timeouts=config.reward.on_timeout == "drop")
+    return scorers

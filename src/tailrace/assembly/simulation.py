@@ -9,6 +9,7 @@ from rich.console import Console
 from tailrace import clock
 from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
+from tailrace.assembly.folder import recorder_of
 from tailrace.assembly.placement import device_sharing, prices_of
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunComponents, RunSettings
@@ -18,7 +19,6 @@ from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
-from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DISAGGREGATED, Shared
@@ -86,7 +86,7 @@ def simulate(
     summary = Summary()
     make = partial(simulated_parts, sim, settings.seed, reference=reference, replicas=replicas)
     parts = parts or partial(make, shared=shared, prices=prices)
-    recorder = Recorder(StepMeter(summary, *sinks, wall_clock=clock.wall_time))
+    recorder = recorder_of(None, summary, *sinks)
     seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
     _, bound = summary.bounds[-1]
     over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound.run_bound_s else 0.0
@@ -118,6 +118,7 @@ def simulated_parts(
     replicas: int = 1,
     shared: Shared = DISAGGREGATED,
     prices: Prices | None = None,
+    max_failures: int | None = None,
 ) -> RunComponents:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
@@ -126,6 +127,7 @@ def simulated_parts(
         replicas: replicas of the trainer, which divide its speed.
         shared: whether engines and trainer have devices in common.
         prices: what the run pays for.
+        max_failures: as RunComponents.
     """
     settings = rates(settings)
     lengths = Lengths(settings.lengths, seed)
@@ -151,6 +153,7 @@ def simulated_parts(
         shared=shared,
         anchors=anchors,
         synchronous_rewards=settings.rewards.synchronous,
+        max_failures=max_failures,
         prices=prices,
     )
 
@@ -203,6 +206,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         simulated_parts,
         sim,
         config.run.seed,
+        max_failures=failure_limit(config, schedule),
         reference=config.algorithm.needs_reference,
         replicas=config.trainer.replicas,
         shared=device_sharing(config, sim),
@@ -210,6 +214,14 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
     )
     advantages = Advantages(config.algorithm, sim_max_tokens(config))
     return _executed(schedule, parts, config.run, recorder, advantages)
+
+
+def failure_limit(config: RunConfig, schedule: Schedule) -> int:
+    """`reward.max_failures`, or the samples of a round: of a step where the schedule has no other number of
+    groups."""
+    parameters = getattr(schedule, "keywords", {})
+    groups = [value for name, value in parameters.items() if name.startswith("groups_")]
+    return config.reward.max_failures or config.run.group_size * max(groups, default=1)
 
 
 def sim_settings(config: RunConfig) -> SimSettings:

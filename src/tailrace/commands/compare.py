@@ -13,7 +13,7 @@ below it. A row of its own has the bound of each schedule's own rounds.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,10 +24,10 @@ from cyclopts import Parameter
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import advantages_of, check_live, on_devices_of_trainer, open_parts, rewind
+from tailrace.assembly.folder import RunFolder, recorder_of
+from tailrace.assembly.live import check_live
+from tailrace.assembly.running import ComparedSchedule, SharedWorkers, run_lap
 from tailrace.assembly.schedule import (
-    BoundSchedule,
     check_parameter_names,
     resolve,
     shared_parameters,
@@ -36,13 +36,8 @@ from tailrace.assembly.schedule import (
 from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
-from tailrace.controller.base import RunComponents
-from tailrace.controller.execution import execute
-from tailrace.record.events import Recorder, Sink
+from tailrace.record.events import Recorder
 from tailrace.record.figures import BIASES, COSTS, LAPS, QUALITIES, TIMES, Row
-from tailrace.record.metrics import MetricsWriter
-from tailrace.record.run_log import LogWriter
-from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 
 LIVE, VIRTUAL = "the race", "the race, in seconds of virtual time"
@@ -110,20 +105,6 @@ def compare(
 # -- the race ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedSchedule:
-    """A schedule, and the config that its workers are made from."""
-
-    config: RunConfig
-    schedule: BoundSchedule
-
-    @property
-    def setup(self) -> str:
-        """The settings that worker processes are made from."""
-        sections = "model data sampling reward engine algorithm trainer host placement"
-        return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
-
-
 def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
     check_parameter_names(config, config.compare.schedules)
     racers: dict[str, ComparedSchedule] = {}
@@ -131,41 +112,6 @@ def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
         named = config.model_copy(update={"schedule": shared_parameters(config, name)})
         racers[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
     return racers
-
-
-class SharedWorkers:
-    """The workers of one racer at a time, always at the weights that training starts from: those of a
-    checkpoint, or of the model."""
-
-    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
-        self._folder, self._checkpoint = folder, checkpoint
-        self.start = checkpoint or folder / "start"
-        self._setup = ""
-        self._open = AsyncExitStack()
-        self._parts: RunComponents | None = None
-
-    async def parts(self, racer: ComparedSchedule) -> RunComponents:
-        """The workers of a racer, rewound. Workers of another set-up are closed first."""
-        if self._parts is None or racer.setup != self._setup:
-            await self.aclose()
-            self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
-            self._setup = racer.setup
-            if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
-                async with on_devices_of_trainer(self._parts):
-                    await (await self._parts.trainer.save(self.start))
-        await rewind(self._parts, self.start, version=0)
-        return self._parts
-
-    async def aclose(self) -> None:
-        self._parts = None
-        await self._open.aclose()
-
-
-async def run_lap(racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int) -> None:
-    """Run a schedule on given workers, without evaluations and checkpoints."""
-    changes = {"eval_every": 0, "checkpoint_every": 0, "rounds": rounds}
-    settings, advantages = racer.config.run.model_copy(update=changes), advantages_of(racer.config)
-    await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
 
 
 async def compare_live(
@@ -177,9 +123,8 @@ async def compare_live(
     async with aclosing(SharedWorkers(folder)) as workers:
         for repeat in range(-1, repeats):
             for name in in_turn(racers, repeat):
-                racer, summary = racers[name], Summary()
-                rounds = racer.config.run.rounds
-                parts, recorder = await workers.parts(racer), recorder_of(name, racer, summary, files)
+                racer, rounds = racers[name], racers[name].config.run.rounds
+                parts, (recorder, summary) = await workers.parts(racer), _recorder(name, racer, files)
                 await run_lap(racer, parts, recorder, min(rounds, WARM_UP_ROUNDS) if repeat < 0 else rounds)
                 if repeat >= 0:
                     raced.add(name, summary)
@@ -193,10 +138,10 @@ def compare_virtual(
     raced = Comparison()
     for repeat in range(repeats):
         for name, racer in racers.items():
-            config, summary = racer.config, Summary()
+            config, (recorder, summary) = racer.config, _recorder(name, racer, folder)
             seeded = config.run.model_copy(update={"seed": config.run.seed + repeat})
             config = config.model_copy(update={"run": seeded})
-            run_virtual(config, racer.schedule, recorder_of(name, racer, summary, folder))
+            run_virtual(config, racer.schedule, recorder)
             raced.add(name, summary)
     return raced
 
@@ -210,14 +155,13 @@ def in_turn(racers: Mapping[str, ComparedSchedule], repeat: int) -> list[str]:
     return sorted(rotated, key=lambda name: setups.index(racers[name].setup))
 
 
-def recorder_of(name: str, racer: ComparedSchedule, summary: Summary, folder: Path | None) -> Recorder:
+def _recorder(name: str, racer: ComparedSchedule, folder: Path | None) -> tuple[Recorder, Summary]:
     """The files of a lap are those of a run, in a folder of the racer's name."""
-    sinks: list[Sink] = [summary]
-    if folder:
-        own = RunFolder(folder / name.replace("/", "_"))
+    own = RunFolder(folder / name.replace("/", "_")) if folder else None
+    if own:
         own.begin_anew(racer.config.toml())
-        sinks += [MetricsWriter(own.metrics), LogWriter(own.events), Summary(own.summary)]
-    return Recorder(StepMeter(*sinks, wall_clock=clock.wall_time))
+    summary = Summary(own.summary if own else None)
+    return recorder_of(own, summary), summary
 
 
 # -- its figures ---------------------------------------------------------------------------------

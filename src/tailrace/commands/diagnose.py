@@ -33,9 +33,9 @@ from rich.table import Table
 from tailrace import clock
 from tailrace.algo.mismatch import CAUSES, kl_by_cause
 from tailrace.assembly import schedule as schedules_of
-from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.folder import RunFolder, recorder_of
 from tailrace.assembly.live import check_live, rewind
-from tailrace.commands.compare import ComparedSchedule, SharedWorkers, recorder_of, run_lap
+from tailrace.assembly.running import ComparedSchedule, SharedWorkers, run_lap
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.controller.base import RunComponents
@@ -190,8 +190,7 @@ async def _diagnosed(
                     raise _cannot_score(lap.config, mute.name)
                 trainer = cast(RemoteTrainer, parts.trainer)
                 observed = ObservedTrainer(trainer, versions if what == CONFIGURED else None)
-                recorder = recorder_of(name, lap, summary, None)
-                await run_lap(lap, replace(parts, trainer=observed), recorder, rounds)
+                await run_lap(lap, replace(parts, trainer=observed), recorder_of(None, summary), rounds)
                 kls[what] = summary.lap()["mismatch_kl"]
                 if what in (CONFIGURED, FROZEN):
                     parts_of[what] = await _log_ratios(parts, observed.current, versions, what == CONFIGURED)

@@ -15,8 +15,8 @@ from cyclopts import Parameter
 
 from tailrace import clock
 from tailrace.assembly.live import check_policy, fitted_to_machine
+from tailrace.assembly.signals import signals_received
 from tailrace.assembly.workers import open_workers
-from tailrace.commands.signals import signals_received
 from tailrace.config import RunConfig, config_of
 from tailrace.data.encoding import Tokenizer, load_tokenizer
 from tailrace.devices import check_device

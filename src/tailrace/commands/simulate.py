@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Column, Table
 
-from tailrace import clock
-from tailrace.assembly.folder import RunFolder
+from tailrace.assembly.folder import RunFolder, recorder_of
 from tailrace.assembly.schedule import resolve, with_published_defaults
 from tailrace.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.commands.fit import fitted_run
 from tailrace.commands.tables import open_console, print_table
-from tailrace.config import RunConfig, load_config
+from tailrace.config import load_config
 from tailrace.errors import ConfigError
-from tailrace.record.events import Recorder, Sink
+from tailrace.record.events import Sink
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
-from tailrace.record.metrics import MetricsWriter
-from tailrace.record.run_log import LogWriter
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
-from tailrace.record.steps import StepMeter
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
@@ -60,11 +55,13 @@ def simulate(
     check_trackers(loaded.record.trackers)
     console = open_console()
     summary = Summary(output_dir / "summary.json" if output_dir else None)
-    sinks: list[Sink] = []
-    if output_dir:
-        sinks += _files(loaded, RunFolder(output_dir), console)
-    sinks += [summary, Summary(json_path)]  # after the run log: the page takes summary.json for the last file
-    seconds = run_virtual(loaded, schedule, Recorder(StepMeter(*sinks, wall_clock=clock.wall_time)))
+    sinks: list[Sink] = [Summary(json_path)]
+    if folder := RunFolder(output_dir) if output_dir else None:
+        folder.begin_anew(loaded.toml(chosen=False))
+        tracked = TrackedRun(loaded.record.project, folder.path, loaded.model_dump(mode="json"))
+        sinks += open_sinks(loaded.record.sinks, folder.path, console.print)
+        sinks += open_trackers(loaded.record.trackers, tracked, console.print)
+    seconds = run_virtual(loaded, schedule, recorder_of(folder, summary, *sinks))
     totals, prices = summary.summary(), loaded.prices
     if prices and prices.budget and not totals.rounds:
         raise ConfigError("prices.budget", prices.budget, "it is spent within the first round", "raise it")
@@ -76,18 +73,6 @@ def simulate(
         console.print(f"cost      {prices.overrun(totals.cost) or prices.words(totals.cost)}")
     if output_dir:
         console.print(f"files     {output_dir}")
-
-
-def _files(config: RunConfig, folder: RunFolder, console: Console) -> list[Sink]:
-    """Begin the files of a simulation in place of those of an earlier one."""
-    folder.begin_anew(config.toml(chosen=False))
-    run = TrackedRun(config.record.project, folder.path, config.model_dump(mode="json"))
-    return [
-        MetricsWriter(folder.metrics),
-        LogWriter(folder.events),
-        *open_sinks(config.record.sinks, folder.path, console.print),
-        *open_trackers(config.record.trackers, run, console.print),
-    ]
 
 
 def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap: Row) -> Table:

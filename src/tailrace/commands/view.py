@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import mutually_exclusive
 
 from tailrace import clock
-from tailrace.commands.signals import signals_received
+from tailrace.assembly.signals import signals_received
 from tailrace.commands.tables import writing
 from tailrace.errors import ConfigError
 from tailrace.page.document import check_installed, whole_page

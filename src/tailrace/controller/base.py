@@ -74,6 +74,7 @@ class RunComponents:
     engines: Sequence[Engine]
     trainer: Trainer
     rewards: Rewards
+    """The scorers; rollout/rewards.py has the chain around them."""
     prompts: Prompts
     held_out: Prompts
     reference: Reference | None = None
@@ -84,6 +85,8 @@ class RunComponents:
     """What the rewards know of the time that correct responses take. A run saves and restores it."""
     synchronous_rewards: bool = False
     """Whether rewards wait until no request is served."""
+    max_failures: int | None = None
+    """Samples in sequence without a reward that end the run. None: there is no limit."""
     play: Play | None = None
     """How turns become a sample (rollout/episodes.py). None: a sample is one turn."""
     prices: Prices | None = None

@@ -16,6 +16,7 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.placement import Placement
+from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
 from tailrace.types import Group
 
@@ -184,7 +185,8 @@ class Evaluations:
             per_prompt=settings.eval_samples,
         )
         try:
-            result = await evaluate(samples, self.router, parts.rewards)
+            rewards = chain_of_rewards(parts.rewards, max_failures=parts.max_failures)
+            result = await evaluate(samples, self.router, rewards)
         finally:  # also when it is interrupted
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         self.checkpoints.evaluated(round, result.accuracy)

@@ -33,10 +33,12 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
+from tailrace.reward.base import Rewards
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
-from tailrace.rollout.router import Router, WithReference
+from tailrace.rollout.rewards import chain_of_rewards
+from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
 from tailrace.weights.base import Weights
 
@@ -207,7 +209,7 @@ class Run:
         self.pool = Pool(
             tasks,
             self.router,
-            WithReference(parts.rewards, parts.reference) if parts.reference else parts.rewards,
+            self._rewards,
             self._ledger,
             self.parked,
             recorder,
@@ -215,7 +217,6 @@ class Run:
             another=self._prompt_source.another,
             deadline_s=settings.groups.deadline_s,
             compute_advantages=compute_advantages,
-            synchronous_rewards=parts.synchronous_rewards,
         )
         self._update = WeightUpdate(tasks, self.router, self.pool.ages)
         self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
@@ -519,6 +520,11 @@ class Run:
                     f"and the schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
                 )
         return units
+
+    def _rewards(self, pool: Pool) -> Rewards:
+        parts, rollout = self._parts, pool if self._parts.synchronous_rewards else None
+        limit, reference = parts.max_failures, parts.reference
+        return chain_of_rewards(parts.rewards, max_failures=limit, reference=reference, rollout=rollout)
 
     async def _accumulate(self, units: list[list[Sample]], replicas: int | None) -> None:
         start_s, samples = clock.now(), list(chain.from_iterable(units))

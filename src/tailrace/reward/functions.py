@@ -29,19 +29,17 @@ from typing_extensions import override
 
 from tailrace.data.base import DataSettings, MixedSettings, ProceduralSettings, sources_of
 from tailrace.data.procedural import Task
-from tailrace.errors import ConfigError, RewardBroken, RewardFailed
+from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import import_function
 from tailrace.reward.base import (
     OWN_ARGUMENTS,
     Call,
     FunctionSettings,
-    Rewards,
     RewardSettings,
     Scores,
     check_sources,
 )
 from tailrace.reward.checkers import import_checker
-from tailrace.types import Sample
 
 VERL_TEXT = ("solution_str", "model_output", "predict_str")
 """What verl and its scorers call the text of the completion."""
@@ -385,32 +383,3 @@ def _user_traceback(why: BaseException) -> str:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(why), why, frames)).strip()
     return text if len(text) <= MAX_DETAIL else f"... {text[-MAX_DETAIL:]}"
-
-
-class WithFailureLimit:
-    """`Rewards` that end the run after `limit` failures without a success in between. A timeout counts as a
-    failure, also where it gives a reward of zero."""
-
-    def __init__(self, rewards: Rewards, limit: int) -> None:
-        self._rewards, self._limit = rewards, limit
-        self._count, self._first = 0, ""
-        """Failures since the last success; reason and traceback of the first of them."""
-
-    async def score(self, sample: Sample) -> float:
-        """As Rewards.score. Raises a RewardBroken with the first failures if the limit is reached."""
-        try:
-            reward = await self._rewards.score(sample)
-        except RewardFailed as failed:
-            self._failed(str(failed))
-            raise
-        if sample.timed_out:
-            self._failed("timeout: the reward function did not return in time")
-        else:
-            self._count = 0
-        return reward
-
-    def _failed(self, why: str) -> None:
-        self._first = self._first if self._count else why
-        self._count += 1
-        if self._count >= self._limit:
-            raise RewardBroken(self._count, self._first)

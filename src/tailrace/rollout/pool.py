@@ -25,7 +25,7 @@ from math import inf
 from typing import Protocol
 
 from tailrace.clock import Signal, now
-from tailrace.errors import AllFiltered, AllLate, RewardFailed, ScheduleError
+from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.reward.base import Rewards
@@ -161,26 +161,6 @@ class SamplesInFlight:
                 state.task.cancel()
 
 
-class SynchronousRewards:
-    """`Rewards` (reward/base.py) that wait until no request is served or waits: the baseline of RollPacker
-    4.3."""
-
-    def __init__(self, rewards: Rewards, pool: "Pool") -> None:
-        self._rewards, self._pool = rewards, pool
-        self._one_waits = asyncio.Lock()
-
-    async def score(self, sample: Sample) -> float:
-        """Score as `Rewards.score`. A schedule that generates without a pause is a ScheduleError."""
-        async with self._one_waits:  # each change of the pool wakes every task that waits for it
-            while self._pool.is_serving:
-                if self._pool.is_endless:
-                    raise ScheduleError(
-                        "it generates without a pause, so reward.synchronous = true cannot work"
-                    )
-                await self._pool.changed.wait("the end of the rollout, to score it")
-        return await self._rewards.score(sample)
-
-
 async def score(sample: Sample, rewards: Rewards, recorder: Recorder) -> None:
     """Set the reward of a sample, or its failure."""
     detail = ""
@@ -284,6 +264,8 @@ class SetAdvantages(Protocol):
 
 MAX_CONSECUTIVE_FILTERED = 1_000
 """A filtered group is replaced by another one. This many in succession end the run."""
+MAX_CONSECUTIVE_DROPPED = 1_000
+"""So is one without a reward."""
 MAX_CONSECUTIVE_LATE = 100
 """So is one without a member before its deadline."""
 
@@ -295,7 +277,7 @@ class Pool:
         self,
         tasks: asyncio.TaskGroup,
         router: Router,
-        rewards: Rewards,
+        rewards: Callable[["Pool"], Rewards],
         ledger: Ledger,
         partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
@@ -304,10 +286,10 @@ class Pool:
         another: Callable[[Group, bool], Sample | None],
         deadline_s: float | None,
         compute_advantages: SetAdvantages,
-        synchronous_rewards: bool = False,
     ) -> None:
-        """`replace` draws a group in place of one that is filtered or dropped. `another` makes one more
-        sample of a group, or none if it may launch no more, which need not be asked."""
+        """`rewards` makes those of the pool. `replace` draws a group in place of one that is filtered or
+        dropped. `another` makes one more sample of a group, or none if it may launch no more, which need not
+        be asked."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
         self.generated = Ring("generated", drop=self.drop)
@@ -327,7 +309,7 @@ class Pool:
         """No request goes to an engine until `release`."""
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
-        self._rewards = SynchronousRewards(rewards, self) if synchronous_rewards else rewards
+        self._rewards = rewards(self)
         self._partial_rollouts, self._recorder = partial_rollouts, recorder
         self._replace, self._another, self._compute_advantages = replace, another, compute_advantages
         self._deadlines = Deadlines(deadline_s, self._late)
@@ -339,7 +321,9 @@ class Pool:
         self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
         self._orders = itertools.count()
         self._pumping = self._shut = False
-        self._num_filtered = self._num_late = 0  # since the last group, or group with rules, became ready
+        self._num_filtered = self._num_dropped = self._num_late = (
+            0  # since the last group, or group with rules, became ready
+        )
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -576,11 +560,17 @@ class Pool:
         """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
         self._leave(group)
         if not group.trainable:
-            reasons = Counter(sample.failure or "" for sample in group.kept)
-            self.drop(group, reasons.most_common(1)[0][0])
+            (why, _), *_ = Counter(sample.failure or "" for sample in group.kept).most_common(1)
+            self.drop(group, why)
+            self._num_dropped += 1
+            if self._num_dropped == MAX_CONSECUTIVE_DROPPED:
+                raise AllDropped(
+                    f"the last {MAX_CONSECUTIVE_DROPPED} groups had no sample with a reward: {why}; "
+                    "check the reward function; reward.max_failures ends a run earlier"
+                )
         elif reason := self._compute_advantages(group):
             self.drop(group, reason, "filtered")
-            self._num_filtered += 1
+            self._num_filtered, self._num_dropped = self._num_filtered + 1, 0
             if self._num_filtered == MAX_CONSECUTIVE_FILTERED:
                 raise AllFiltered(
                     f"the last {MAX_CONSECUTIVE_FILTERED} groups were filtered: {reason} (algorithm.filter); "
@@ -589,7 +579,8 @@ class Pool:
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
-            self._num_filtered, self._num_late = 0, 0 if group.ruled else self._num_late
+            self._num_filtered, self._num_dropped = 0, 0
+            self._num_late = 0 if group.ruled else self._num_late
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             return self._end_race()

@@ -8,7 +8,6 @@ Beside it, the reference stage: log-probs of finished samples under the referenc
 """
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,7 +17,7 @@ from math import inf
 from tailrace.clock import Signal, now
 from tailrace.engine.base import Engine
 from tailrace.environments.episode import Serve, Written, not_written
-from tailrace.errors import Evicted, LedgerError, RewardFailed, VersionGone
+from tailrace.errors import Evicted, LedgerError, VersionGone
 from tailrace.record.events import (
     Decoded,
     EngineStateChanged,
@@ -27,8 +26,6 @@ from tailrace.record.events import (
     RequestEnded,
     RequestStarted,
 )
-from tailrace.reward.base import Rewards
-from tailrace.trainer.base import Reference
 from tailrace.types import Sample
 
 MAX_ENTRIES = 8
@@ -295,19 +292,3 @@ class Router:
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()
-
-
-class WithReference:
-    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`. Both are computed at the same
-    time, as soon as a sample is finished."""
-
-    def __init__(self, rewards: Rewards, reference: Reference) -> None:
-        self._rewards, self._reference = rewards, reference
-
-    async def score(self, sample: Sample) -> float:
-        """Score as `Rewards.score`. A reference log-prob that is not finite is a RewardFailed, too."""
-        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
-        if not all(map(math.isfinite, logprobs)):
-            raise RewardFailed("without reference", "a log-prob under the reference model is not finite")
-        sample.reference_logprobs = logprobs
-        return reward

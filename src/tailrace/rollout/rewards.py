@@ -1,0 +1,114 @@
+"""The chain of rewards of a run, live or in virtual time: what stands around the scorers."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Protocol
+
+from tailrace.clock import Signal
+from tailrace.errors import RewardBroken, RewardFailed, ScheduleError
+from tailrace.reward.base import Rewards
+from tailrace.trainer.base import Reference
+from tailrace.types import Sample
+
+
+class Rollout(Protocol):
+    """What synchronous rewards ask the pool."""
+
+    changed: Signal
+
+    @property
+    def is_serving(self) -> bool: ...
+
+    @property
+    def is_endless(self) -> bool: ...
+
+
+def chain_of_rewards(
+    scorers: Rewards,
+    *,
+    max_failures: int | None,
+    reference: Reference | None = None,
+    rollout: Rollout | None = None,
+) -> Rewards:
+    """Return the rewards of a run.
+
+    Args:
+        scorers: reward functions, programs in place of them and judges beside them (`assembly/live.py`), or
+            simulated ones.
+        max_failures: failures in sequence that end the run. None: there is no limit.
+        reference: sets log-probs of each sample, too.
+        rollout: whose end rewards wait for.
+    """
+    chain: list[Callable[[Rewards], Rewards] | None] = [  # from the inside
+        partial(WithFailureLimit, limit=max_failures) if max_failures is not None else None,
+        partial(WithReference, reference=reference) if reference is not None else None,
+        partial(SynchronousRewards, rollout=rollout) if rollout is not None else None,
+    ]
+    return reduce(lambda inner, link: link(inner) if link else inner, chain, scorers)
+
+
+class WithFailureLimit:
+    """`Rewards` that end the run after `limit` failures without a success in between. A timeout counts as a
+    failure, also where it gives a reward of zero."""
+
+    def __init__(self, rewards: Rewards, limit: int) -> None:
+        self._rewards, self._limit = rewards, limit
+        self._count, self._first = 0, ""
+        """Failures since the last success; reason and traceback of the first of them."""
+
+    async def score(self, sample: Sample) -> float:
+        """As Rewards.score. Raises a RewardBroken with the first failures if the limit is reached."""
+        try:
+            reward = await self._rewards.score(sample)
+        except RewardFailed as failed:
+            self._failed(str(failed))
+            raise
+        if sample.timed_out:
+            self._failed("timeout: the reward function did not return in time")
+        else:
+            self._count = 0
+        return reward
+
+    def _failed(self, why: str) -> None:
+        self._first = self._first if self._count else why
+        self._count += 1
+        if self._count >= self._limit:
+            raise RewardBroken(self._count, self._first)
+
+
+class WithReference:
+    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`. Both are computed at the same
+    time, as soon as a sample is finished."""
+
+    def __init__(self, rewards: Rewards, reference: Reference) -> None:
+        self._rewards, self._reference = rewards, reference
+
+    async def score(self, sample: Sample) -> float:
+        """Score as `Rewards.score`. A reference log-prob that is not finite is a RewardFailed, too."""
+        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
+        if not all(map(math.isfinite, logprobs)):
+            raise RewardFailed("without reference", "a log-prob under the reference model is not finite")
+        sample.reference_logprobs = logprobs
+        return reward
+
+
+class SynchronousRewards:
+    """`Rewards` (reward/base.py) that wait until no request is served or waits: the baseline of RollPacker
+    4.3."""
+
+    def __init__(self, rewards: Rewards, rollout: Rollout) -> None:
+        self._rewards, self._rollout = rewards, rollout
+        self._one_waits = asyncio.Lock()
+
+    async def score(self, sample: Sample) -> float:
+        """Score as `Rewards.score`. A schedule that generates without a pause is a ScheduleError."""
+        async with self._one_waits:  # each change of the pool wakes every task that waits for it
+            while self._rollout.is_serving:
+                if self._rollout.is_endless:
+                    raise ScheduleError(
+                        "it generates without a pause, so reward.synchronous = true cannot work"
+                    )
+                await self._rollout.changed.wait("the end of the rollout, to score it")
+        return await self._rewards.score(sample)
