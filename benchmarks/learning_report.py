@@ -45,8 +45,10 @@ INTRODUCTION = """\
 
 Made by `python benchmarks/learning.py --report` from the files in `learning/`, one a run.
 `benchmarks/studies.py` has the settings. ±: the half-width of a 95% interval over the seeds (Student's t).
+Runs of one seed have the same prompts, so the difference to the first row is taken seed by seed.
 """
-COLUMNS = ("seeds", "accuracy", "reward, first quarter", "reward, all", "ESS", "lag, mean", "lag, largest")
+COLUMNS = ("seeds", "accuracy", "less the first", "reward, first quarter", "last quarter", "all")
+COLUMNS += ("less the first", "ESS", "lag, mean", "lag, largest")
 COLUMNS += ("wasted", "generated a trained sample", "length")
 
 Result = dict[str, Any]
@@ -125,12 +127,14 @@ def summary(run: Result, samples: float | None = None) -> Row:
     curve, total = run["curve"], samples or run["samples"]
     end = until(curve, total * 1.001) if samples else len(curve["samples"])
     quarter = max(1, until(curve, total / 4 * 1.001))
+    last = min(end - 1, until(curve, total * 3 / 4 * 1.001))
     found = {
         "accuracy": [accuracy for at, accuracy in run["evaluations"] if not samples or at <= samples * 1.001][
             -1
         ],
         "reward, first quarter": over(curve, "reward", 0, quarter),
-        "reward, all": over(curve, "reward", 0, end),
+        "last quarter": over(curve, "reward", last, end),
+        "all": over(curve, "reward", 0, end),
         "length": over(curve, "length", 0, end),
     }
     if "ess" in curve:
@@ -143,13 +147,15 @@ def summary(run: Result, samples: float | None = None) -> Row:
     return found
 
 
-def shown(values: Sequence[float], *, share: bool = False) -> str:
-    """A mean with its interval."""
+def shown(values: Sequence[float], *, share: bool = False, sign: bool = False) -> str:
+    """A mean with its interval; nothing of no values."""
+    if not values:
+        return ""
     centre, half = fmean(values), interval(values)
     if share:
         return f"{centre:.0%}"
     digits = 1 if centre >= 10 else 3 if centre < 1 else 2
-    return f"{centre:.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
+    return f"{centre:{'+' if sign else ''}.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -165,15 +171,21 @@ def part(name: str, runs: dict[str, list[Result]]) -> str:
     if study.runner == "kl":
         return "\n\n".join([*lines, divergence_table(runs)])
     rows = []
-    for schedule, found in runs.items():
-        each = [summary(run, number) for run in found]
-        cells = [f"`{schedule}`", str(len(found))]
+    figures = {
+        schedule: {run["seed"]: summary(run, number) for run in found} for schedule, found in runs.items()
+    }
+    first = next(iter(figures.values()))
+    for schedule, found in figures.items():
+        cells, before = [f"`{schedule}`", str(len(found))], ""
         for column in COLUMNS[1:]:
-            values = [row[column] for row in each if column in row]
-            cells.append(shown(values, share=column == "wasted") if values else "")
+            values = [row[column] for row in found.values() if column in row]
+            if column == "less the first":
+                both = found.keys() & first.keys() if found is not first else {}
+                values = [found[seed][before] - first[seed][before] for seed in sorted(both)]
+            cells.append(shown(values, share=column == "wasted", sign=column == "less the first"))
+            before = column
         rows.append(cells)
-    first = next(iter(runs.values()))[0]
-    samples = f"{number or first['samples']:,} trained samples"
+    samples = f"{number or next(iter(runs.values()))[0]['samples']:,} trained samples"
     machine = "quiet" if all(run["machine"]["quiet"] for each in runs.values() for run in each) else "busy"
     lines.append(f"{samples}, {study.config.name}, {HELD} held-out prompts; the machine was {machine}.")
     return "\n\n".join([*lines, table(COLUMNS, rows)])
@@ -183,20 +195,21 @@ HELD = "1,024"
 
 
 def divergence_table(runs: dict[str, list[Result]]) -> str:
-    """KL in nats a token to on-policy, for each start and lag g."""
+    """KL in nats a token to on-policy, for each start and lag g; "late": from t_1 on."""
     kinds = {"old": "old weights", "kept": "mixed, cache kept", "recomputed": "mixed, recomputed"}
-    columns = ["start", "g", "seeds", *kinds.values(), "kept over old", "kept less recomputed, of old"]
+    columns = ["start", "g", "seeds", *kinds.values(), "kept over old", "recomputed over old"]
+    columns += ["late: kept over old", "late: recomputed over old"]
     rows = []
     for name, found in runs.items():
-        starts = found[0]["divergences"]
-        for start in starts:
-            for place, lag in enumerate(starts[start]["g"]):
-                by = {kind: [run["divergences"][start][kind][place] for run in found] for kind in kinds}
-                old, kept, recomputed = by.values()
-                share = [each / one for each, one in zip(kept, old, strict=True)]
-                stale = [(k - r) / one for k, r, one in zip(kept, recomputed, old, strict=True)]
-                cells = [f"{fmean(each):.2g} ±{interval(each):.1g}" for each in by.values()]
-                rows.append([name, start, str(lag), str(len(found)), *cells, shown(share), shown(stale)])
+        for start, first in found[0]["divergences"].items():
+            for place, lag in enumerate(first["g"]):
+                columns_of = (run["divergences"][start].items() for run in found)
+                of = [{key: each[place] for key, each in row if isinstance(each, list)} for row in columns_of]
+                cells = [f"{fmean(row[kind] for row in of):.2g}" for kind in kinds]
+                for late in ("", ", late"):
+                    for kind in ("kept", "recomputed"):
+                        cells.append(shown([row[kind + late] / row["old" + late] for row in of]))
+                rows.append([name, start, str(lag), str(len(found)), *cells])
     return table(columns, rows)
 
 
@@ -223,14 +236,16 @@ def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
     from matplotlib import pyplot as plt
     from PIL import Image
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=name != "lagcurve")
-    if name == "lagcurve":
-        draw_lags(axes, runs)
-    elif STUDIES[name].runner == "kl":
+    kl, lags = STUDIES[name].runner == "kl", name == "lagcurve"
+    shape, size = ((len(runs), 3), (11, 3.2 * len(runs))) if kl else ((1, 2), (11, 4))
+    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", sharey=not lags, squeeze=False)
+    if lags:
+        draw_lags(axes[0], runs)
+    elif kl:
         draw_divergences(axes, runs)
     else:
-        draw_curves(axes, runs, right="seconds" if STUDIES[name].checkpoints else "generated")
-        figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
+        draw_curves(axes[0], runs, right="seconds" if STUDIES[name].checkpoints else "generated")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=100)
     plt.close(figure)
     Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
@@ -261,7 +276,7 @@ def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
 
 def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
     """Accuracy, and mean reward, after equal samples over the mean lag."""
-    for key, each in zip(("accuracy", "reward, all"), axes, strict=True):
+    for key, label, each in zip(("accuracy", "all"), ("accuracy", "mean reward"), axes, strict=True):
         for name, found in runs.items():
             rows = [summary(run, 4096) for run in found]
             lags, values = ([row[column] for row in rows] for column in ("lag, mean", key))
@@ -277,18 +292,19 @@ def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
             each.annotate(
                 name, (fmean(lags), fmean(values)), xytext=(4, 4), textcoords="offset points", size=7
             )
-        each.set(xlabel="mean lag of a trained token, optimizer steps", ylabel=f"{key}: 4,096 samples")
+        each.set(xlabel="mean lag of a trained token, optimizer steps", ylabel=f"{label}, 4,096 samples")
         each.set_xscale("symlog", linthresh=1)
 
 
 def draw_divergences(axes: Any, runs: dict[str, list[Result]]) -> None:
-    """KL to on-policy over the lag, mean of the starts."""
-    labels = {"old": "old weights", "recomputed": "mixed, cache recomputed", "kept": "mixed, cache kept"}
-    for each, (name, found) in zip(axes, runs.items(), strict=False):
-        for key, label in labels.items():
-            starts = [start for run in found for start in run["divergences"].values()]
-            means = [fmean(column) for column in zip(*(start[key] for start in starts), strict=True)]
-            each.plot(starts[0]["g"], means, marker="o", markersize=4, label=label)
-        each.set(xlabel="lag g", ylabel="KL to on-policy, nats a token", title=name, xscale="log")
-        each.set_yscale("log", nonpositive="mask")
-        each.legend(frameon=False)
+    """KL to on-policy over the lag: a row each L, a column each start."""
+    labels = {"old": "old weights", "kept": "mixed, cache kept", "recomputed": "mixed, cache recomputed"}
+    for row, (name, found) in zip(axes, runs.items(), strict=True):
+        for each, start in zip(row, found[0]["divergences"], strict=True):
+            of = [run["divergences"][start] for run in found]
+            for kind, label in labels.items():
+                means = [fmean(column) for column in zip(*(one[kind] for one in of), strict=True)]
+                each.plot(of[0]["g"], means, marker="o", markersize=4, label=label)
+            each.set(xlabel="lag g", title=f"{name}, from step {start}", xscale="log", yscale="log")
+        row[0].set(ylabel="KL to on-policy, nats a token")
+        row[0].legend(frameon=False)

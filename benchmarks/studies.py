@@ -72,7 +72,10 @@ STUDIES = {
         "PipelineRL, Figs. 5b, 6a, 6b: with a largest lag above that of G = 32, in-flight updates learn from "
         "as many samples as much as G = 8, and have its effective sample size; G = 32 is slower",
         REINFORCE,
-        {"pipelinerl": {**IN_FLIGHT, **BLOCK}} | conventional(8, 16, 32, 64, 1),
+        conventional(8)
+        | {"pipelinerl": {**IN_FLIGHT, **BLOCK}}
+        | conventional(32, 16, 64, 1)
+        | {"pipelinerl H=256": {**IN_FLIGHT, **BLOCK, "in_flight_per_engine": 256}},
         samples=20_480,
         evaluations=10,
         figure=True,
@@ -137,7 +140,7 @@ STUDIES = {
         samples=4096,
         evaluations=2,
         figure=True,
-        shared={"lag": ("G=1", "G=8", "G=16", "G=32", "G=64", "pipelinerl")},
+        shared={"lag": ("G=1", "G=8", "G=16", "G=32", "G=64", "pipelinerl", "pipelinerl H=256")},
     ),
     "kv": Study(
         "PipelineRL, 5.1: a stale cache does no harm",
