@@ -8,6 +8,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -25,14 +26,20 @@ from tailrace.schedules import Schedule
 T = TypeVar("T")
 
 
-def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
-    """Read and check a config file. Raises a ConfigError that names all that is wrong.
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Mapping[str, object] | None = None
+) -> RunConfig:
+    """Read and check a config. Raises a ConfigError that names all that is wrong.
 
     Args:
-        path: a TOML file. Paths in it are relative to it.
-        overrides: values by dotted key, for example `{"run.rounds": 5}`. They replace those of the file.
+        source: a TOML file, or its sections as a mapping. Paths in it are relative to the file, or to the
+            working directory.
+        overrides: values by dotted key, for example `{"run.rounds": 5}`. They replace those of the source.
     """
-    return configs.load_config(Path(path), {key: str(value) for key, value in (overrides or {}).items()})
+    texts = {key: str(value) for key, value in (overrides or {}).items()}
+    if isinstance(source, Mapping):
+        return configs.config_in(Path.cwd(), deepcopy(dict(source)), texts)
+    return configs.load_config(Path(source), texts)
 
 
 def train(

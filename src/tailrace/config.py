@@ -196,9 +196,15 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except NOT_TOML as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
-    _make_paths_absolute(tree, [RunConfig], path.parent)
+    return config_in(path.parent, tree, overrides)
+
+
+def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
+    """Return the config of a tree of sections, whose paths are relative to a folder. Raises as
+    `load_config`."""
+    _make_paths_absolute(tree, [RunConfig], folder)
     if isinstance(schedule := tree.get("schedule"), dict) and isinstance(name := schedule.get("name"), str):
-        schedule["name"] = absolute_function(path.parent, name)
+        schedule["name"] = absolute_function(folder, name)
     return config_of(tree, overrides)
 
 

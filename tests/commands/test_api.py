@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +190,15 @@ def test_a_reward_function_that_only_this_process_can_call_is_refused(tmp_path: 
     with pytest.raises(tailrace.ConfigError, match=r"'answer' is no column"):
         tailrace.train(config, tmp_path / "out", reward=lambda completion, answer: 1.0)
     assert not (tmp_path / "out").exists()
+
+
+def test_sections_in_python_are_read_as_those_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_path = write_small_run(tmp_path)
+    sections = tomllib.loads(config_path.read_text(encoding="utf-8"))
+    monkeypatch.chdir(config_path.parent)
+    assert tailrace.load_config(sections) == tailrace.load_config(config_path)
+    assert sections["data"]["path"] == "rows.jsonl", "the mapping is not changed"
+    with pytest.raises(tailrace.ConfigError, match=r"run\.round = 3: there is no such key"):
+        tailrace.load_config({**sections, "run": {"round": 3}})
