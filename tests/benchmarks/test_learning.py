@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import learning_report
-from learning import POINTS, curve_of, file_of, head, is_measured, main
+from learning import POINTS, curve_of, file_of, head, is_measured, learn, main, result_of
 from learning_report import PAGE, RESULTS, interval, read_all, read_result, shown, summary
-from studies import STUDIES
+from studies import STUDIES, Study
 from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
 
@@ -89,6 +89,21 @@ def test_a_run_that_has_a_file_is_not_repeated(
     assert (found["seed"], found["curve"]) == (1, {"samples": [1]})
     assert set(found["machine"]) >= {"processor", "cores", "others", "quiet"}
     assert set(found["made"]) >= {"commit", "src", "python", "torch"}
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learning.HELD_OUT", 8)
+    schedule = {"name": "serial", "groups_per_round": 2, "groups_per_step": 2}
+    study = Study("None", {}, {"serial": schedule}, evaluations=1, checkpoints=1)
+    for samples in (16, 48):  # as if it had been stopped after its first round
+        learn(study, "serial", samples, 0, tmp_path / "run")
+    found = result_of(tmp_path / "run")
+    assert found["curve"]["samples"] == [16, 32, 48]
+    assert found["curve"]["generated"] == [16, 32, 48]
+    assert found["evaluations"][-1][0] == 48
+    assert found["tokens"]["generated"] == found["curve"]["generated_tokens"][-1]
+    events = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8")
+    assert events.count('"event":"RunStarted"') == 2
 
 
 def test_a_run_that_was_measured_otherwise_is_not_replaced(tmp_path: Path) -> None:
