@@ -69,7 +69,7 @@ from tailrace.controller.execution import execute
 from tailrace.engine.base import counted_tokens
 from tailrace.environments.tools import CALLER
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import LedgerTables
+from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import first_life, read_ledger, totals_of
@@ -493,7 +493,12 @@ def found_of_pins(victims: Sequence[Victim]) -> Counter[str]:
     for victim in victims:
         books = victim.books()
         for sample in books.samples.values():
-            results["other_version"] += sum(span.num_tokens for span in sample.spans[1:])
+            places = [(span.life, span.version) for span in sample.spans]
+            results["other_version"] += sum(
+                span.num_tokens
+                for span, place in zip(sample.spans, places, strict=True)
+                if distance(books.lives, places[0], place)
+            )
         trained = Counter(each.prompt for each in books.trainings.values() if each.undone is None)
         size = json.loads(max(books.lives.values(), key=lambda life: life.life).config)["run"]["group_size"]
         whole = [row.prompt for row in books.groups.values() if row.fate == "trained"]

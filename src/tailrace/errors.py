@@ -87,8 +87,8 @@ class Evicted(TailraceError):
     """An engine gives a request back. Its tokens are kept; another engine continues it."""
 
 
-class VersionGone(TailraceError):
-    """No engine serves the version any more that a pinned sample began with."""
+class VersionGone(Evicted):
+    """The engine, or every engine, does not have the version that a pinned sample began with."""
 
 
 class EngineDied(Evicted):

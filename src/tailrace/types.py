@@ -283,11 +283,15 @@ class Group:
     """The samples that are trained: K, or fewer by the rules of the group."""
     samples: list[Sample]
     num_launched: int = 0
-    """Samples that were launched in this attempt; the next one has this number."""
+    """Samples with which this attempt began; they have the first numbers."""
+    num_replaced: int = 0
+    """Members that its rules have launched in this attempt; they have the next numbers."""
     kept: list[Sample] = field(default_factory=list)
     """The samples that finished first, in the order in which they finished; at most `num_required`."""
     attempt: int = 0
-    """How often the group was restarted from nothing."""
+    """The attempt of the samples with which it began, when it was restarted from nothing last."""
+    last_attempt: int = 0
+    """The newest attempt of any sample. A member whose version is gone begins again in a new one."""
     order: int = 0
     """Position in the pool's queue, set at launch."""
     oldest_version: int | None = None

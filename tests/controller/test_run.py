@@ -65,7 +65,7 @@ from tailrace.record.events import (
 from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
 from tailrace.trainer.base import StepStats
-from tailrace.types import Group, Prompt, Sample, Span
+from tailrace.types import Group, Prompt, Sample, SampleId, Span, noise_seed
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 ONE_VERSION = change(EXACT, engines=change(EXACT.engines, versions=1))
@@ -234,7 +234,9 @@ def test_a_move_to_an_engine_of_another_version_is_refused() -> None:
         simulate(astray, ONE_ROUND, EXACT, parts=worlds(ONE_VERSION, lambda sample: 10, count=2))
 
 
-def test_a_pinned_sample_whose_version_is_gone_begins_again_and_its_tokens_are_counted() -> None:
+def test_a_pinned_sample_whose_version_is_gone_begins_again_with_its_noise_and_its_tokens_are_counted() -> (
+    None
+):
     async def everywhere(run: Run) -> None:
         run.promise(staleness=1, pinned=1)
         async for _ in run.rounds():
@@ -246,7 +248,8 @@ def test_a_pinned_sample_whose_version_is_gone_begins_again_and_its_tokens_are_c
     outcome = simulate(everywhere, ONE_ROUND, EXACT, parts=worlds(ONE_VERSION, lambda sample: 10, count=2))
     (step,) = outcome.of(Stepped)
     assert [sample.spans for sample in step.samples] == [[Span(1, 10)]] * 2
-    assert [sample.id.number for sample in step.samples] == [2, 3]
+    assert [sample.id[1:] for sample in step.samples] == [(1, 0), (2, 1)]
+    assert [sample.seed for sample in step.samples] == [noise_seed(0, SampleId(0, 0, n)) for n in range(2)]
     assert outcome.totals.wasted_tokens == {"version gone": 2 * 4}
     assert [event.time_s for event in outcome.of(RequestStarted)] == [0, 0, 4, 4]
 

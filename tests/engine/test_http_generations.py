@@ -243,6 +243,27 @@ def test_an_update_in_flight_ends_nothing_and_signs_the_tokens_after_it(
 
 
 @each_server
+def test_a_server_that_generates_with_older_weights_than_it_was_given_gets_them_again(
+    generation: str, model: Path, publish: Publish
+) -> None:
+    """It was started again between two health checks. Its own word signs the tokens."""
+
+    async def main() -> None:
+        with fake_server(generation, model) as fake:
+            async with connected(fake) as (engine,):
+                router, samples = Router([engine], Recorder()), distinct_samples(2)
+                await engine.load(publish(1), kv="keep")
+                fake.model.version, fake.model.label = 0, "default"
+                await router.serve(samples[0])
+                await until(lambda: "was started again: it has lost version 1" in engine.why_dead)
+                await router.serve(samples[1])
+            assert [sample.spans for sample in samples] == [[Span(0, NUM_TOKENS)], [Span(1, NUM_TOKENS)]]
+            assert fake.model.version == 1
+
+    run(main())
+
+
+@each_server
 def test_a_request_that_is_refused_for_now_is_sent_again(generation: str, model: Path) -> None:
     async def main() -> None:
         with fake_server(generation, model) as fake:

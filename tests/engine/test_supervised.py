@@ -190,6 +190,18 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.125)
 
 
+def test_what_an_engine_can_do_is_known_of_its_present_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([Fate(lives_s=1.0)])
+
+    async def main() -> None:
+        assert world.engine.capabilities.sleep
+        monkeypatch.setattr(Life, "capabilities", Capabilities(scores=True))
+        await until(lambda: len(world.opened_s) == 2)
+        assert world.engine.capabilities == Capabilities(scores=True)
+
+    drive(world, main)
+
+
 def test_pauses_before_restarts_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> None:
     world = World([Fate(lives_s=0.5)] * 8 + [Fate(lives_s=WELL_S)])
 

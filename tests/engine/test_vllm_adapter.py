@@ -16,11 +16,12 @@ from helpers.tiny_models import save_tiny_model
 from tailrace.engine import http
 from tailrace.engine import supervised as supervision
 from tailrace.engine.vllm import max_rank
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, VersionGone
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.trainer.adapter import adapter_tensors, check_lora, peft_config
 from tailrace.trainer.base import LoraSettings
+from tailrace.types import Span
 from tailrace.weights.base import Weights
 from tailrace.weights.filesystem import FilesystemSender
 
@@ -127,6 +128,46 @@ def test_an_adapter_that_the_server_has_forgotten_is_no_failed_update(model: Pat
                 (sample,) = distinct_samples(1)
                 await engine.generate(sample)
                 assert [span.version for span in sample.spans] == [2]
+
+    run(main())
+
+
+def test_a_pinned_request_names_the_adapter_of_its_version_or_is_refused(
+    model: Path, publish: Publish
+) -> None:
+    async def main() -> None:
+        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+            async with connected(fake, lora=LORA.model_copy(update={"versions": 2})) as (engine,):
+                samples = distinct_samples(5)
+                for sample, pin in zip(samples, (0, 1, 0, 1, 2), strict=True):
+                    sample.pin = pin
+                await engine.load(publish(1), kv="keep")
+                await asyncio.gather(*map(engine.generate, samples[:2]))
+                await engine.load(publish(2), kv="keep")
+                with pytest.raises(VersionGone, match="engine-0 does not have version 0"):
+                    await engine.generate(samples[2])
+                await asyncio.gather(*map(engine.generate, samples[3:]))
+            spans = [[Span(version, NUM_TOKENS)] for version in (0, 1, 1, 2)]
+            assert [sample.spans for sample in samples if sample.num_tokens] == spans
+            assert len(fake.adapters) == 2
+
+    run(main())
+
+
+def test_a_server_that_was_started_again_unnoticed_gets_its_adapter_again(
+    model: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+
+    async def main() -> None:
+        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+            async with connected(fake, lora=LORA) as (engine,):
+                await engine.load(publish(1), kv="keep")
+                fake.adapters.clear()
+                (sample,) = distinct_samples(1)
+                await Router([engine], Recorder(), version=1).serve(sample)
+                assert fake.calls.count("/v1/load_lora_adapter") == 2
+                assert sample.spans == [Span(1, NUM_TOKENS)]
 
     run(main())
 

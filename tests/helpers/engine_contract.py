@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from tailrace.engine.base import Engine
-from tailrace.errors import Evicted
+from tailrace.errors import Evicted, VersionGone
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
 from tailrace.weights.base import Weights
 
@@ -86,6 +86,18 @@ class EngineContract:
             for sample in samples:
                 assert sample.num_tokens == self.NUM_TOKENS
                 assert [span.version for span in sample.spans] == [0, 1]
+
+        self.drive(main)
+
+    def test_a_sample_of_a_version_that_the_engine_does_not_have_is_refused(self) -> None:
+        async def main(engine: Engine, _: Engine) -> None:
+            pinned, other = fresh_samples(2)
+            pinned.pin, other.pin = 0, 7
+            with pytest.raises(VersionGone):
+                await engine.generate(other)
+            await engine.generate(pinned)
+            assert other.num_tokens == 0
+            assert pinned.spans == [Span(0, self.NUM_TOKENS)]
 
         self.drive(main)
 

@@ -33,6 +33,7 @@ class Life:
         self.capabilities = engine.capabilities
         self.counter, self.arrival = TokenCounter(), None
         self._num_counted = 0
+        self._loaded = [0]
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def die(self, why: str = "it was killed") -> None:
@@ -44,6 +45,8 @@ class Life:
         await asyncio.sleep(START_S)
 
     async def generate(self, sample: Sample) -> None:
+        kept = self._loaded[-self.engine.versions :]
+        assert sample.pin in (None, *kept), f"{sample.id} of version {sample.pin} came to a life with {kept}"
         try:
             await self.engine.generate(sample)
         finally:
@@ -53,6 +56,7 @@ class Life:
         if self._chance.random() < 1 / 8:
             raise TransferFailed(self.engine.name)
         await self.engine.load(weights, kv=kv)
+        self._loaded.append(weights.version)
         if self._end.done():
             raise EngineDied(self._end.result())
 

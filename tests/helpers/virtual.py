@@ -346,14 +346,16 @@ def simulate(
                 await rewind(outcome.parts, folder / base.checkpoint, base.version)
             journal = book.open(starting_point)
 
+        begun = asyncio.get_running_loop().create_future()
+
         async def watched(run: Run) -> None:
             outcome.run = run
-            if beside is None:
-                return await schedule(run)
-            async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(beside(outcome.parts, run))
-                await schedule(run)
-                task.cancel()
+            begun.set_result(run)
+            await schedule(run)
+
+        async def world(beside: Beside) -> None:
+            """Until the books are closed."""
+            await beside(outcome.parts, await begun)
 
         interruption = Interruption()
         if interrupt_at_s is not None:
@@ -370,6 +372,7 @@ def simulate(
                     starting_point=starting_point,
                     journal=journal,
                     interruption=interruption,
+                    beside=[world(beside)] if beside else [],
                 )
         except TimeoutError:
             outcome.killed = True

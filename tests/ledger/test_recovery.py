@@ -243,11 +243,35 @@ def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Pa
             (tmp_path / name).rmdir()
         starting_point = life.next(tmp_path, 9)
         assert starting_point.base.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
-        samples = starting_point.interrupted[0].samples
-        assert [(sample.id, sample.num_tokens) for sample in samples] == [
-            (SampleId(0, 1, 0), 0), (SampleId(0, 1, 1), 0)
-        ]  # fmt: skip
+        (group,) = starting_point.interrupted
+        assert (group.samples, group.num_launched, group.attempt, group.last_attempt) == ([], 2, 1, 1)
         Life(life.store, starting_point).ledger.check(9)
+
+    by_hand(main)
+
+
+def test_members_of_later_attempts_and_replacements_come_back_beside_those_that_began(tmp_path: Path) -> None:
+    """Of four samples number 1 lost its version twice, and number 2 failed and was replaced by number 4."""
+
+    async def main() -> None:
+        life = Life(MemoryStore())
+        group = life.draw(3, 4, 5, 6)
+        for attempt, number in ((1, 1), (2, 1), (2, 4)):
+            id = SampleId(0, attempt, number)
+            group.samples.append(sample := Sample(id, group, seed=noise_seed(SEED, id)))
+            sample.extend([7, 8], [0.0, 0.0], 1)
+        one, two, first = group.samples[1], group.samples[2], group.samples[4]
+        for sample, reason in ((one, "version gone"), (first, "version gone"), (two, "raised")):
+            group.samples.remove(sample)
+            life.ledger.waste(sample, reason)
+        group.kept, group.num_replaced, group.last_attempt = [group.samples[0]], 1, 2
+        await life.journal.finish()
+        (restored,) = life.next(tmp_path, 24).interrupted
+        assert [sample.id[1:] for sample in restored.samples] == [(0, 0), (2, 1), (0, 3), (2, 4)]
+        assert restored.samples[1].seed == one.seed
+        assert [sample.id[1:] for sample in restored.kept] == [(0, 0)]
+        counts = restored.num_launched, restored.num_replaced, restored.attempt, restored.last_attempt
+        assert counts == (4, 1, 0, 2)
 
     by_hand(main)
 

@@ -5,17 +5,19 @@ control group of each pair of groups has the lengths of the other one.
 """
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from math import ceil, comb, exp, log
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 from scipy.stats import qmc
 
-from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Outcome, change, simulate, worlds
+from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Book, Outcome, change, simulate, worlds
 from tailrace.assembly.schedule import bind
 from tailrace.assembly.simulation import run_virtual
 from tailrace.commands.plan import problem_of
@@ -201,6 +203,27 @@ def test_a_late_member_is_replaced_by_a_sample_with_a_seed_of_its_own_and_a_dead
     (step,) = outcome.of(Stepped)
     assert len({sample.seed for sample in step.samples}) == 3
     assert outcome.totals.wasted_tokens == {"late": 10}
+
+
+def test_members_that_the_rules_do_not_require_make_no_race_of_a_rollout() -> None:
+    assert not one_group({0: 5, 1: 6, 2: 7}, keep=2).run.pool.progress.is_race
+
+
+def test_a_group_that_begins_anew_after_a_crash_has_all_its_members_again(tmp_path: Path) -> None:
+    """A deadline had left two of three. All checkpoints are lost, and the tokens pruned."""
+    sim = change(EXACT, trainer=change(EXACT.trainer, tokens_per_s=1e9))
+    parts = worlds(sim, lambda sample: {0: 5, 1: 20, 2: 7}[sample.id.number])
+    rules = GroupSettings(deadline_s=10.5)
+    settings = RunSettings(rounds=3, group_size=3, checkpoint_every=1, groups=rules)
+    schedule, book = partial(SCHEDULES["serial"], groups_per_round=1, groups_per_step=1), Book()
+    simulate(schedule, settings, sim, parts=parts, folder=tmp_path, book=book)
+    for checkpoint in tmp_path.glob("round_*"):
+        shutil.rmtree(checkpoint)
+    again = simulate(schedule, settings, sim, parts=parts, folder=tmp_path, book=book)
+    begun = [event.sample[1:] for event in again.of(RequestStarted) if event.sample.prompt == 0]
+    assert begun == [(1, 0), (1, 1), (1, 2)]
+    assert again.totals.wasted_tokens["raced"] == 0
+    assert again.totals.wasted_tokens["late"] == 6 * 10
 
 
 def test_a_replacement_that_is_late_is_lost_when_none_is_left() -> None:

@@ -9,7 +9,8 @@ from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
-from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.types import Group, Prompt, Sample, SampleId, Span
+from tailrace.weights.base import Weights
 
 SLOTS = 16
 
@@ -76,3 +77,40 @@ def test_an_engine_that_gave_a_request_back_holds_nothing_of_it() -> None:
         return sample
 
     assert clock.run(main(), virtual=True).engine is None
+
+
+def test_an_engine_that_refuses_a_version_is_not_asked_for_it_again() -> None:
+    """The router believes that both have version 1."""
+
+    async def main() -> tuple[Sample, Router]:
+        settings = SimEngineSettings(slots=SLOTS, versions=2)
+        engines = [SimEngine(name, settings, lambda sample: 100) for name in ("a", "b")]
+        router = Router(engines, Recorder())
+        router.pinned = 2
+        await engines[1].load(Weights(1), kv="keep")
+        for number in range(2):
+            router.loaded(number, 1)
+        (sample,) = samples_of("a", 1)
+        sample.spans = [Span(1, 1)]
+        await router.serve(sample)
+        return sample, router
+
+    sample, router = clock.run(main(), virtual=True)
+    assert (sample.engine, sample.spans) == ("b", [Span(1, 100)])
+    assert router.served == [(0,), (0, 1)]
+
+
+def test_an_engine_that_was_away_serves_what_it_was_given_last_alone() -> None:
+    async def main() -> list[tuple[int, ...]]:
+        engine = SimEngine("a", SimEngineSettings(slots=SLOTS, versions=3), lambda sample: 100)
+        router, served = Router([engine], Recorder()), []
+        router.pinned = 3
+        for version, change in ((1, engine.die), (2, engine.revive), (3, lambda: None)):
+            await router.withdraw(0, version)
+            await engine.load(Weights(version), kv="keep")
+            router.loaded(0, version)
+            change()
+            served.append(router.served[0])
+        return served
+
+    assert clock.run(main(), virtual=True) == [(1,), (2,), (2, 3)]

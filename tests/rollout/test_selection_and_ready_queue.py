@@ -98,6 +98,8 @@ def test_admissions_answer_one_pure_question() -> None:
     assert Frontier(groups=2).admits(outside, Service(7, [inside]))
     assert FrontierFirst(groups=2).admits(outside, Service(7, [inside]))
     assert not FrontierFirst(groups=2).admits(outside, Service(8, [inside]))
+    outside.num_replaced = 3  # its rules launched members in place of others
+    assert not FrontierFirst(groups=2).admits(outside, Service(8, [inside]))
 
 
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 8))

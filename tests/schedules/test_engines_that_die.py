@@ -6,11 +6,24 @@ from functools import partial
 
 import pytest
 
+from helpers import mortal
 from helpers.mortal import mortal_parts, mortality
-from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, regenerated, simulate
+from helpers.virtual import (
+    PINNED,
+    SCHEDULES_BY_NAME,
+    SETTINGS,
+    SIM,
+    ZERO_VARIANCE,
+    change,
+    regenerated,
+    simulate,
+)
+from tailrace.controller.base import RunSettings
 from tailrace.record.events import EngineStateChanged, RequestEnded, Stepped
+from tailrace.schedules import SCHEDULES
 
 KILLS = 12
+FEW_SLOTS = change(SIM, engines=change(SIM.engines, slots=8, versions=2))
 
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
@@ -32,3 +45,28 @@ def test_engines_killed_at_random_moments_cost_time_and_nothing_else(name: str) 
     assert any(event.outcome == "evicted" for event in outcome.of(RequestEnded))
     gained = sum(event.num_gained for event in outcome.of(RequestEnded))
     assert gained == sum(usage.num_generated for usage in outcome.usages)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", PINNED)
+def test_a_pinned_sample_has_tokens_of_its_version_alone_and_groups_of_k_stay_groups_of_k(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publications come while an engine is away, and its next life has the last of them only. Each life
+    checks the versions that it is asked for."""
+    monkeypatch.setattr(mortal, "START_S", 60.0)
+    settings = RunSettings(rounds=20, group_size=4, seed=seed)
+    outcome = simulate(
+        partial(SCHEDULES[name], groups_per_step=4, groups_in_flight=8, staleness=1),
+        settings,
+        FEW_SLOTS,
+        algorithm=ZERO_VARIANCE,
+        parts=mortal_parts(FEW_SLOTS, seed),
+        beside=partial(mortality, kills_s=[(30.0 + 66 * n, n % 2) for n in range(8)]),
+    )
+    trained = [sample for step in outcome.of(Stepped) for sample in step.samples]
+    assert {len(sample.spans) for sample in trained} == {1}
+    assert "refused" not in {event.outcome for event in outcome.of(RequestEnded)}
+    assert outcome.totals.wasted_tokens["version gone"] and outcome.totals.groups["filtered"]
+    assert outcome.totals.wasted_tokens["raced"] == 0
+    assert {*Counter(sample.prompt.index for sample in trained).values()} == {4}

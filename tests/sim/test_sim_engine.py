@@ -9,7 +9,7 @@ import pytest
 from helpers.episodes import answer
 from helpers.virtual import EXACT, change
 from tailrace import clock
-from tailrace.errors import EngineDied, Evicted
+from tailrace.errors import EngineDied, Evicted, VersionGone
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
@@ -57,6 +57,37 @@ def test_a_step_is_longer_the_more_run_and_prefill_comes_before_it() -> None:
         assert engine.usage().num_prefilled == 8 and engine.usage().num_generated == 20
 
     on_engine(cost, main)
+
+
+def test_a_pinned_sample_ends_on_its_version_or_is_given_back_when_a_load_removes_it() -> None:
+    """Two versions at a time, one slot: the first runs, the others wait."""
+
+    async def main(engine: SimEngine) -> None:
+        samples = [sample(number) for number in range(4)]
+        for each, pin in zip(samples, (0, 0, 1, None), strict=True):
+            each.pin = pin
+        await engine.load(Weights(1), kv="keep")
+        served = asyncio.gather(*map(engine.generate, samples), return_exceptions=True)
+        await asyncio.sleep(4)
+        await engine.load(Weights(2), kv="keep")
+        assert [type(each) for each in await served] == [VersionGone, VersionGone, type(None), type(None)]
+        assert [each.spans for each in samples] == [[Span(0, 4)], [], [Span(1, 10)], [Span(2, 10)]]
+
+    on_engine(change(TEN, slots=1, versions=2), main)
+
+
+def test_an_engine_that_was_started_again_has_the_newest_version_alone() -> None:
+    async def main(engine: SimEngine) -> None:
+        one = sample()
+        one.pin = 1
+        await engine.load(Weights(1), kv="keep")
+        await engine.load(Weights(2), kv="keep")
+        engine.die()
+        engine.revive()
+        with pytest.raises(VersionGone):
+            await engine.generate(one)
+
+    on_engine(change(TEN, versions=2), main)
 
 
 def test_who_finds_no_slot_waits_for_one() -> None:

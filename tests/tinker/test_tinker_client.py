@@ -11,8 +11,11 @@ from statistics import fmean
 import pytest
 from tinker_cases import BASE, QUICKSTART, Server
 
+from helpers.engine_contract import fresh_samples
 from tailrace.api import load_config, train
-from tailrace.errors import WorkerDied
+from tailrace.engine.base import TokenCounter
+from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
+from tailrace.errors import VersionGone, WorkerDied
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parent.parent.parent
@@ -127,3 +130,19 @@ def test_an_error_that_is_not_the_services_answer_is_not_asked_again() -> None:
     with pytest.raises(WorkerDied, match="create a training client: TypeError: an argument is missing"):
         asyncio.run(TinkerSession(None, BASE, 32).claimed(make))
     assert asked == [1]
+
+
+def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
+    async def main() -> None:
+        from tailrace.tinker.client import TinkerEngine, TinkerSession  # need the SDK
+
+        session = TinkerSession(None, BASE, 32)
+        session.samplers = {3: None}
+        settings = TinkerEngineSettings(kind="tinker", urls=("http://127.0.0.1:1",), base_model=BASE)
+        engine = TinkerEngine(session, settings, SamplingSettings(max_completion_tokens=8), TokenCounter())
+        (sample,) = fresh_samples(1)
+        sample.pin = 2
+        with pytest.raises(VersionGone, match="engine-0 has version 3 only, and not 2"):
+            await engine.generate(sample)
+
+    asyncio.run(main())

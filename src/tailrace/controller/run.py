@@ -62,19 +62,23 @@ class PromptSource:
         """The group with new samples for its current attempt."""
         group.ruled = self._settings.groups.applies_to(group.prompt)
         group.num_required = self._settings.num_trained if group.ruled else self._settings.group_size
-        group.kept, group.oldest_version, group.num_launched = [], None, 0
-        group.samples = [self._sample(group) for _ in range(num_samples)]
+        group.kept, group.oldest_version, group.num_launched, group.num_replaced = [], None, num_samples, 0
+        group.samples = [self._sample(group, number) for number in range(num_samples)]
         return group
 
-    def another(self, group: Group, always: bool) -> Sample | None:
-        """One more sample of a group with rules; None if it may launch no more. `always`: in place of one
-        whose version is gone."""
-        most = self._settings.group_size + self._settings.groups.replacements
-        return self._sample(group) if always or group.num_launched < most else None
+    def another(self, group: Group, gone: Sample | None) -> Sample | None:
+        """One more sample of a group with rules; None if it may launch no more. `gone`: instead, that sample
+        again, with the same noise, because its version is gone."""
+        if gone:
+            group.last_attempt += 1
+            return self._sample(group, gone.id.number)
+        if group.num_replaced == self._settings.groups.replacements:
+            return None
+        group.num_replaced += 1
+        return self._sample(group, group.num_launched + group.num_replaced - 1)
 
-    def _sample(self, group: Group) -> Sample:
-        id = SampleId(group.prompt.index, group.attempt, group.num_launched)
-        group.num_launched += 1
+    def _sample(self, group: Group, number: int) -> Sample:
+        id = SampleId(group.prompt.index, group.last_attempt, number)
         return Sample(id, group, seed=noise_seed(self._settings.seed, id))
 
     def _next_prompt(self) -> Prompt:
@@ -196,8 +200,11 @@ class Run:
             engine.on_arrival = partial(self._ledger.probe, engine.name)
         parts.anchors.restore(start.base.anchors)
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
+        self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         for group in (recalled := [*self.parked.groups, *self._interrupted]):
             group.ruled = settings.groups.applies_to(group.prompt)
+            if not group.samples:  # their tokens are lost
+                self._prompt_source.begin(group, group.num_launched)
         self._ledger.recall(recalled)
         self.router = Router(parts.engines, recorder, parts.play, journal.written, self.version)
         self._generated_before = start.num_generated - self.router.num_generated
@@ -205,7 +212,6 @@ class Run:
         self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds
         self._pay()  # for the earlier lives
         self._ledger.measure = self._measure
-        self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         self.pool = Pool(
             tasks,
             self.router,
@@ -213,7 +219,7 @@ class Run:
             self._ledger,
             self.parked,
             recorder,
-            replace=lambda group: self.prompts(1, None if settings.groups.has_rule else group.num_launched),
+            replace=lambda group: self.prompts(1, group.num_launched),
             another=self._prompt_source.another,
             deadline_s=settings.groups.deadline_s,
             compute_advantages=compute_advantages,
@@ -324,7 +330,7 @@ class Run:
             for sample in group.samples:
                 if sample.fate is None and sample.num_tokens:
                     self._ledger.waste(sample, reason)
-            group.attempt += 1
+            group.attempt = group.last_attempt = group.last_attempt + 1
             self._prompt_source.begin(group, self.group_size)
         return groups
 

@@ -9,7 +9,7 @@ After a kill the difference is the number of tokens that were not yet in the led
 import mmap
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -36,7 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
         temperature, max_completion_tokens: in place of those of `sampling`.
-        pin: the version of the weights. None, or one that the engine does not serve: always the newest.
+        pin: the version of the weights; an engine that does not have it refuses. None: always the newest.
     """
 
     id: str
@@ -176,8 +176,8 @@ class EngineVerbs(Protocol):
         """Extend the sample in place, from the tokens it has, until its present turn ends.
 
         The call may be cancelled at any token. The sample then holds every token that was generated, and
-        another call, on any replica, continues from them. Raises an Evicted if the engine is dead or
-        asleep, or becomes so; the sample keeps its tokens."""
+        another call, on any replica, continues from them. Raises an Evicted if the engine is or becomes dead
+        or asleep, or lacks the sample's version (VersionGone); the sample keeps its tokens."""
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """Take new weights between two decode steps. No request ends. An engine that is dead or asleep takes
@@ -224,6 +224,11 @@ class Engine(EngineVerbs, Protocol):
     def report(self) -> None:
         """Bring the samples up to date, if the engine does not do so by itself, as live engines do."""
         return
+
+
+def with_version(had: Iterable[int], version: int, num: int) -> tuple[int, ...]:
+    """The versions that an engine has after a load, the newest last. `num`: how many it keeps."""
+    return (*(each for each in had if each != version), version)[-num:]
 
 
 COUNTS_FOLDER = "counts"

@@ -91,6 +91,8 @@ class Dialect(Protocol):
     """An update needs a server without requests, or the server cannot say which weights generated a token.
     Requests in flight, but for those of pinned samples, are ended and go on after the update from their
     tokens."""
+    num_versions: int = 1
+    """Versions that it has at the same time, the last ones."""
     missing: tuple[str, ...]
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""

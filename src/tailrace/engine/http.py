@@ -31,10 +31,10 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage
+from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.engine.proof import ProbeAnswer, Prover
-from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed
+from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, VersionGone
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import (
     DTYPE,
@@ -277,8 +277,8 @@ class HttpEngine(EngineLife):
         self.arrival: Arrival | None = None
         self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
         self._link = self._new_link()
-        self._version = 0
-        """Of the weights that the server has, as far as it was told."""
+        self._versions: tuple[int, ...] = (0,)
+        """Of the weights that the server has, as far as it was told, the newest last."""
         self._num_prefilled = 0
         self._requests: dict[Sample, Request] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -379,19 +379,17 @@ class HttpEngine(EngineLife):
 
     async def _answer(self, probe: Probe) -> ProbeAnswer:
         """The warm question is asked as any request is; what the last one left in the cache may answer it."""
-        salt = str(self._version)
-        attempts = [self.connection.probe(probe.ids, 1, seed=0, salt=salt) for _ in range(2)]
         try:
-            warm = await self.dialect.score(attempts[0], probe.num_prefix, cached=True)
-            cold = await self.dialect.score(attempts[1], probe.num_prefix, cached=False)
+            warm = await self.score(probe.ids, probe.num_prefix, cached=True)
+            cold = await self.score(probe.ids, probe.num_prefix)
         except (ServerRefused, LookupError, TypeError, ValueError) as error:
             raise TransferFailed(f"{self.name} does not answer the probe: {error!r}") from error
         return ProbeAnswer(warm, cold)
 
     @override
-    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
-        attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._version))
-        return await self.dialect.score(attempt, num_prefix, cached=False)
+    async def score(self, ids: Sequence[int], num_prefix: int, *, cached: bool = False) -> list[float]:
+        attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._versions[-1]))
+        return await self.dialect.score(attempt, num_prefix, cached=cached)
 
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:
@@ -401,7 +399,8 @@ class HttpEngine(EngineLife):
                     await self._end_attempts()
                 update = self.dialect.update(weights, self._link)
                 await send_and_load(self._send(weights, self._link), update)
-                self._version = weights.version  # before the first token of these weights can arrive
+                # before the first token of these weights can arrive
+                self._versions = with_version(self._versions, weights.version, self.dialect.num_versions)
             finally:
                 await self.dialect.resume()
         except ServerRefused as refused:
@@ -412,6 +411,8 @@ class HttpEngine(EngineLife):
         sample, num_fruitless = request.sample, 0
         while sample.finish_reason is None and not request.cancelled:
             await self._open.wait()
+            if sample.pin not in (None, *self._versions):
+                raise VersionGone(f"{self.name} does not have version {sample.pin}")
             left = self.connection.room(sample)
             if left <= 0:
                 sample.finish_reason = "length"
@@ -423,6 +424,8 @@ class HttpEngine(EngineLife):
                 await self._receive(request, request.attempt)
                 request.attempt = None
             except ServerRefused as refused:
+                if refused.status == 404:  # the model, the adapter and the route were there
+                    raise EngineDied(f"{self.name} was started again: {refused}") from refused
                 if refused.status < 500 and refused.status not in _FOR_NOW:
                     raise
                 await self._before_retry(request)
@@ -444,7 +447,7 @@ class HttpEngine(EngineLife):
                     self.counter.add(len(chunk.ids))
                     sample.extend(chunk.ids, chunk.logprobs, self._version_of(sample))
                 if chunk.spans:
-                    self._attribute(request, chunk.spans)
+                    self._attribute(request, attempt, chunk.spans)
                 if chunk.finish in ("stop", "length"):
                     sample.finish_reason = chunk.finish
                 ended = ended or chunk.finish is not None
@@ -454,7 +457,7 @@ class HttpEngine(EngineLife):
             raise Evicted(f"{self.name} aborted {sample.id} unasked")
 
     def _version_of(self, sample: Sample) -> int:
-        return self._version if sample.pin is None else sample.pin
+        return self._versions[-1] if sample.pin is None else sample.pin
 
     async def _end_attempts(self) -> None:
         """End all requests at the server, also those that reach it late, but for those of pinned samples. The
@@ -465,12 +468,14 @@ class HttpEngine(EngineLife):
             await asyncio.gather(*map(self._send_abort, attempts))
             await asyncio.sleep(ABORTED_S)
 
-    def _attribute(self, request: Request, spans: Sequence[Span]) -> None:
+    def _attribute(self, request: Request, attempt: Attempt, spans: Sequence[Span]) -> None:
         """Correct the versions of an attempt's tokens by the server's own word."""
         told, arrived = sum(span.num_tokens for span in spans), request.sample.num_tokens - request.start
         if told != arrived:
             raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
         request.sample.attribute(request.start, spans)
+        if min(span.version for span in spans) < (attempt.version or 0):
+            self._end(f"{self.name} was started again: it has lost version {attempt.version}")
 
     async def _before_retry(self, request: Request) -> None:
         """Raise EngineDied if the server is not well, else make a pause."""

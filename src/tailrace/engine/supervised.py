@@ -66,9 +66,7 @@ class SupervisedEngine(Engine):
 
     async def open(self) -> None:
         """Begin the first life. Raises TailraceError if the engine cannot start."""
-        life = await self._begin()
-        self.capabilities = life.capabilities
-        self._adopt(life, "it has started")
+        self._adopt(await self._begin(), "it has started")
 
     async def keep(self, restart_timeout_s: float) -> None:
         """Restart the engine whenever it dies, until cancelled. A restart that takes longer than
@@ -196,6 +194,7 @@ class SupervisedEngine(Engine):
 
     def _adopt(self, life: EngineLife, why: str) -> None:
         self._life, self._end = life, asyncio.get_running_loop().create_future()
+        self.capabilities = life.capabilities
         self._set("open", why)
 
     def _doom(self, life: EngineLife, why: str) -> None:

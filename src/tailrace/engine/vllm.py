@@ -307,9 +307,9 @@ class VllmAdapters(Vllm):
     """As Vllm. Before the first update requests are served without an adapter."""
 
     ends_requests: bool = True
-    _num_kept: int = field(default=1, init=False)
+    num_versions: int = field(default=1, init=False)
     _adapters: dict[int, str] = field(default_factory=dict, init=False)
-    """The names of the adapters of the last versions, the newest last."""
+    """The names of the adapters of the last versions, the newest last; of version 0, that of the model."""
     routes: ClassVar[Mapping[str, str]] = {
         GENERATE: _SCALE_OUT,
         ABORT: _DEV_MODE,
@@ -319,7 +319,7 @@ class VllmAdapters(Vllm):
 
     def keep(self, num: int, places: int) -> None:
         """Keep so many adapters, if the server has places for them."""
-        self._num_kept = num
+        self.num_versions, self._adapters = num, {0: self.model_name}
         if places < num:
             what = f"places for {num} adapters (it has {places})"
             self.missing += (f"{what}: start it with --max-loras {num} --max-cpu-loras {num + 1}",)
@@ -327,9 +327,8 @@ class VllmAdapters(Vllm):
     @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         route, body = Vllm.request(self, attempt)
-        newest = next(reversed(self._adapters), 0)
-        version = newest if attempt.version is None else attempt.version
-        return route, body | {"model": self._adapters.get(version, self.model_name)}
+        version = next(reversed(self._adapters)) if attempt.version is None else attempt.version
+        return route, body | {"model": self._adapters[version]}
 
     @override
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
@@ -350,11 +349,11 @@ class VllmAdapters(Vllm):
         the tensors of an older adapter when it needs their place (`--max-loras`, `--max-cpu-loras`)."""
         name = f"tailrace-{weights.version}-{os.urandom(6).hex()}"
         await call(self.client, "POST", _LOAD, body={"lora_name": name, "lora_path": weights.location})
-        old = [self._adapters.pop(weights.version, "")]
+        old = [self._adapters.pop(weights.version, self.model_name)]
         self._adapters[weights.version] = name
-        while len(self._adapters) > self._num_kept:
+        while len(self._adapters) > self.num_versions:
             old.append(self._adapters.pop(next(iter(self._adapters))))
-        for each in filter(None, old):
+        for each in (name for name in old if name != self.model_name):
             with suppress(ServerRefused):  # it has forgotten the name already; the new adapter is loaded
                 await call(self.client, "POST", _UNLOAD, body={"lora_name": each})
 

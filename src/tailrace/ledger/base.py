@@ -123,6 +123,7 @@ class GroupRow(LedgerRow, frozen=True, array_like=True):
     num_required: int
     """Samples that make the group complete."""
     num_launched: int
+    """Samples with which its attempt began."""
     attempt: int
     deferrals: int
     kept: list[int]

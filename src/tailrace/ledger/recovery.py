@@ -54,7 +54,7 @@ class StartingPoint:
     partial_rollouts: list[Group] = field(default_factory=list)
     """Groups that were parked at the base, in their order."""
     interrupted: list[Group] = field(default_factory=list)
-    """All other groups without a fate, in the order drawn."""
+    """All other groups without a fate, in the order drawn. One that begins anew has no samples yet."""
     group_rows: dict[Group, GroupRow] = field(default_factory=dict)
     """Stored row of each group without a fate."""
     dead: set[Group] = field(default_factory=set)
@@ -196,12 +196,13 @@ def _rolled_back(
     elif group.fate in ("filtered", "dropped"):  # its aborts were under way
         fate = group.reason
     elif any(sample.pruned for sample in living):
-        group = replace(group, fate=None, reason="", attempt=group.attempt + 1, kept=[])
+        attempt = 1 + max(sample.attempt for sample in members)
+        group = replace(group, fate=None, reason="", attempt=attempt, kept=[])
         fate = "pruned"
     else:
         group = replace(group, fate=None, reason="")
-        fates = {group.attempt: None}  # the abort of a sample of an earlier attempt was under way
-        return group, [replace(each, fate=fates.get(each.attempt, "interrupted")) for each in living]
+        fates = "interrupted", None  # the abort of a sample of an earlier attempt was under way
+        return group, [replace(each, fate=fates[each.attempt >= group.attempt]) for each in living]
     return group, [replace(sample, fate=fate) for sample in living]
 
 
@@ -247,15 +248,14 @@ class _Restoration:
             [],
             num_launched=row.num_launched,
             attempt=row.attempt,
+            last_attempt=max([row.attempt, *(sample.attempt for sample in members)]),
             round_drawn=row.round,
             deferrals=row.deferrals,
         )
         self.start.group_rows[group] = row
-        stored = {sample.number: sample for sample in members if sample.attempt == row.attempt}
-        if not stored:  # this roll-back restarted the group
-            ids = [SampleId(row.prompt, row.attempt, number) for number in range(row.num_launched)]
-            group.samples = [Sample(id, group, seed=noise_seed(self.seed, id)) for id in ids]
-            return group
+        # Of members with one number the last one: the others lost their version.
+        stored = {sample.number: sample for sample in members if sample.attempt >= row.attempt}
+        group.num_replaced = max([row.num_launched - 1, *stored]) - row.num_launched + 1
         samples = {
             number: self._sample(sample, group)
             for number, sample in sorted(stored.items())

@@ -72,7 +72,7 @@ class RequestEnded(Moment, frozen=True):
     num_gained: int
     """Tokens that this request added."""
     outcome: str
-    """'stop', 'length', 'cancelled' or 'evicted'."""
+    """'stop', 'length', 'cancelled', 'moved', 'evicted'; 'refused': the engine lacks the sample's version."""
 
 
 class Decoded(Interval, frozen=True):

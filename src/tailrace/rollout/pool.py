@@ -283,13 +283,13 @@ class Pool:
         recorder: Recorder,
         *,
         replace: Callable[[Group], list[Group]],
-        another: Callable[[Group, bool], Sample | None],
+        another: Callable[[Group, Sample | None], Sample | None],
         deadline_s: float | None,
         compute_advantages: SetAdvantages,
     ) -> None:
         """`rewards` makes those of the pool. `replace` draws a group in place of one that is filtered or
-        dropped. `another` makes one more sample of a group, or none if it may launch no more, which need not
-        be asked."""
+        dropped. `another` makes one more sample of a group, or none if it may launch no more, or a given one
+        again whose version is gone."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
         self.generated = Ring("generated", drop=self.drop)
@@ -529,8 +529,8 @@ class Pool:
                 asyncio.get_running_loop().call_soon(self._score_next)
         self._discard(sample, reason)
 
-    def _adds_member(self, group: Group, *, always: bool = False) -> bool:
-        if sample := self._another(group, always):
+    def _adds_member(self, group: Group, gone: Sample | None = None) -> bool:
+        if sample := self._another(group, gone):
             group.samples.append(sample)
             self._samples.wait(sample)
             asyncio.get_running_loop().call_soon(self._pump)
@@ -641,7 +641,7 @@ class Pool:
             self._shut = True
         elif stage is Stage.SERVING and sample.finish_reason is None:
             self._discard(sample, "version gone")
-            self._adds_member(sample.group, always=True)
+            self._adds_member(sample.group, sample)
         self._look(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)

@@ -17,7 +17,7 @@ class RolloutProgress:
 
     def __init__(self) -> None:
         self.num_launched = 0
-        """Responses launched."""
+        """Responses launched, without those that the rules of a group do not require."""
         self.num_finished = 0
         """Responses that ended and are kept."""
         self.lengths = KnownLengths()
@@ -29,7 +29,7 @@ class RolloutProgress:
         if is_first:
             self.num_launched = self.num_finished = self._num_needed = 0
             self._limit = inf
-        self.num_launched += len(group.samples)
+        self.num_launched += group.num_required if group.ruled else len(group.samples)
         self._num_needed += group.num_required
         self.num_finished += len(group.kept)
 

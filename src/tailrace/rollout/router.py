@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.engine.base import Engine
+from tailrace.engine.base import Engine, with_version
 from tailrace.environments.episode import Serve, Written, not_written
 from tailrace.errors import Evicted, LedgerError, VersionGone
 from tailrace.record.events import (
@@ -216,9 +216,9 @@ class Router:
             await self.changed.wait(f"requests to leave {self.engines[number].name}")
 
     def loaded(self, number: int, version: int) -> None:
-        """An engine has loaded a version."""
-        versions = dict.fromkeys((*self.served[number], version))
-        self.served[number] = tuple(versions)[-max(1, self.pinned) :]
+        """An engine has loaded a version, or will before it opens."""
+        before = self.served[number] if self.engines[number].state == "open" else ()
+        self.served[number] = with_version(before, version, max(1, self.pinned))
         if self.pinned:
             self.changed.fire()
             self.on_changed()
@@ -242,6 +242,9 @@ class Router:
             try:
                 await engine.generate(sample)
                 outcome = str(sample.finish_reason)
+            except VersionGone:  # the engine knows better than `served`
+                outcome, sample.engine = "refused", None
+                self.served[number] = tuple(each for each in self.served[number] if each != sample.pin)
             except Evicted:
                 outcome, sample.engine = "evicted", None
             except asyncio.CancelledError:
@@ -286,9 +289,8 @@ class Router:
 
     def _engine_changed(self, engine: Engine, why: str) -> None:
         self._loads.refresh()
-        if engine.state != "open":
-            number = self._numbers[engine.name]
-            self.served[number] = self.served[number][-1:]
+        number = self._numbers[engine.name]
+        self.served[number] = self.served[number][-1:]  # a life begins with the newest alone
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()

@@ -34,8 +34,8 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from tailrace.clock import now
-from tailrace.engine.base import Arrival, Capabilities, DecodeSums, Engine, EngineState, Usage
-from tailrace.errors import EngineDied, Evicted
+from tailrace.engine.base import Arrival, Capabilities, DecodeSums, Engine, EngineState, Usage, with_version
+from tailrace.errors import EngineDied, Evicted, VersionGone
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
 from tailrace.sim.world import Chance
@@ -146,6 +146,7 @@ class SimEngine:
         self.on_state: Callable[[str], None] = lambda why: None
         self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self._newest = 0  # version of the weights that wait for the engine to open
+        self._served: tuple[int, ...] = (0,)  # those that it loaded since it opened last, the newest last
         self._lent = False
         self._length_of, self._max_tokens = length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
@@ -167,6 +168,8 @@ class SimEngine:
     async def generate(self, sample: Sample) -> None:
         if self.state != "open":
             raise Evicted(self.name)
+        if sample.pin not in (None, *self._served):
+            raise VersionGone(self.name)
         self._queue[sample] = future = asyncio.get_running_loop().create_future()
         self._change()
         try:
@@ -189,6 +192,11 @@ class SimEngine:
             return
         self.report()
         self.version = weights.version
+        self._served = with_version(self._served, weights.version, self.versions)
+        for sample in [*self._running, *self._queue]:
+            if sample.pin not in (None, *self._served):
+                future = self._queue.pop(sample, None) or self._leave(sample, None)
+                future.set_exception(VersionGone(self.name))
         self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
@@ -280,7 +288,7 @@ class SimEngine:
         self.on_state(why)
 
     def _open(self, why: str) -> None:
-        self.version, self.state = self._newest, "open"
+        self.version, self.state, self._served = self._newest, "open", (self._newest,)
         self._prompts.clear()
         self.on_state(why)
 

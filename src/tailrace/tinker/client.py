@@ -31,7 +31,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
 from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
-from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, ScheduleError, VersionGone, WorkerDied
 from tailrace.trainer import checksums
 from tailrace.trainer.base import StepStats, Trainer, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
@@ -366,6 +366,8 @@ class TinkerEngine(OnOtherDevices, Engine):
             with waiting("the new weights at the service"):
                 await self._loaded.wait()
         client, version, num_tokens = self._client, self._version, int(min(room, self._chunk_tokens))
+        if sample.pin not in (None, version):
+            raise VersionGone(f"{self.name} has version {version} only, and not {sample.pin}")
         prompt = types.ModelInput.from_ints(sample.context_ids)
         params = self._params(sample, num_tokens)
         try:

@@ -26,7 +26,7 @@ from tailrace.engine.base import (
 )
 from tailrace.engine.proof import ProbeAnswer, Prover
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
-from tailrace.errors import EngineDied, NotWoken, TransferFailed, WeightsRefused, WorkerDied
+from tailrace.errors import EngineDied, NotWoken, TransferFailed, VersionGone, WeightsRefused, WorkerDied
 from tailrace.trainer.adapter import adapter_tensors
 from tailrace.trainer.base import LoraSettings
 from tailrace.types import KV, Sample
@@ -75,10 +75,12 @@ class Report(msgspec.Struct):
 
     Args:
         aborted: ids of aborted requests, whose last outputs have been reported.
+        refused: ids of requests whose version the engine does not have; the same of their last outputs.
     """
 
     outputs: list[GenerationOutput]
     aborted: list[str]
+    refused: list[str]
     usage: Usage
 
 
@@ -123,7 +125,7 @@ class EngineWorker(Worker):
             if time.monotonic() - self._reported_s >= self._report_every_s:
                 self._outputs += self._engine.report()
                 self._reported_s = time.monotonic()
-            if self._outputs or self._aborted:
+            if self._outputs or self._aborted or self._engine.refused:
                 self._report()
 
     def submit(self, request: GenerationRequest) -> None:
@@ -214,8 +216,9 @@ class EngineWorker(Worker):
         self._report()
 
     def _report(self) -> None:
-        self._connection.tell(Report(self._outputs, self._aborted, self._engine.usage()))
-        self._outputs, self._aborted = [], []
+        engine = self._engine
+        self._connection.tell(Report(self._outputs, self._aborted, engine.refused, engine.usage()))
+        self._outputs, self._aborted, engine.refused = [], [], []
 
 
 class EngineClient:
@@ -394,6 +397,9 @@ class RemoteEngine(EngineClient):
                 request.sample.finish_reason = output.finish_reason
                 if not request.ended.done():
                     request.ended.set_result(None)
+        for id in report.refused:
+            if (request := self._requests.get(id)) and not request.ended.done():
+                request.ended.set_exception(VersionGone(f"{self.worker.name} does not have its version"))
         for id in report.aborted:
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():

@@ -106,14 +106,29 @@ def test_a_request_without_a_pin_goes_on_under_the_new_version(served):
     assert_close(last, reference(models[3], [*prompt, *old.ids], last.ids))
 
 
-def test_a_version_that_is_not_kept_any_more_is_replaced_by_the_newest_and_said(served):
+def test_a_version_that_is_not_kept_any_more_is_refused(served):
     engine, adapters, models = served
     engine.load(adapters[3], version=3, kv="keep")
     pins = submit(engine, [1, 0, 2])
-    for id, output in finish(engine).items():
-        version = 2 if pins[id] == 2 else 3
-        assert output.version == version
-        assert_close(output, reference(models[version], PROMPTS[id], output.ids))
+    assert engine.refused == [id for id, pin in pins.items() if pin != 2]
+    outputs = finish(engine)
+    assert outputs.keys() == {id for id, pin in pins.items() if pin == 2}
+    for id, output in outputs.items():
+        assert output.version == 2
+        assert_close(output, reference(models[2], PROMPTS[id], output.ids))
+
+
+def test_a_load_gives_requests_of_the_version_that_leaves_back_with_their_tokens(served):
+    engine, adapters, models = served
+    pins = submit(engine, [1, 2])
+    for _ in range(5):
+        engine.step()
+    last = {output.id: output for output in engine.load(adapters[3], version=3, kv="recompute")}
+    assert engine.refused == [id for id, pin in pins.items() if pin == 1]
+    assert finish(engine).keys() == {id for id, pin in pins.items() if pin == 2}
+    for id in engine.refused:
+        assert last[id].version == 1
+        assert_close(last[id], reference(models[1], PROMPTS[id], last[id].ids))
 
 
 def test_before_the_second_publication_the_model_without_an_adapter_is_served_too(make_engine, served):

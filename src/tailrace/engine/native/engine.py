@@ -114,6 +114,8 @@ class NativeEngine:
         """Of the versions that it serves, the newest last."""
         self._finished: list[GenerationOutput] = []
         """The outputs that the next step returns."""
+        self.refused: list[str] = []
+        """Ids of requests whose version it does not have, at first or any more. Its owner takes them."""
         self.num_generated = 0
         """Tokens since the start."""
         self._scored: dict[Sequence, Block] = {}  # the prefix that `score` computed last
@@ -126,8 +128,8 @@ class NativeEngine:
         return not (self._scheduler.running or self._scheduler.waiting or self._finished)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. One without a prompt, or already at its limit, finishes at the next step with the
-        reason "length". Raises ValueError if a request with its id is being served."""
+        """Queue a request. One of a version that it lacks is `refused`; one without a prompt, or already at
+        its limit, finishes at the next step ("length"). Raises ValueError if its id is being served."""
         tokens = [*request.prompt_ids, *request.completion_ids]
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
         own = {"temperature": request.temperature, "max_completion_tokens": request.max_completion_tokens}
@@ -135,7 +137,9 @@ class NativeEngine:
             sampling = msgspec.structs.replace(sampling, **changes)
         num_prompt = len(request.prompt_ids)
         sequence = Sequence(request.id, tokens, num_prompt, noise, sampling, request.greedy, request.pin)
-        if not tokens or self._stops.exhausted(sequence):
+        if request.pin not in (None, *self._adapters):
+            self.refused.append(request.id)
+        elif not tokens or self._stops.exhausted(sequence):
             self._finished.append(self._output(sequence, "length"))
         else:
             self._scheduler.add(sequence)
@@ -179,8 +183,8 @@ class NativeEngine:
         return [self._output(sequence, None) for sequence in live if sequence.logprobs]
 
     def load(self, tensors: abc.Mapping[str, Tensor], *, version: int, kv: KV) -> list[GenerationOutput]:
-        """Take new weights. No request ends. Raises a ValueError if a tensor is missing or of another shape.
-        Nothing has changed.
+        """Take new weights. No request ends, but those of versions that it then lacks are `refused`. Raises a
+        ValueError if a tensor is missing or of another shape. Nothing has changed.
 
         Args:
             tensors: all weights, by Hugging Face name; or an adapter, which replaces the oldest.
@@ -203,6 +207,10 @@ class NativeEngine:
             while len(self._adapters) > self._num_versions:
                 del self._adapters[next(iter(self._adapters))]
             self._version, self._last_step_s = version, None
+            for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
+                if sequence.pin not in (None, *self._adapters):
+                    self._scheduler.abort(sequence.id)
+                    self.refused.append(sequence.id)
             if kv == "recompute":
                 self._scheduler.recompute()
                 self._scored = {}
@@ -266,7 +274,7 @@ class NativeEngine:
         return GenerationOutput(sequence.id, ids, logprobs, self._version_of(sequence), reason)
 
     def _version_of(self, sequence: Sequence) -> int:
-        return sequence.pin if sequence.pin in self._adapters else self._version
+        return self._version if sequence.pin is None else sequence.pin
 
     def _fill(self, admissions: list[Admitted]) -> None:
         """Write the contexts of admitted sequences into their slots; each context is computed once."""
