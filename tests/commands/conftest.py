@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def config_path(tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def terminated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """A run in `out`, beside its config, that SIGTERM ended in its first round. The signal went to its
-    process group and to its workers."""
+    workers, to its process group and, as from GNU timeout, once more to itself."""
     config = write_small_run(tmp_path_factory.mktemp("terminated"))
     folder = config.parent / "out"
     process = start_training(config, folder)
@@ -28,6 +29,8 @@ def terminated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.Completed
     for pid in [*children, *(worker for child in children for worker in children_of(child))]:
         os.kill(pid, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess([str(folder)], process.returncode, out, err)
 

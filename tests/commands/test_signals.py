@@ -35,6 +35,7 @@ def test_sigterm_saves_the_weights_and_says_where(
     understood, said = said_in(terminated.stderr)
     assert understood == "tailrace: reward: digits (weight 1): tailrace's signature, given completion"
     assert said == f"tailrace: SIGTERM: {saved}; --resume continues from there"
+    assert "stopping: SIGTERM: saves a checkpoint when the step under way has ended" in terminated.stdout
     assert json.loads((interrupted / "summary.json").read_text())["steps"] == steps
     assert b'"BooksClosed"' in (interrupted / "events.jsonl").read_bytes()
 
@@ -64,10 +65,14 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
     os.kill(trainer, signal.SIGSTOP)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.3)
+    os.kill(process.pid, signal.SIGINT)  # the same request: it came twice
+    time.sleep(1.0)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGHUP)
-    process.communicate(timeout=10)
+    _, err = process.communicate(timeout=10)
     assert process.returncode == 129
+    said = "SIGHUP again: ended at once, and nothing more is saved; --resume continues from the newest"
+    assert said_in(err)[-1] == f"tailrace: {said} checkpoint" and "leaked" not in err
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == list(range(1, len(steps) + 1)), "the steps before the interruption are still there"

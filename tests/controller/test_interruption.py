@@ -1,11 +1,14 @@
 """Runs that a signal ends in order, in virtual time: what is saved, and how they go on."""
 
+import asyncio
 from collections import Counter
 from pathlib import Path
+from signal import SIGTERM
 
 import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
+from tailrace.controller.run import Run
 from tailrace.ledger.base import LedgerTables
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import BooksClosed, Evaluated, Published, Saved, Stepped
@@ -166,3 +169,19 @@ def test_a_checkpoint_of_a_life_that_was_rolled_back_does_not_take_the_place_of_
     settings = change(SETTINGS, checkpoint_every=1)
     simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["round_000002", "round_000003"]
+
+
+def test_a_signal_in_the_last_part_of_a_schedule_that_then_ends_does_not_undo_the_end(tmp_path: Path) -> None:
+    """No task waits between the end of the part and the end of the schedule."""
+    done = asyncio.Event()
+
+    async def serial(run: Run) -> None:
+        await SCHEDULES_BY_NAME["serial"](run)
+        with run._interruption.protected():
+            run._interruption.request(SIGTERM)
+            await asyncio.sleep(0)
+        done.set()
+
+    outcome = simulate(serial, folder=tmp_path, book=Book())
+    assert done.is_set() and not outcome.ended.interrupted
+    assert outcome.ended.checkpoint and len(outcome.of(BooksClosed)) == 1

@@ -310,27 +310,6 @@ def test_a_full_kv_cache_is_named_in_an_abort_storm() -> None:
     assert found.text.endswith("; the KV cache of engine-0 was full for 12 requests in the last step")
 
 
-@pytest.mark.parametrize(
-    ("row", "cause"),
-    [
-        ({"reward": 0.0, "reward_std": 0.0}, "no sample is right. The prompts are too hard, or the reward"),
-        ({"reward": 0.95, "reward_std": 0.1}, "most groups are all right or all wrong. Use prompts of"),
-        ({"reward": -1.0, "reward_std": 0.1}, "most groups get the same reward. Look at the reward function"),
-    ],
-)
-def test_groups_without_variance_are_explained_by_their_rewards(row: dict[str, float], cause: str) -> None:
-    (found,) = advisories([GOOD] * 3 + [GOOD | row | {"frac_reward_zero_std": 0.9}] * 5, None)
-    assert found.kind == "groups without variance"
-    assert found.text.startswith("In 90% of the groups of the last 5 steps all rewards are equal")
-    assert cause in found.text
-
-
-def test_filtered_groups_count_among_those_without_variance() -> None:
-    """2 of 18 groups are trained, and a fifth of these has equal rewards: (0.4 + 16) / 18."""
-    (found,) = advisories([GOOD | {"groups/filtered/zero_variance": 16.0}], None)
-    assert found.text.startswith("In 91% of the groups")
-
-
 def test_truncation_names_the_limit() -> None:
     (found,) = advisories([GOOD | {"completions/clipped_ratio": 0.5}], None)
     assert found == (
@@ -338,17 +317,3 @@ def test_truncation_names_the_limit() -> None:
         "50% of the samples of the last step end at the length limit (900 tokens): their rewards are those "
         "of unfinished answers. Raise sampling.max_completion_tokens, or shorten the answers.",
     )
-
-
-def test_rewards_that_fail_are_named_by_their_reason() -> None:
-    row = GOOD | {"completions/failed/ValueError": 6.0, "completions/failed/reward_timeout": 2.0}
-    assert advisories([row], None) == [
-        ("rewards fail", "8 samples of the last step have no reward, most by: ValueError")
-    ]
-
-
-def test_steps_without_a_call_of_a_tool_are_named() -> None:
-    (found,) = advisories([GOOD | {"rewards/environment/calls": 0.0}] * 3, None)
-    assert found.kind == "no calls" and found.text.startswith("No sample of the last 3 steps calls a tool.")
-    called = [GOOD | {"rewards/environment/calls": calls} for calls in (0.0, 0.5, 0.0)]
-    assert advisories(called, None) == []

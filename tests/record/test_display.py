@@ -164,12 +164,11 @@ def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
 
 def test_a_first_step_without_a_call_of_a_tool_is_said_once() -> None:
     (line,) = Notices().of(step_row(step=1) | {"rewards/environment/calls": 0.0})
-    assert line.startswith("No sample of step 1 calls a tool | ")
-    for quiet in (
-        {"rewards/environment/calls": 0.1},
-        {"step": 2, "rewards/environment/calls": 0.0},
-    ):
-        assert Notices().of(step_row(step=1) | quiet) == []
+    assert line.startswith("Advice | no calls | No sample of the last step calls a tool.")
+    assert Notices().of(step_row(step=1) | {"rewards/environment/calls": 0.1}) == []
+    notices = Notices()
+    silent = {"rewards/environment/calls": 0.0}
+    assert [len(notices.of(step_row(step=n) | silent)) for n in (1, 2, 3)] == [1, 0, 0]
 
 
 def test_a_dead_engine_is_named_at_once_with_the_cause() -> None:
@@ -191,3 +190,21 @@ def test_an_output_of_few_letters_or_that_is_closed_ends_no_run(monkeypatch: pyt
     few.flush()
     closed.close()
     assert few.buffer.getvalue() == b"Evaluation \\u2192 1\nEvaluation 2\n"  # type: ignore[attr-defined]
+
+
+def test_the_clock_of_a_step_s_line_is_the_run_s() -> None:
+    out = io.StringIO()
+    display = Display(1, lambda: "", console=Console(file=out, width=40), start_s=-50.0)
+    play(told().events, display)
+    assert "Step 1 | Round 1/1 | 66.0s | " in out.getvalue()
+
+
+def test_a_run_that_ends_in_order_says_so_until_it_has_ended() -> None:
+    out, plain = io.StringIO(), Console(file=io.StringIO(), width=80, record=True)
+    display = Display(3, lambda: "", console=Console(file=out, width=40))
+    play(told().events, display)
+    display.stopping("SIGINT: saves a checkpoint")
+    assert out.getvalue().splitlines()[-1] == "stopping: SIGINT: saves a checkpoint"
+    plain.print(display.panel())
+    panel = plain.export_text()
+    assert "stopping   SIGINT: saves a checkpoint" in panel and "ends in about" not in panel

@@ -39,6 +39,9 @@ from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
 from tailrace.record.summary import RunSummary, Summary
 
+STOPPING = "{}: saves a checkpoint when the step under way has ended; a second signal ends it at once"
+RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
+
 
 def train(
     config: RunConfig,
@@ -73,7 +76,7 @@ def train(
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
-    with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request):
+    with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request, RESUME):
         num_restarts = 0
         while True:
             try:
@@ -157,7 +160,7 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         earlier = read_rows(folder.metrics)
         start.best = best_evaluation(earlier, folder)
-        recorder, summary = _recorder(config, folder, start, earlier)
+        recorder, summary = _recorder(config, folder, start, earlier, interruption)
         with commits_on_thread(store) if store else nullcontext() as commit:
             journal = Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal()
             outcome = await _executed(
@@ -174,11 +177,19 @@ async def _train(
 
 
 def _recorder(
-    config: RunConfig, folder: RunFolder, start: StartingPoint, earlier: Sequence[Row]
+    config: RunConfig,
+    folder: RunFolder,
+    start: StartingPoint,
+    earlier: Sequence[Row],
+    interruption: Interruption,
 ) -> tuple[Recorder, Summary]:
     summary = Summary(folder.summary, earlier=earlier)
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own
-    display = Display(config.run.rounds, partial(clock.who_waits, loop), config.record)
+    waits = partial(clock.who_waits, loop)
+    display = Display(config.run.rounds, waits, config.record, start_s=start.began_s)
+    interruption.on_request = lambda: display.stopping(
+        STOPPING.format(Signals(interruption.signal or 0).name)
+    )
     tracked = TrackedRun(
         config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.base.step
     )
@@ -207,6 +218,7 @@ def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
         lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if folder.model.exists():
         lines.append(f"model     {folder.model}")
+    lines += [f"advice    {kind}, {text}" for kind, text in summary.advisories.items()]
     with suppress(OSError, ValueError):  # the output may be closed
         print(*lines, sep="\n")
 

@@ -2,13 +2,15 @@
 
 import os
 import signal
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_S = 1.0
+"""A signal so soon after the first one is the same request: launchers pass on what the process group gets."""
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -26,7 +28,7 @@ def terminate(signal: int) -> None:
 
 
 @contextmanager
-def signals_received(first: Callable[[int], None]) -> Iterator[None]:
+def signals_received(first: Callable[[int], None], at_once: str = "ended at once") -> Iterator[None]:
     """Handle SIGINT, SIGTERM and SIGHUP inside the block. Outside of the main thread nothing changes.
 
     SIGHUP stays ignored where it is: nohup has done that. Worker processes end by themselves when this
@@ -34,19 +36,22 @@ def signals_received(first: Callable[[int], None]) -> Iterator[None]:
 
     Args:
         first: called with the number of the first signal, in the main thread between two bytecodes.
+        at_once: what is said when a later signal ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[int] = []
+    received_s: list[float] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if received:
-            if sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), _SHOW_CURSOR.encode())  # a live display hides it
+        received_s.append(time.monotonic())
+        if len(received_s) == 1:
+            first(number)
+        elif received_s[-1] - received_s[0] > SAME_S:
+            with suppress(OSError):
+                show = _SHOW_CURSOR if os.isatty(2) else ""  # a live display hides it
+                os.write(2, f"{show}tailrace: {signal.Signals(number).name} again: {at_once}\n".encode())
             os._exit(128 + number)
-        received.append(number)
-        first(number)
 
     before = {
         each: signal.signal(each, handle)

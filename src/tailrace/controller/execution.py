@@ -63,7 +63,7 @@ async def execute(
             )
             try:
                 interrupted = await _interrupted(schedule(run), interruption)
-                if interruption.is_complete:
+                if interrupted and interruption.is_complete:
                     interrupted = False
                     await run.end_within_round()
                 else:
@@ -97,14 +97,17 @@ async def _raise_first(errors: asyncio.Queue[Exception]) -> None:
 async def _interrupted(schedule: Coroutine[Any, Any, None], interruption: Interruption) -> bool:
     """Run a schedule to its end or to an interruption. Returns whether it was interrupted."""
     interruption.begin()
+    task, has_ended = asyncio.current_task(), False
     try:
         await schedule
+        has_ended = True
+        if task and task.cancelling():  # at the end of the last protected part: it must not end what follows
+            await asyncio.sleep(0)
     except asyncio.CancelledError:
-        task = asyncio.current_task()
         is_wanted = interruption.is_complete or interruption.reason or interruption.signal is not None
         if not is_wanted or task is None or task.uncancel():
             raise  # another task of the run has failed
-        return True
+        return not has_ended
     finally:
         interruption.end()
     return False

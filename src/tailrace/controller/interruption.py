@@ -1,7 +1,7 @@
 """Ends a run in order when a signal, another thread or its budget asks for it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -19,6 +19,8 @@ class Interruption:
         """The run ends within a round because it has made all its steps."""
         self.reason = ""
         """Why the run ends itself before its last round, in words; empty: it does not."""
+        self.on_request: Callable[[], None] = lambda: None
+        """Called in the run's loop when a signal or another thread asks for the end."""
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_protected = 0
@@ -38,7 +40,7 @@ class Interruption:
         """Ask for the interruption, from a signal handler or from any thread."""
         self.signal = signal
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(self._requested)
 
     def complete(self) -> None:
         """The run has made all its steps."""
@@ -60,6 +62,10 @@ class Interruption:
             self._num_protected -= 1
             if self.signal is not None or self.reason:
                 self._cancel()
+
+    def _requested(self) -> None:
+        self.on_request()
+        self._cancel()
 
     def _cancel(self) -> None:
         if self._task is not None and not self._num_protected:

@@ -5,15 +5,22 @@ named within 30 s. The other advisories are looked for in the newest steps or re
 these are good again.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+from tailrace.record.advisories import (
+    NUM_STEPS,
+    Advisory,
+    Figures,
+    advisories_of_steps,
+    last_steps,
+    sums,
+)
 from tailrace.record.events import Interval
-from tailrace.record.figures import CALLS
 from tailrace.record.timeline import ServedRequest, Timeline, verb_of
 
 SILENT_S = 15.0
@@ -31,16 +38,11 @@ MIN_SAMPLES, MIN_ROUNDS = 20, 2
 """Before so many there is no usual time."""
 MAX_WAITS = 8
 
-NUM_STEPS = 5
-"""The steps that are looked at."""
 NUM_REQUESTS = 200
 """The requests that are looked at for an abort storm."""
 MIN_REQUESTS = 20
 ABORTED_SHARE, GAINED_SHARE = 0.5, 0.1
 """A storm: at least this share of the requests is aborted, after less than this share of a response."""
-ZERO_VARIANCE_SHARE = 0.8
-TRUNCATED_SHARE = 0.25
-FAILED_SHARE = 0.2
 CLOSE_S = 0.1
 """An abort this close to a publication belongs to it."""
 
@@ -234,14 +236,6 @@ def _seconds(seconds: float) -> str:
 
 # -- advisories ----------------------------------------------------------------------------------------
 
-Figures = Mapping[str, float | None]
-"""A step's object of metrics.jsonl."""
-
-
-class Advisory(NamedTuple):
-    kind: str
-    text: str
-
 
 def advisories(
     steps: Sequence[Figures],
@@ -257,9 +251,7 @@ def advisories(
         found += _silent(timeline, state, work)
     if timeline:
         found += (*_alarm(timeline), *_dead_engines(timeline), *_abort_storm(timeline, recent))
-    if recent:
-        found += (*_zero_variance(recent), *_truncation(recent), *_failures(recent), *_no_calls(recent))
-    return found
+    return found + advisories_of_steps(steps)
 
 
 def _silent(timeline: Timeline, state: RunStatus, work: Sequence[OpenWork]) -> Iterator[Advisory]:
@@ -318,8 +310,8 @@ def _abort_storm(timeline: Timeline, steps: Sequence[Figures]) -> Iterator[Advis
     text = f"{len(aborted)} of the last {len(recent)} requests were aborted, after {gained:.0f} tokens in "
     text += f"the mean{f' of {length:.0f} in a response' if length else ''}: "
     text += _why_aborted(timeline, aborted)
-    for engine, num in _sums(steps, "engines/preempted/").items():
-        text += f"; the KV cache of {engine} was full for {num:.0f} requests in {_last(steps)}"
+    for engine, num in sums(steps, "engines/preempted/").items():
+        text += f"; the KV cache of {engine} was full for {num:.0f} requests in {last_steps(steps)}"
     yield Advisory("abort storm", text)
 
 
@@ -336,65 +328,3 @@ def _why_aborted(timeline: Timeline, aborted: Sequence[ServedRequest]) -> str:
     if 2 * num >= len(aborted):
         return f"publications of weights stopped {num} of them"
     return "the schedule stopped them: it parks or discards what it launched"
-
-
-def _zero_variance(steps: Sequence[Figures]) -> Iterator[Advisory]:
-    share, reward = _mean(steps, "frac_reward_zero_std"), _mean(steps, "reward")
-    filtered = _sums(steps, "groups/filtered/")["zero_variance"]
-    trained = sum(row.get("groups/trained") or 0.0 for row in steps)
-    if filtered:
-        share = (share * trained + filtered) / (trained + filtered)
-    if share < ZERO_VARIANCE_SHARE:
-        return
-    if not any(row.get("reward_std") or row.get("reward") for row in steps):
-        why = "no sample is right. The prompts are too hard, or the reward function recognises no answer"
-    elif reward > 0:
-        why = "most groups are all right or all wrong. Use prompts of middling difficulty"
-    else:
-        why = "most groups get the same reward. Look at the reward function and at the prompts"
-    text = f"In {share:.0%} of the groups of {_last(steps)} all rewards are equal, so they teach nothing. "
-    yield Advisory("groups without variance", f"{text}The mean reward is {reward:g}: {why}.")
-
-
-def _truncation(steps: Sequence[Figures]) -> Iterator[Advisory]:
-    share = _mean(steps, "completions/clipped_ratio")
-    if share >= TRUNCATED_SHARE:
-        longest = max(row.get("completions/max_length") or 0.0 for row in steps)
-        text = f"{share:.0%} of the samples of {_last(steps)} end at the length limit "
-        text += f"({longest:.0f} tokens): their rewards are those of unfinished answers. "
-        yield Advisory("truncation", text + "Raise sampling.max_completion_tokens, or shorten the answers.")
-
-
-def _failures(steps: Sequence[Figures]) -> Iterator[Advisory]:
-    failed = _sums(steps, "completions/failed/")
-    num, trained = sum(failed.values()), sum(row.get("samples/trained") or 0.0 for row in steps)
-    if num and num >= FAILED_SHARE * (num + trained):
-        reason = max(failed, key=failed.__getitem__)
-        text = f"{num:.0f} samples of {_last(steps)} have no reward, most by: {reason}"
-        yield Advisory("rewards fail", text)
-
-
-def _no_calls(steps: Sequence[Figures]) -> Iterator[Advisory]:
-    if all(row.get(f"rewards/{CALLS}") == 0.0 for row in steps):
-        text = f"No sample of {_last(steps)} calls a tool. Either the model does not know the tools, or it "
-        text += "writes calls in another format than environment.parser: look at samples."
-        yield Advisory("no calls", text)
-
-
-def _last(steps: Sequence[Figures]) -> str:
-    return f"the last {len(steps)} steps" if len(steps) > 1 else "the last step"
-
-
-def _mean(steps: Sequence[Figures], key: str) -> float:
-    values = [value for row in steps if (value := row.get(key)) is not None]
-    return fmean(values) if values else 0.0
-
-
-def _sums(steps: Sequence[Figures], prefix: str) -> Mapping[str, float]:
-    """The sums of the figures that begin with the prefix, by the rest of their names."""
-    sums: defaultdict[str, float] = defaultdict(float)
-    for row in steps:
-        for key, value in row.items():
-            if key.startswith(prefix) and value:
-                sums[key.removeprefix(prefix)] += value
-    return sums

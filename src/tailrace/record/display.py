@@ -19,9 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.record import events
+from tailrace.record.advisories import Advisor
 from tailrace.record.base import RecordSettings
 from tailrace.record.events import Event, time_of
-from tailrace.record.figures import CALLS, Row
+from tailrace.record.figures import Row
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
@@ -148,13 +149,14 @@ def sparkline(values: Sequence[float]) -> str:
 
 @dataclass(slots=True)
 class Notices:
-    """Turns evaluations, failures, alarms and long waits into lines that are shown at once.
+    """Turns evaluations, failures, alarms, advisories and long waits into lines that are shown at once.
 
     A reason for a failed reward is named once: a reward function that always fails leads to no step whose
     line would say so.
     """
 
     settings: RecordSettings = field(default_factory=RecordSettings)
+    _advisor: Advisor = field(default_factory=Advisor)
     _failures: set[str] = field(default_factory=set)
     _alarms: set[str] = field(default_factory=set)
     """The alarms that hold now."""
@@ -173,7 +175,8 @@ class Notices:
                 self._failures.add(reason)
                 return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
             case dict() if "loss" in event:
-                return [*self._mismatch(event), *_no_call(event)]
+                advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
+                return [*self._mismatch(event), *advice]
         return []
 
     def _mismatch(self, row: Row) -> list[str]:
@@ -198,12 +201,6 @@ class Notices:
         return [f"ALARM | Step {step:.0f} | {what}: {figures} | {remedy}"] if began else []
 
 
-def _no_call(row: Row) -> list[str]:
-    where = "look at prompts and answers in samples/; the format of calls is environment.parser"
-    is_first = row["step"] <= 1 and row.get(f"rewards/{CALLS}") == 0.0
-    return [f"No sample of step 1 calls a tool | {where}"] if is_first else []
-
-
 class Display:
     """Sink behind a `StepMeter`: a panel that stays in place on a terminal, with notices scrolling above it;
     on other outputs one line a step."""
@@ -214,9 +211,13 @@ class Display:
         waits: Callable[[], str],
         settings: RecordSettings | None = None,
         console: Console | None = None,
+        *,
+        start_s: float | None = None,
     ) -> None:
-        """`waits` says in one line what each task waits for now; the thread of the panel calls it."""
-        self._progress, self._waits = Progress(rounds), waits
+        """`waits` says in one line what each task waits for now; the thread of the panel calls it. `start_s`:
+        when the run began; None: with its first event."""
+        self._progress, self._waits = Progress(rounds, _start_s=start_s), waits
+        self._stopping = ""
         self._notices = Notices(settings or RecordSettings())
         self._console = console or Console()
         if isinstance(self._console.file, TextIOWrapper):
@@ -242,6 +243,11 @@ class Display:
         with UNHEARD:
             self._live.stop()
 
+    def stopping(self, why: str) -> None:
+        """Show from now on that the run ends in order."""
+        self._stopping = why
+        self.say(f"stopping: {why}")
+
     def say(self, line: str) -> None:
         """Show a line at once."""
         with UNHEARD:
@@ -252,9 +258,11 @@ class Display:
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(style="dim", width=9)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        remaining_s = progress.remaining_s
+        remaining_s = None if self._stopping else progress.remaining_s
         end = "" if remaining_s is None else f"ends in about {duration(remaining_s)}"
         grid.add_row("progress", _bar(progress.round / progress.rounds, end))
+        if self._stopping:
+            grid.add_row("stopping", self._stopping)
         if row:
             grid.add_row("reward", f"{number(row['reward'])}  {sparkline(progress.rewards)}")
         if progress.accuracy is not None:

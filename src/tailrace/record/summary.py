@@ -11,6 +11,7 @@ from statistics import median
 
 import msgspec
 
+from tailrace.record.advisories import Advisor
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Event
 from tailrace.record.figures import (
@@ -106,6 +107,8 @@ class RunSummary:
     """Of the rules of groups; empty without control groups."""
     cost: float | None = None
     """Of all lives, in the currency of [prices]; None without them."""
+    advisories: dict[str, str] = field(default_factory=dict)
+    """What a person should look at, by its kind, with the step at which it appeared."""
 
 
 class Summary:
@@ -114,6 +117,7 @@ class Summary:
     def __init__(self, path: Path | None = None, *, earlier: Iterable[Row] = ()) -> None:
         self._path = path
         self.rows = list(earlier)  # in a resumed run, those before the resume
+        self._advisor = Advisor(self.rows)
         self.bounds: list[tuple[Row, RoundBound]] = []
         """The rounds of this process, with what is said of their bounds."""
         self._bound: RoundBound | None = None
@@ -123,6 +127,8 @@ class Summary:
             self._bound = event
         elif isinstance(event, dict):
             self.rows.append(event)
+            if "loss" in event:
+                self._advisor.add(event)
             if self._bound and "round/time_s" in event:
                 self.bounds.append((event, self._bound))
 
@@ -163,6 +169,7 @@ class Summary:
             bound=self._bound_summary(rounds),
             bias=self._totals(self.rows, BIASES),
             cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
+            advisories=dict(self._advisor.found),
         )
 
     def lap(self, warm_up_rounds: int = 0) -> Row:

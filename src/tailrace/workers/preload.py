@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import signal
+import threading
 from contextlib import suppress
 
 from tailrace.workers.process_tree import signal_on_parent_death
@@ -49,4 +50,6 @@ os.environ |= {"OMP_WAIT_POLICY": "passive", "PYTORCH_NVML_BASED_CUDA_CHECK": "1
 for _module in MODULES:
     with suppress(Exception):
         importlib.import_module(_module)
+with suppress(Exception):  # a lock between processes is a semaphore that outlives a worker that is killed
+    importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
 gc.freeze()
