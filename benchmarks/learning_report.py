@@ -45,10 +45,11 @@ INTRODUCTION = """\
 
 Made by `python benchmarks/learning.py --report` from the files in `learning/`, one a run.
 `benchmarks/studies.py` has the settings. ±: the half-width of a 95% interval over the seeds (Student's t).
-Runs of one seed have the same prompts, so the difference to the first row is taken seed by seed.
+Runs of one seed have the same prompts, so the difference to the first row is taken seed by seed. "Samples to
+0.7": trained until the mean reward of 512 samples was so high, of the seeds that came there.
 """
 COLUMNS = ("seeds", "accuracy", "less the first", "reward, first quarter", "last quarter", "all")
-COLUMNS += ("less the first", "ESS", "lag, mean", "lag, largest")
+COLUMNS += ("less the first", "samples to 0.7", "ESS", "lag, mean", "lag, largest")
 COLUMNS += ("wasted", "generated a trained sample", "length")
 
 Result = dict[str, Any]
@@ -122,6 +123,18 @@ def over(curve: dict[str, list[float]], key: str, begin: int, end: int, *, weigh
     return sum(n * each for n, each in zip(weights, curve[key][begin:end], strict=True)) / sum(weights)
 
 
+def samples_to(curve: dict[str, list[float]], reward: float, of: float = 512) -> float | None:
+    """The trained samples until the mean reward of the last ones, `of` or those of a point, is as high; None
+    if it never is."""
+    begin, ends = 0, [0, *curve["samples"]]
+    for end in range(1, len(ends)):
+        while begin < end - 1 and ends[end] - ends[begin + 1] >= of:
+            begin += 1
+        if ends[end] - ends[begin] >= min(of, ends[-1]) and over(curve, "reward", begin, end) >= reward:
+            return ends[end]
+    return None
+
+
 def summary(run: Result, samples: float | None = None) -> Row:
     """The figures of a run; `samples`: of its first ones."""
     curve, total = run["curve"], samples or run["samples"]
@@ -137,6 +150,8 @@ def summary(run: Result, samples: float | None = None) -> Row:
         "all": over(curve, "reward", 0, end),
         "length": over(curve, "length", 0, end),
     }
+    if (reached := samples_to(curve, 0.7)) is not None:
+        found["samples to 0.7"] = reached
     if "ess" in curve:
         found["ESS"] = over(curve, "ess", 0, end)
         found["lag, mean"] = over(curve, "lag", 0, end, weight="length")
@@ -154,6 +169,8 @@ def shown(values: Sequence[float], *, share: bool = False, sign: bool = False) -
     centre, half = fmean(values), interval(values)
     if share:
         return f"{centre:.0%}"
+    if centre >= 1000:
+        return f"{centre:,.0f}" + (f" ±{half:,.0f}" if len(values) > 1 else "")
     digits = 1 if centre >= 10 else 3 if centre < 1 else 2
     return f"{centre:{'+' if sign else ''}.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
 
@@ -182,7 +199,9 @@ def part(name: str, runs: dict[str, list[Result]]) -> str:
             if column == "less the first":
                 both = found.keys() & first.keys() if found is not first else {}
                 values = [found[seed][before] - first[seed][before] for seed in sorted(both)]
-            cells.append(shown(values, share=column == "wasted", sign=column == "less the first"))
+            cell = shown(values, share=column == "wasted", sign=column == "less the first")
+            fewer = column == "samples to 0.7" and 0 < len(values) < len(found)
+            cells.append(f"{cell} ({len(values)} seeds)" if fewer else cell)
             before = column
         rows.append(cells)
     samples = f"{number or next(iter(runs.values()))[0]['samples']:,} trained samples"

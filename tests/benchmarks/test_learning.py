@@ -8,7 +8,7 @@ import pytest
 
 import learning_report
 from learning import POINTS, curve_of, file_of, head, is_measured, learn, main, result_of
-from learning_report import PAGE, RESULTS, interval, read_all, read_result, shown, summary
+from learning_report import PAGE, RESULTS, interval, read_all, read_result, samples_to, shown, summary
 from studies import STUDIES, Study
 from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
@@ -69,6 +69,15 @@ def test_the_figures_of_a_run_are_those_of_its_curve() -> None:
         result("order", "serial", 0, [0.0, 0.4, 0.6, 1.0], evaluations=[[0, 0.2], [256, 0.9]]), 128
     )
     assert (first["accuracy"], first["all"]) == (0.2, pytest.approx(0.2))
+
+
+def test_the_samples_until_a_reward_are_those_of_a_mean_of_512() -> None:
+    curve = result("order", "serial", 0, [0.0] * 4 + [1.0] * 12)["curve"]  # points of 64 samples
+    assert samples_to(curve, 0.5) == 64 * 8
+    assert samples_to(curve, 0.75) == 64 * 10
+    assert samples_to(curve, 1.0) == 64 * 12
+    assert samples_to(curve, 1.1) is None
+    assert samples_to({**curve, "samples": [1024.0 * place for place in range(1, 17)]}, 1.0) == 1024 * 5
 
 
 def test_an_interval_is_that_of_students_t() -> None:
