@@ -263,6 +263,21 @@ def test_a_server_that_generates_with_older_weights_than_it_was_given_gets_them_
     run(main())
 
 
+def test_preemptions_are_those_of_this_connection_and_not_of_the_servers_whole_life(model: Path) -> None:
+    async def main() -> None:
+        with fake_server("vllm-0.33", model) as fake:
+            for first, last, counted in ((12, 12, 0), (12, 15, 3), (15, 15, 0)):
+                engine = http_engine(fake)
+                await engine.ready()
+                for number in (first, last):
+                    fake.metrics = f'vllm:num_preemptions_total{{engine="0"}} {number}.0\n'
+                    await engine.connection.health(deep=True)
+                assert engine.usage().num_preempted == counted
+                await engine.close()
+
+    run(main())
+
+
 @each_server
 def test_a_request_that_is_refused_for_now_is_sent_again(generation: str, model: Path) -> None:
     async def main() -> None:

@@ -112,7 +112,8 @@ class Connection:
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
         self.figures = Usage()
-        """As of the last deep health check."""
+        """As of the last deep health check, with the preemptions since the first one."""
+        self._first: Usage | None = None
         # No connection is used twice: a server may close an idle one at the moment of the next request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(timeout_s, read=None, pool=None)
@@ -209,7 +210,10 @@ class Connection:
             raise EngineDied(f"{self.name}: {refused}") from refused
         if deep:
             with suppress(httpx.HTTPError):
-                self.figures = read_figures((await self.client.get("/metrics", timeout=self.timeout_s)).text)
+                read = read_figures((await self.client.get("/metrics", timeout=self.timeout_s)).text)
+                self._first = self._first or read
+                num_preempted = read.num_preempted - self._first.num_preempted
+                self.figures = msgspec.structs.replace(read, num_preempted=num_preempted)
 
     async def close(self) -> None:
         """Close all connections."""

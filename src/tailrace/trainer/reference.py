@@ -30,4 +30,4 @@ class TorchReference:
         for batch in self._policy.micro_batches(samples, self._max_tokens):
             parts = torch.split(self._policy.logprobs(batch).logprobs, batch.num_tokens.tolist())
             found |= zip(batch.ids, (part.tolist() for part in parts), strict=True)
-        return [found.get(sample.id, []) for sample in samples]
+        return [found[sample.id] if sample.completion_ids else [] for sample in samples]

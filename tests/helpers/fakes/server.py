@@ -10,7 +10,7 @@ from typing import Any, Self
 import uvicorn
 from safetensors import safe_open
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from helpers.fakes.generations import GENERATIONS, Generation
@@ -63,6 +63,8 @@ class FakeServer:
         self.page = Page(generation, hidden)
         self.model = Model(vocabulary, slots, step_s, report_every)
         self.calls: list[str] = []
+        self.metrics = ""
+        """The page of that name."""
         """Paths of all requests but health checks, in order."""
         self.ignored: set[str] = set()
         """Fields of requests that this version does not know, and ignores as the real server does."""
@@ -136,6 +138,8 @@ class FakeServer:
             await asyncio.Event().wait()
         if path == "/openapi.json":
             return JSONResponse(self.page.document)
+        if path == "/metrics":
+            return PlainTextResponse(self.metrics)
         if not self.page.has(method, path):
             raise Refusal(404, {"detail": "Not Found"})
         if path not in ("/health", "/is_paused", "/server_info", "/model_info"):
