@@ -80,8 +80,24 @@ def test_sequences_that_share_a_context_attend_to_it(window: int | None) -> None
 
 def test_attention_without_boundaries_is_refused() -> None:
     query, key, value, _ = packed([3])
-    with pytest.raises(NotImplementedError, match="Identity does not pass packed boundaries"):
+    with pytest.raises(NotImplementedError, match="packed boundaries do not reach its attention"):
         packed_causal_attention(MODULE, query, key, value, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("is_causal", False), ("new_bias", 0)]
+)
+def test_attention_with_an_argument_that_it_does_not_compute_is_refused_by_name(
+    name: str, given: object
+) -> None:
+    query, key, value, boundaries = packed([3])
+    lengths = {"cu_seq_lens_q": boundaries, "sequence_lengths": [3]}
+    plain, _ = packed_causal_attention(
+        MODULE, query, key, value, None, dropout=0.0, is_causal=True, **lengths
+    )
+    assert plain.shape[1] == 3
+    with pytest.raises(NotImplementedError, match=f"takes '{name}', which packed attention does not compute"):
+        packed_causal_attention(MODULE, query, key, value, None, **{name: given}, **lengths)
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ def test_packed_log_probs_equal_the_plain_forward_of_each_sample(
 def test_an_architecture_that_cannot_run_packed_is_refused(
     model_type: str, changes: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed; choose"):
+    with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed: "):
         PolicyModel(random_model(model_type, **changes), TrainerSettings(), temperature=1.0)
 
 

@@ -2,7 +2,7 @@
 
 Weights are float32; bfloat16 applies to the computation (autocast). The model is in evaluation mode: without
 dropout, the trained policy is the policy that generates. Any architecture whose attention goes through
-transformers' AttentionInterface is supported; it is tested on a few tokens when it is loaded.
+transformers' AttentionInterface is supported; it is tested on three sequences when it is loaded.
 
 The logits of C tokens are [C, V] and would exceed everything else in memory. They are computed for one chunk
 of rows at a time, and computed again in the backward pass (activation checkpointing).
@@ -105,6 +105,8 @@ def _chunk(
 
 
 PACKED = "tailrace_packed"
+HARMLESS = {"position_ids", "max_length_q", "max_length_k", "dropout", "use_cache", "output_attentions"}
+"""Arguments of an attention that do not change what packed sequences in evaluation mode get."""
 
 
 def packed_causal_attention(
@@ -120,10 +122,11 @@ def packed_causal_attention(
     sequence_lengths: Sequence[int] = (),
     keys: Tensor | None = None,
     key_lengths: Sequence[int] = (),
-    **_others: object,  # transformers' signature: architectures pass more than this needs
+    **others: object,  # transformers' signature: architectures pass more than this needs
 ) -> tuple[Tensor, None]:
     """Causal attention of T packed tokens with H heads, G key and value heads, dimension D. Raises a
-    NotImplementedError if the architecture does not pass the boundaries on.
+    NotImplementedError if the architecture does not pass the boundaries on, or passes an argument that would
+    change the result: it is named.
 
     Args:
         query: [1, H, T, D]
@@ -140,7 +143,12 @@ def packed_causal_attention(
         [1, T, H, D], and no attention weights.
     """
     if cu_seq_lens_q is None or not sequence_lengths:
-        raise NotImplementedError(f"{type(module).__name__} does not pass packed boundaries to its attention")
+        raise NotImplementedError("packed boundaries do not reach its attention")
+    for name, given in others.items():
+        if given is not None and name not in HARMLESS and (name, given) != ("is_causal", True):
+            raise NotImplementedError(
+                f"its attention takes {name!r}, which packed attention does not compute"
+            )
     if keys is None:
         key_lengths, cu_seq_lens_k = sequence_lengths, cu_seq_lens_q
     else:
@@ -295,13 +303,10 @@ class PolicyModel:
         mesh = self._ranks.mesh
         if mesh is None:
             model.to(self.device)
-        if self._ranks.rank == 0 and not self._runs_packed():
-            raise ConfigError(
-                "model.path",
-                model.config.name_or_path,
-                f"an architecture of type {model.config.model_type!r} does not run packed",
-                "choose one of the Llama or Qwen kind",
-            )
+        if self._ranks.rank == 0 and (why := self._packing_defect()):
+            problem = f"an architecture of type {model.config.model_type!r} does not run packed: {why}"
+            remedy = "choose one of the list in docs/servers-and-devices.md"
+            raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
         model.set_attn_implementation(PACKED)
         if settings.lora:
             from tailrace.trainer.lora import Adapter  # peft is an extra
@@ -386,31 +391,80 @@ class PolicyModel:
         return self.adapter.off() if self.adapter else nullcontext()
 
     @torch.no_grad()
-    def _runs_packed(self) -> bool:
-        """Compare three packed sequences, two of which share a prompt, with the model's own forward pass of
-        each. They differ if the architecture mixes packed sequences, or changes its logits after the head."""
-        vocabulary = len(self.model.get_output_embeddings().weight)
-        ids = [i % vocabulary for i in range(1, 9)]
-        samples = [
-            TrainingSample(SampleId(0, 0, i), part[:2], part[2:], [0.0] * (len(part) - 2), 0.0)
-            for i, part in enumerate((ids[:4], ids[3:], ids[:2] + ids[5:]))
-        ]
-        self.model.set_attn_implementation("eager")
-        alone = torch.cat([self._plain_logprobs(sample) for sample in samples])
-        if not alone.isfinite().all():
-            problem, remedy = "its log-probs are not finite: weights are damaged", "choose another folder"
-            raise ConfigError("model.path", self.model.config.name_or_path, problem, remedy)
-        self.model.set_attn_implementation(PACKED)
-        try:
-            packed = self.logprobs(MicroBatch.of(samples, self.model.device)).logprobs
-        except NotImplementedError:
-            return False
-        tolerance = 1e-3 if self._logprobs.dtype == torch.float32 else 0.1
-        return torch.allclose(alone, packed, atol=tolerance, rtol=tolerance)
+    def _packing_defect(self) -> str | None:
+        """Why packed log-probs are not the model's own, or None. Three sequences are packed, the last of
+        which shares the prompt of the first. They must agree with the model's own forward pass. With other
+        tokens in the first and the last, the second must be the same bits. Experts are an exception: how many
+        tokens each gets changes the shapes of their products."""
+        model, kept = self.model, self._logprobs.dtype == torch.float32
+        vocabulary = len(model.get_output_embeddings().weight)
+        first, other, second = ([i * step % vocabulary for i in range(1, 65)] for step in (7, 11, 13))
+        if rope := LENGTH_DEPENDENT & {each for module in model.modules() for each in _rope_types(module)}:
+            return f"its rope type {min(rope)!r} depends on the longest sequence of a pack"
+        with _short_windows(model):
+            model.set_attn_implementation("eager")
+            alone = torch.cat(
+                [self._plain_logprobs(second, 32), self._plain_logprobs(first[:60] + other[:4], 60)]
+            )
+            if not alone.isfinite().all():
+                problem, remedy = "its log-probs are not finite: weights are damaged", "choose another folder"
+                raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
+            model.set_attn_implementation(PACKED)
+            try:
+                packed, changed = (
+                    self._packed_logprobs(
+                        (ids[:60], ids[60:]), (second[:32], second[32:]), (ids[:60], other[:4])
+                    )
+                    for ids in (first, other)
+                )
+            except (NotImplementedError, AttributeError, TypeError) as why:
+                return str(why)
+        leak = float((packed - changed)[:32].abs().max())
+        has_experts = any("expert" in name for name, _ in model.named_parameters())
+        if leak > (0 if not has_experts else 1e-5 if kept else 0.1):
+            return f"a packed sequence changes log-probs of the next by up to {leak:.2g}"
+        if not torch.allclose(alone, packed, atol=(near := 1e-3 if kept else 0.1), rtol=near):
+            return f"packed log-probs differ from its own by up to {(alone - packed).abs().max():.2g}"
+        return None
 
-    def _plain_logprobs(self, sample: TrainingSample) -> Tensor:
+    def _packed_logprobs(self, *pairs: tuple[list[int], list[int]]) -> Tensor:
+        """[num_tokens] of the completions but the first. `pairs`: prompts and completions."""
+        samples = [
+            TrainingSample(SampleId(0, 0, i), prompt, completion, [0.0] * len(completion), 0.0)
+            for i, (prompt, completion) in enumerate(pairs)
+        ]
+        return self.logprobs(MicroBatch.of(samples, self.model.device)).logprobs[len(pairs[0][1]) :]
+
+    def _plain_logprobs(self, ids: list[int], num_prompt: int) -> Tensor:
         """[num_tokens] by the model's own forward pass."""
-        ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=self.model.device)
-        logits: Tensor = self.model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+        given = torch.tensor([ids], device=self.model.device)
+        logits: Tensor = self.model(given, use_cache=False).logits[0, num_prompt - 1 : -1]
         logp = (logits.float() / self._logprobs.temperature).log_softmax(-1)
-        return logp.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+        return logp.gather(1, given[0, num_prompt:, None])[:, 0]
+
+
+LENGTH_DEPENDENT = {"dynamic", "longrope"}
+"""Rotary embeddings whose frequencies are those of the longest sequence of a forward pass."""
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    """Those of a rotary embedding; some have one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    return [*found.values()] if isinstance(found, dict) else [found] if isinstance(found, str) else []
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block windows and chunks of attention have 9 tokens: a layer that does not pass its window
+    on would be right on short sequences."""
+    owners = [model.config, *model.modules()]
+    names = ("sliding_window", "attention_chunk_size")
+    own = [(each, name, getattr(each, name, None)) for each in owners for name in names]
+    changed = [(each, name, size) for each, name, size in own if isinstance(size, int) and size > 9]
+    try:
+        for each, name, _ in changed:
+            setattr(each, name, 9)
+        yield
+    finally:
+        for each, name, size in changed:
+            setattr(each, name, size)
