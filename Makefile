@@ -77,7 +77,7 @@ test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
 	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
 
 # The SDK leaves connections open; the collector finds them in any test, or after the last one.
-WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker -W ignore:unclosed:ResourceWarning tests/tinker
+WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker -W ignore:unclosed:ResourceWarning tests/tinker tests/benchmarks/test_doors.py
 
 test-tinker: $(VENV)/dev.stamp .tinker/stamp $(SMOLLM2)
 	$(WITH_TINKER) --durations 5
@@ -130,6 +130,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/corrupt.py --flips 30 --truncations 10
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/sandbox.py
+	$(BIN)/python benchmarks/doors.py --servers serve
 	$(BIN)/python benchmarks/learning.py lag
 	$(BIN)/python benchmarks/learning.py april
 	$(BIN)/python benchmarks/learning.py order

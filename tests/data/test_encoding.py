@@ -6,7 +6,7 @@ import pytest
 from tests.data.conftest import character_tokenizer
 
 from tailrace.data.base import RowsSettings
-from tailrace.data.encoding import PromptEncoder
+from tailrace.data.encoding import PromptEncoder, encode_up_to
 from tailrace.errors import BadRow, ConfigError
 
 SYSTEM = {"role": "system", "content": "Add."}
@@ -129,3 +129,18 @@ def test_what_is_no_prompt_is_a_bad_row(tokenizer, prompt):
     with pytest.raises(BadRow) as bad:
         PromptEncoder(settings(), tokenizer).encode(prompt)
     assert bad.value.reason == "no prompt"
+
+
+def test_of_a_text_that_is_too_long_only_the_beginning_is_encoded():
+    asked = []
+
+    def encode(text):
+        asked.append(len(text))
+        return list(range(len(text) // 2))
+
+    assert len(encode_up_to(1000, "ab" * 10**6, encode)) > 1000
+    assert max(asked) < 10_000
+    asked.clear()
+    assert encode_up_to(1000, "ab" * 1000, encode) == list(range(1000))
+    assert asked == [2000]
+    assert len(encode_up_to(1000, "ab" * 1001, encode)) == 1001

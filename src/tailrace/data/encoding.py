@@ -95,6 +95,17 @@ def text_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     return partial(decode, skip_special_tokens=True)
 
 
+def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the tokens of a text; of one with more tokens than the limit perhaps those of its beginning
+    only, which are more, too. A tokenizer takes some 400 bytes of memory for each byte of text."""
+    num_chars, uncertain = 4 * limit, limit // 8 + 64  # tokens that what follows may join
+    while num_chars < len(text):
+        if len(ids := encode(text[:num_chars])) > limit + uncertain:
+            return ids
+        num_chars *= 2
+    return encode(text)
+
+
 TOO_LONG = "prompt too long"
 """Reason under which dropped prompts are counted."""
 
@@ -164,20 +175,22 @@ class PromptEncoder:
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
         tools = [*self._tools, *(tools or ())] or None
+        limit = None if any_length else self._max_tokens
         templated = self.has_template and self._settings.chat_template != "never"
         if isinstance(prompt, str) and not templated:
             if tools:
                 raise BadRow("tools without a chat template")
-            text, ids = prompt, self._tokenizer.encode(prompt)
+            text, encode = prompt, self._tokenizer.encode
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = self._apply_template(messages, tools)
             # The template has written the special tokens.
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        ids = encode(text) if limit is None else encode_up_to(limit, text, encode)
         if not ids:
             raise BadRow("empty prompt", "the chat template writes no token for it")
-        if self._max_tokens is not None and len(ids) > self._max_tokens and not any_length:
-            raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {self._max_tokens} fit")
+        if limit is not None and len(ids) > limit:
+            raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {limit} fit")
         return text, ids
 
     def check_that_one_fits(self, key: str, value: object, prompts: Iterable[object]) -> None:

@@ -18,12 +18,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field, field_validator
 
 from tailrace.data.encoding import Tokenizer
-from tailrace.engine.serve.app import Bearer, RequestRefused, check_token, model_list, openai_app
+from tailrace.engine.serve.app import RequestRefused, bearer, check_token, model_list, openai_app
 from tailrace.engine.serve.formats import (
     ChatCompletionRequest,
     ChatFormat,
     Json,
     Piece,
+    read,
     respond,
     token_strings,
 )
@@ -344,20 +345,19 @@ class SessionServer:
         self._bound.close()
 
     def _router(self) -> APIRouter:
-        async def find(name: str, request: Request, given: Bearer) -> Session:
+        async def find(name: str, request: Request) -> Session:
             """The session whose key the request bears."""
             name = request.headers.get("x-session-id", "") if name == ROUTED else name
             session = self._sessions.get(name)
-            check_token(given, session.key if session else new_key())
+            check_token(bearer(request), session.key if session else new_key())
             assert session is not None
             return session
 
         router = APIRouter(prefix="/sessions/{name}/v1")
 
         @router.post("/chat/completions")
-        async def chat(
-            session: Annotated[Session, Depends(find)], body: SessionRequest, request: Request
-        ) -> Response:
+        async def chat(session: Annotated[Session, Depends(find)], request: Request) -> Response:
+            body = await read(SessionRequest, request)
             reply = await session.ask(body)
             num_context = reply.num_context_tokens
             format = ChatFormat(body, f"chatcmpl-{reply.id}", MODEL, self._strings, (), num_context)

@@ -1,21 +1,20 @@
 """The routes of Tinker's API that the released SDK calls."""
 
-import secrets
-from typing import Any, TypeVar
+import re
+from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from tinker import types
 
-from tailrace.engine.serve.app import error_reply, is_loopback, names_this_machine, openai_app
+from tailrace.engine.serve.app import check_token, error_reply, is_near, openai_app
+from tailrace.engine.serve.formats import parsed, read
+from tailrace.engine.serve.generation import body_limit
 from tailrace.engine.settings import ServeSettings
-from tailrace.tinker.service import Failed, TinkerService, Unknown
-from tailrace.tinker.wire import NotOffered, parse_pass, read_pass, sampling_of
-from tailrace.trainer.batch import AdamStep
-
-M = TypeVar("M", bound=BaseModel)
+from tailrace.tinker.service import Busy, Failed, TinkerService, Unknown, Work
+from tailrace.tinker.wire import NotOffered, Pass, adam_step, head_of_pass, read_pass, sampling_of
 
 KEY_HEADER, KEY_PREFIX = "x-api-key", "tml-"
 POLL_S = 20.0
@@ -29,36 +28,23 @@ CONFIG = {"parallel_fwdbwd_chunks": False}  # passes are executed in the order i
 def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastAPI:
     """Return the application. On loopback any key will do: a page in a browser cannot send one. On another
     address it must be the server's."""
-    is_local = is_loopback(settings.host)
 
     async def user(request: Request) -> None:
         given = request.headers.get(KEY_HEADER, "")
-        is_near = is_local and names_this_machine(request)
-        known = bool(given) if is_near else secrets.compare_digest(given.encode(), key.encode())
-        if not known:
-            raise HTTPException(401, f"this server needs its key in {KEY_HEADER}: ServiceClient(api_key=KEY)")
+        if not (given and is_near(request, settings.host)):
+            check_token(given, key, f"{KEY_HEADER}: ServiceClient(api_key=KEY)")
 
     app = openai_app([], max_body_bytes=settings.max_body_bytes)
-    for kind in (NotOffered, Unknown):
+    for kind in (NotOffered, Unknown, Busy):
         app.add_exception_handler(kind, error_reply(str))
-    api = APIRouter(prefix="/api/v1", dependencies=[Depends(user)])
+    api = APIRouter(
+        prefix="/api/v1", dependencies=[Depends(user)], max_body_size=body_limit(service.policy.context)
+    )
     _add_sessions(api, service)
     _add_training(api, service)
     _add_sampling(api, service)
     app.include_router(api)
     return app
-
-
-async def read(kind: type[M], request: Request) -> M:
-    """The body of a request as a message of the SDK. Raises NotOffered."""
-    try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as why:
-        defect = why.errors()[0]
-        place, version = (".".join(map(str, each)) for each in (defect["loc"], OLDEST_SDK))
-        raise NotOffered(
-            f"{place}: {defect['msg']}; this server speaks the protocol of the SDK {version}"
-        ) from why
 
 
 def _add_sessions(api: APIRouter, service: TinkerService) -> None:
@@ -87,8 +73,8 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
     @api.post("/create_session")
     async def create_session(request: Request) -> dict[str, Any]:
         asked = await read(types.CreateSessionRequest, request)
-        version = tuple(int(part) for part in asked.sdk_version.split(".")[:2] if part.isdigit())
-        if version < OLDEST_SDK:
+        found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})", asked.sdk_version)
+        if found is None or tuple(map(int, found.groups())) < OLDEST_SDK:
             oldest = ".".join(map(str, OLDEST_SDK))
             raise NotOffered(f"the SDK has version {asked.sdk_version}; pip install 'tinker>={oldest}'")
         return {"type": "create_session", "session_id": service.create_session()}
@@ -97,7 +83,7 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
     async def heartbeat(request: Request) -> dict[str, str]:
         asked = await read(types.SessionHeartbeatRequest, request)
         try:
-            service.heartbeat(asked.session_id)
+            service.session(asked.session_id)
         except Unknown as why:
             raise HTTPException(410, str(why)) from why
         return {"type": "session_heartbeat"}
@@ -131,8 +117,8 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
 
 
 def _add_training(api: APIRouter, service: TinkerService) -> None:
-    def begun(model_id: str, seq_id: int | None, work: Any) -> dict[str, Any]:
-        service.begin(request_id := f"{model_id}:{seq_id}", work)
+    async def begun(request: Request, model_id: str, seq_id: int | None, work: Work) -> dict[str, Any]:
+        request_id = service.begin(model_id, seq_id, await request.body(), work)
         return {"request_id": request_id, "model_id": model_id}
 
     @api.post("/create_model")
@@ -147,12 +133,17 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
             await service.create_model(model_id, asked.session_id, asked.base_model, rank)
             return {"model_id": model_id, "type": "create_model"}
 
-        return begun(model_id, 0, create())
+        return await begun(request, model_id, 0, create)
 
     @api.post("/load_weights")
     async def load(request: Request) -> dict[str, Any]:
         asked = await read(types.LoadWeightsRequest, request)
-        model_id = asked.model_id or f"{asked.session_id}:train:{asked.model_seq_id}"
+        if asked.model_id is None:
+            model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
+        elif asked.session_id is None:
+            model_id = service.check_model(asked.model_id).model_id
+        else:
+            raise NotOffered("model_id: a request that names a session makes a new one; leave it out")
 
         async def restore() -> dict[str, Any]:
             await service.load_state(
@@ -160,7 +151,7 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
             )
             return {"path": asked.path, "type": "load_weights"}
 
-        return begun(model_id, asked.seq_id or 0, restore())
+        return await begun(request, model_id, asked.seq_id or 0, restore)
 
     @api.post("/get_info")
     async def info(request: Request) -> dict[str, Any]:
@@ -173,44 +164,43 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
         rank = lora.rank if lora else None
         return {"base_model": service.policy.name, "is_lora": lora is not None, "lora_rank": rank}
 
-    @api.post("/forward_backward")
+    @api.post("/forward_backward", max_body_size=8 * body_limit(service.policy.context))  # the SDK: 5 MB
     async def forward_backward(request: Request) -> dict[str, Any]:
-        message, policy = parse_pass(await request.body()), service.policy
+        body, policy = await request.body(), service.policy
+        model_id, seq_id = await parsed(head_of_pass, body)
+        service.check_model(model_id)
 
-        async def compute() -> bytes:
-            asked = read_pass(message, vocabulary=policy.vocabulary, context=policy.context)
-            return await service.run_pass(message.model_id, asked)
+        async def read() -> Pass:
+            reading = partial(read_pass, vocabulary=policy.vocabulary, context=policy.context)
+            return await parsed(reading, body)
 
-        return begun(message.model_id, message.seq_id, compute())
+        return await begun(request, model_id, seq_id, lambda: service.run_pass(model_id, read))
 
     @api.post("/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
         asked = await read(types.OptimStepRequest, request)
-        given = asked.optim_params
-        if not isinstance(given, types.AdamParams):
-            raise NotOffered(f"optim_params: this server has adamw, not {given.type}")
-        betas = (given.beta1, given.beta2)
-        adam = AdamStep(given.learning_rate, betas, given.eps, given.weight_decay, given.grad_clip_norm)
-        return begun(asked.model_id, asked.seq_id, service.optim_step(asked.model_id, adam))
+        adam, model_id = adam_step(asked.optim_params), service.check_model(asked.model_id).model_id
+        return await begun(request, model_id, asked.seq_id, lambda: service.optim_step(model_id, adam))
 
     @api.post("/save_weights")
     async def save(request: Request) -> dict[str, Any]:
         asked = await read(types.SaveWeightsRequest, request)
-        name = asked.path or f"step-{asked.seq_id}"
-        work = service.save_state(asked.model_id, name, overwrite=asked.overwrite)
-        return begun(asked.model_id, asked.seq_id, work)
+        name, model_id = asked.path or f"step-{asked.seq_id}", service.check_model(asked.model_id).model_id
+        work = partial(service.save_state, model_id, name, overwrite=asked.overwrite)
+        return await begun(request, model_id, asked.seq_id, work)
 
     @api.post("/save_weights_for_sampler")
     async def save_for_sampler(request: Request) -> dict[str, Any]:
         asked = await read(types.SaveWeightsForSamplerRequest, request)
-        session_id = asked.model_id.partition(":")[0]
-        work = service.save_for_sampler(
-            asked.model_id,
+        model_id, session_id = service.check_model(asked.model_id)
+        work = partial(
+            service.save_for_sampler,
+            model_id,
             asked.path,
             sampler_id=f"{session_id}:sample:{asked.sampling_session_seq_id}",
             in_flight=asked.kind == "inflight",
         )
-        return begun(asked.model_id, asked.seq_id, work)
+        return await begun(request, model_id, asked.seq_id, work)
 
 
 def _add_sampling(api: APIRouter, service: TinkerService) -> None:
@@ -234,12 +224,13 @@ def _add_sampling(api: APIRouter, service: TinkerService) -> None:
             raise NotOffered("sampling_session_id: this server samples for sampling clients only")
         if not 1 <= asked.num_samples <= MAX_SAMPLES:
             raise NotOffered(f"num_samples = {asked.num_samples}: it must be 1 to {MAX_SAMPLES:,}")
-        policy = service.policy
+        policy, sampler_id = service.policy, asked.sampling_session_id
+        service.sampler(sampler_id)
 
         async def generate() -> bytes:
             ids, sampling, greedy = sampling_of(asked, vocabulary=policy.vocabulary, context=policy.context)
             return await service.sample(
-                asked.sampling_session_id,
+                sampler_id,
                 ids,
                 asked.num_samples,
                 sampling,
@@ -248,6 +239,7 @@ def _add_sampling(api: APIRouter, service: TinkerService) -> None:
                 prompt_logprobs=bool(asked.prompt_logprobs),
             )
 
-        service.begin(request_id := f"{asked.sampling_session_id}:{asked.seq_id}", generate())
+        body, num = await request.body(), asked.num_samples
+        request_id = service.begin(sampler_id, asked.seq_id, body, generate, num)
         names = [f"{request_id}:{number}" for number in range(asked.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}

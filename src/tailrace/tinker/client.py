@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -224,7 +224,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
             grad_clip_norm=settings.max_grad_norm * count,
         )
         reply = await self._timed("optim_step", lambda: self._training.optim_step(adam))
-        norm = (reply.metrics or {}).get("grad_norm", 0.0) / count
+        metrics = reply.metrics or {}
+        skipped = bool(metrics.get("skipped"))
         ratios = np.asarray(self._log_ratios)
         stats = StepStats(
             num_steps=self._num_steps,
@@ -232,8 +233,9 @@ class TinkerTrainer(OnOtherDevices, Trainer):
             num_tokens=self._num_tokens,
             compute_s=self._compute_s,
             loss=self._loss / count,
-            grad_norm=norm,
+            grad_norm=nan if skipped else metrics.get("grad_norm", 0.0) / count,
             learning_rate=rate,
+            skipped=skipped,
             kl=float((np.expm1(ratios) - ratios).sum() / max(1, len(ratios))),
             ess=_ess(ratios),
         )
@@ -243,7 +245,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
     @override
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         samples = [TrainingSample.of(each) for each in chain.from_iterable(units) if each.completion_ids]
-        data = [self._datum(each, "cross_entropy") for each in samples]
+        if not (data := [self._datum(each, "cross_entropy") for each in samples]):
+            return 1.0
         reply = await self._timed("forward", lambda: self._training.forward(data, "cross_entropy"))
         return _ess(np.asarray(_log_ratios(samples, reply)))
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from pydantic import ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tailrace.algo.base import TokenLossName
+from tailrace.engine.serve.formats import SamplingFields, first_defect
 from tailrace.errors import TailraceError
-from tailrace.trainer.batch import LossDatum, LossOutput, TokenLoss
+from tailrace.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss
 from tailrace.types import Sample, SamplingParams
 
 INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
@@ -22,7 +24,13 @@ INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
 OF_RATIO = ("advantages", "logprobs")
 """Those of all other losses."""
 UNKNOWN = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
-UNKNOWN += ["record_stability_info"]
+UNKNOWN += ["record_stability_info", "prompt_logprobs_last_n"]
+ADAM = {"learning_rate": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1e9)}
+ADAM |= {"weight_decay": (0, 1), "grad_clip_norm": (0, 1e30)}
+"""Bounds of a step's parameters. An epsilon that float32 rounds to 0 divides 0 by 0."""
+MAX_DATA = 4096
+"""Sequences of a pass; the SDK sends 1,024."""
+DTYPES = {pb.DTYPE_INT64: np.dtype(np.int64), pb.DTYPE_FLOAT32: np.dtype(np.float32)}
 CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 CONFIGS: Mapping[str, Mapping[str, str]] = {"ppo": CLIPS, "cispo": CLIPS, "dro": {"beta": "beta"}}
 """Keys of `loss_fn_config`, and our names of them."""
@@ -40,8 +48,18 @@ class Pass(NamedTuple):
     with_gradient: bool
 
 
-def parse_pass(body: bytes) -> Any:
-    """Return the message of a pass. Raises NotOffered if it is none."""
+def adam_step(params: Any) -> AdamStep:
+    """Return the parameters of a step. Raises NotOffered that names the first wrong one."""
+    if not isinstance(params, types.AdamParams):
+        raise NotOffered(f"optim_params: this server takes AdamParams, which have no type ({params.type!r})")
+    for name, (low, high) in ADAM.items():
+        if not low <= (value := getattr(params, name)) <= high:
+            raise NotOffered(f"optim_params.{name} = {value}: it must be {low:g} to {high:g}")
+    betas = (params.beta1, params.beta2)
+    return AdamStep(params.learning_rate, betas, params.eps, params.weight_decay, params.grad_clip_norm)
+
+
+def _message(body: bytes) -> Any:
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -50,8 +68,15 @@ def parse_pass(body: bytes) -> Any:
     return message
 
 
-def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
-    """Return what a message asks for. Raises NotOffered if it cannot be computed."""
+def head_of_pass(body: bytes) -> tuple[str, int]:
+    """Return the model_id and the seq_id of a pass. Raises NotOffered if the body is none."""
+    message = _message(body)
+    return message.model_id, message.seq_id
+
+
+def read_pass(body: bytes, *, vocabulary: int, context: int) -> Pass:
+    """Return what a pass asks for. Raises NotOffered if it cannot be computed."""
+    message = _message(body)
     name = message.loss_fn
     if name not in get_args(TokenLossName):
         has = ", ".join(get_args(TokenLossName))
@@ -60,11 +85,17 @@ def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
             "forward_backward_custom"
         )
     known = CONFIGS.get(name, {})
-    given = {key: value.number for key, value in message.loss_fn_config_v2.items()}
+    typed = message.loss_fn_config_v2
+    given = {key: value.number for key, value in typed.items()} or dict(message.loss_fn_config)
     if unknown := sorted(given.keys() - known.keys()):
         has = ", ".join(known) or "none"
         raise NotOffered(f"loss_fn_config: {name} has no {unknown[0]!r}; its parameters are: {has}")
+    for key, value in given.items():
+        if (key in typed and typed[key].WhichOneof("value") != "number") or not 0 <= value < math.inf:
+            raise NotOffered(f"loss_fn_config: {key} must be a number, at least 0 and finite")
     loss = TokenLoss(name, **{known[key]: value for key, value in given.items()})
+    if not 1 <= len(message.data) <= MAX_DATA:
+        raise NotOffered(f"data: {len(message.data)} sequences; there must be 1 to {MAX_DATA:,}")
     try:
         data = [_datum(each, name, vocabulary, context) for each in message.data]
     except NotOffered as why:
@@ -73,9 +104,10 @@ def read_pass(message: Any, *, vocabulary: int, context: int) -> Pass:
 
 
 def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
-    ids = [id for chunk in datum.model_input for id in _tokens(chunk)]
-    inputs = INPUTS.get(loss, OF_RATIO)
-    found = {key: _values(key, tensor) for key, tensor in datum.loss_fn_inputs.items()}
+    int32 = np.dtype(np.int32)
+    chunks = [_numbers("model_input", _tokens(chunk), int32, context) for chunk in datum.model_input]
+    ids, inputs = [id for chunk in chunks for id in chunk], INPUTS.get(loss, OF_RATIO)
+    found = {key: _values(key, tensor, context) for key, tensor in datum.loss_fn_inputs.items()}
     if missing := [key for key in ("target_tokens", *inputs) if key not in found]:
         raise NotOffered(f"loss_fn_inputs: {loss} needs {missing[0]!r}")
     if extra := sorted(found.keys() - {"target_tokens", *inputs}):
@@ -97,20 +129,31 @@ def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
     return LossDatum(whole, advantages, *old)
 
 
-def _tokens(chunk: Any) -> list[int]:
+def _tokens(chunk: Any) -> bytes:
     if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
         raise NotOffered(f"model_input: this server takes text, not {kind}")
-    found: list[int] = np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
-    return found
+    return bytes(chunk.encoded_text.tokens)
 
 
-def _values(key: str, tensor: Any) -> list[Any]:
+def _values(key: str, tensor: Any, context: int) -> list[Any]:
     """The values of a vector; those of target_tokens are integers."""
     if len(tensor.shape) > 1 or tensor.WhichOneof("encoding") == "sparse_csr":
         raise NotOffered(f"loss_fn_inputs: {key}: this server takes one value for each token")
-    dtype = np.int64 if tensor.dtype == pb.DTYPE_INT64 else np.float32
-    values = np.frombuffer(tensor.dense, dtype)
-    found: list[Any] = values.astype(np.int64 if key == "target_tokens" else np.float64).tolist()
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or (key == "target_tokens" and tensor.dtype != pb.DTYPE_INT64):
+        takes = "int64" if key == "target_tokens" else "float32 and int64"
+        raise NotOffered(f"loss_fn_inputs: {key}: this server takes {takes}, not DType {tensor.dtype}")
+    values = _numbers(f"loss_fn_inputs: {key}", tensor.dense, dtype, context)
+    return values if key == "target_tokens" else [float(value) for value in values]
+
+
+def _numbers(field: str, data: bytes, dtype: Any, context: int) -> list[Any]:
+    """The numbers of a vector that is not longer than the context."""
+    if len(data) % dtype.itemsize:
+        raise NotOffered(f"{field}: {len(data)} bytes are no whole number of {dtype.name}")
+    if len(data) > context * dtype.itemsize:
+        raise NotOffered(f"{field}: {len(data) // dtype.itemsize} tokens; the context has {context}")
+    found: list[Any] = np.frombuffer(data, dtype).tolist()
     return found
 
 
@@ -151,22 +194,22 @@ def sampling_of(
     if not all(0 <= id < vocabulary for id in ids):
         raise NotOffered(f"prompt: a token is not in the vocabulary of {vocabulary} tokens")
     params = request.sampling_params
-    if not (0 <= params.temperature <= 1000 and 0 < params.top_p <= 1):
-        raise NotOffered("sampling_params: temperature is 0 to 1000, and top_p above 0 and at most 1")
     room = context - len(ids)
     if not ids or room < 1:
         raise NotOffered(f"the prompt has {len(ids)} tokens; it must have 1 to {context - 1}")
     stop: Sequence[Any] = (params.stop,) if isinstance(params.stop, str) else params.stop or ()
-    sampling = SamplingParams(
-        max_completion_tokens=min(room, room if params.max_tokens is None else max(1, params.max_tokens)),
-        temperature=params.temperature or 1.0,
-        top_p=params.top_p,
-        top_k=max(0, params.top_k),
-        stop_token_ids=tuple(each for each in stop if isinstance(each, int)),
-        stop=tuple(each for each in stop if isinstance(each, str)),
-        ignore_end_of_text=params.stop is not None and not stop,
-    )
-    return ids, sampling, params.temperature == 0
+    given = {
+        **params.model_dump(include={"temperature", "top_p", "top_k", "seed"}),
+        "stop_token_ids": [each for each in stop if isinstance(each, int)],
+        "stop": [each for each in stop if isinstance(each, str)],
+        "ignore_eos": params.stop is not None and not stop,
+    }
+    try:
+        fields = SamplingFields.model_validate(given)
+    except ValidationError as why:
+        raise NotOffered(f"sampling_params.{first_defect(why)}") from None
+    num_tokens = room if params.max_tokens is None else max(1, params.max_tokens)
+    return ids, fields.params(min(room, num_tokens)), fields.greedy
 
 
 def sample_bytes(samples: Sequence[Sample], prompt_logprobs: Sequence[float] | None) -> bytes:

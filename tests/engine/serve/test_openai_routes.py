@@ -182,9 +182,9 @@ def test_the_model_is_listed_with_its_context(client):
         ({"prompt": ""}, "the prompt has no tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [1], "frequency_penalty": 0.5}, "frequency_penalty is not supported by this engine"),
-        ({"prompt": [1], "temperature": -1}, "body.temperature: Input should be greater than or equal to 0"),
+        ({"prompt": [1], "temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"prompt": [[1], [2]]}, "several prompts are not supported"),
-        ({"prompt": [1], "logprobs": 2}, "body.logprobs: Input should be less than or equal to 1"),
+        ({"prompt": [1], "logprobs": 2}, "logprobs: Input should be less than or equal to 1"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_with_the_reason(client, asked, message):

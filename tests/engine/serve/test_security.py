@@ -8,19 +8,26 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from fastapi import APIRouter, HTTPException, Request
+from pydantic import ValidationError
 from serve_cases import TOKEN
 
 from tailrace.cli import main
 from tailrace.commands.serve import bearer_token
 from tailrace.data.encoding import load_tokenizer
-from tailrace.engine.base import Usage
-from tailrace.engine.serve.app import make_app
+from tailrace.engine.base import GenerationRequest, Usage
+from tailrace.engine.serve import listening
+from tailrace.engine.serve.app import make_app, openai_app
 from tailrace.engine.serve.control import OfferedWeights
+from tailrace.engine.serve.formats import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from tailrace.engine.serve.generation import MAX_OPEN_TOKENS, Requests
 from tailrace.engine.serve.listening import HttpServer
 from tailrace.engine.settings import HostedModel, ServeSettings
 from tailrace.errors import WeightsRefused
+from tailrace.types import SamplingParams
 from tailrace.weights.base import expected_tensors
 
+JSON = {"content-type": "application/json"}
 OPEN_POSTS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate"}
 
 
@@ -140,13 +147,126 @@ def test_a_connection_without_a_whole_request_is_closed_and_a_slow_reply_is_not(
         asyncio.run(asyncio.wait_for(run(), 60))
 
 
+async def bodies_to(server, *requests):
+    """What a server answers to the beginnings of requests, each on a connection of its own."""
+
+    async def answer(request):
+        reader, writer = await asyncio.open_connection(*server)
+        writer.write(request)
+        status = await reader.readline()
+        writer.close()
+        return int(status.split()[1])
+
+    return await asyncio.gather(*map(answer, requests))
+
+
+def test_a_body_that_stops_and_bodies_that_fill_the_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(listening, "MAX_HELD_BYTES", 1000)
+    router = APIRouter()
+
+    @router.post("/")
+    async def length(request: Request):
+        return len(await request.body())
+
+    def request(size, sent):
+        head = f"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
+        return head.encode() + b"a" * sent
+
+    async def run():
+        server = HttpServer(openai_app([router], max_body_bytes=10_000), bound, body_timeout_s=0.5)
+        serving = asyncio.ensure_future(server.serve())
+        address = bound.getsockname()
+        assert await bodies_to(address, request(600, 600), request(10, 1)) == [200, 408]
+        assert await bodies_to(address, request(1100, 1100)) == [429]
+        halves = asyncio.ensure_future(bodies_to(address, request(700, 600)))
+        await asyncio.sleep(0.2)
+        assert await bodies_to(address, request(600, 600)) == [429]
+        assert await halves == [408]
+        assert await bodies_to(address, request(900, 900)) == [200]  # nothing is held any more
+        server.stop()
+        await serving
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_body_of_a_client_that_may_not_is_not_read(http, anonymous):
+    paths = http.get("/openapi.json").json()["paths"]
+    for path in {path for path, methods in paths.items() if "post" in methods} - OPEN_POSTS:
+        assert anonymous.post(path, content=b"[" * 300_000, headers=JSON).status_code == 401
+    for path in OPEN_POSTS:
+        elsewhere = {**JSON, "host": "elsewhere"}
+        assert anonymous.post(path, content=b"[" * 300_000, headers=elsewhere).status_code == 401
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(anonymous, route):
+    """512 tokens: the bodies of three requests; the first is encoded up to where it is too long."""
+    for size, status, words in (
+        (900_000, 400, "maximum context length is 512 tokens, but the prompt has"),
+        (1_100_000, 413, "Too Large"),
+    ):
+        text = "A" * size
+        body = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+        del body["messages" if route == "/v1/completions" else "prompt"]
+        reply = anonymous.post(route, json=body)
+        assert (reply.status_code, words in reply.text) == (status, True), reply.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 1000}),
+        (GenerateRequest, {"token_ids": [-1] * 1000, "sampling_params": {}}),
+        (ChatCompletionRequest, {"messages": [1] * 1000}),
+    ],
+)
+def test_one_defect_of_a_list_is_enough(kind, body):
+    """Each costs more memory than the list."""
+    with pytest.raises(ValidationError) as why:
+        kind.model_validate(body)
+    assert why.value.error_count() <= 2  # a prompt may be a text, too
+
+
+def test_a_page_of_another_site_cannot_ask_without_asking_first(anonymous):
+    """It may send a form and plain text at once, and JSON only if the server allowed it."""
+    reply = anonymous.post(
+        "/v1/completions", content=b'{"prompt": [1]}', headers={"content-type": "text/plain"}
+    )
+    assert (reply.status_code, "Content-Type: application/json" in reply.text) == (400, True)
+
+
+def test_prompts_under_way_have_a_limit():
+    class Engine(Unstarted):
+        def submit(self, request):
+            pass
+
+        def abort(self, id):
+            pass
+
+    async def run():
+        requests = Requests(Engine())
+        request = GenerationRequest("", [1] * 1000, (), 0, False, SamplingParams(1))
+        requests.check_room(2 * MAX_OPEN_TOKENS)  # alone
+        arriving = requests.generate(frozenset(), [request])
+        waiting = asyncio.ensure_future(anext(arriving))
+        await asyncio.sleep(0)
+        with pytest.raises(HTTPException, match="too many requests are under way"):
+            requests.check_room(MAX_OPEN_TOKENS)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await arriving.aclose()
+        requests.check_room(MAX_OPEN_TOKENS)
+
+    asyncio.run(run())
+
+
 def test_the_server_listens_on_loopback_unless_told_otherwise(server):
     assert server.url.startswith("http://127.0.0.1:")
     assert ServeSettings(served_model_name="x").host == "127.0.0.1"
 
 
 LIMIT = ServeSettings(served_model_name="x").max_body_bytes
-JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +274,7 @@ JSON = {"content-type": "application/json"}
     [
         ("/v1/completions", False, 413),
         ("/v1/completions", True, 413),
-        ("/update_weights", True, 413),
+        ("/update_weights", True, 401),
         ("/sleep", True, 401),
     ],
 )

@@ -2,36 +2,57 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from ipaddress import ip_address
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tailrace import __version__
 from tailrace.data.encoding import Tokenizer
 from tailrace.engine.serve.control import Control, OfferedWeights
-from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests
+from tailrace.engine.serve.formats import first_defect
+from tailrace.engine.serve.generation import ComputingEngine, Generation, Requests, body_limit
 from tailrace.engine.settings import HostedModel, ServeSettings
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.weights.base import expected_tensors
 
-Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+def bearer(request: Request) -> str:
+    """The token that a request bears; empty: none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else ""
 
 
-def check_token(given: HTTPAuthorizationCredentials | None, token: str) -> None:
-    """Raises HTTPException if a request does not bear the token."""
-    if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
-        needed = "this route needs the server's token: Authorization: Bearer TOKEN"
-        raise HTTPException(401, needed, {"WWW-Authenticate": "Bearer"})
+def check_token(given: str, token: str, needed: str = "Authorization: Bearer TOKEN") -> None:
+    """Raises HTTPException if a request does not bear the token. `needed`: where it belongs."""
+    if not secrets.compare_digest(given.encode(), token.encode()):
+        raise HTTPException(401, f"this needs the server's token: {needed}", {"WWW-Authenticate": "Bearer"})
+
+
+def guarded(check: Callable[[Request], None]) -> type[APIRoute]:
+    """Routes that check a request before its body is read."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+
+            async def checked(request: Request) -> Response:
+                check(request)
+                return await handle(request)
+
+            return checked
+
+    return Guarded
 
 
 def is_loopback(host: str) -> bool:
@@ -42,13 +63,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def names_this_machine(request: Request) -> bool:
-    """Return whether the Host header does. A page of another site that makes its own name mean this machine
-    sends that name."""
+def is_near(request: Request, host: str) -> bool:
+    """Return whether a server at `host` is on loopback, and the Host header names this machine. A page of
+    another site that makes its own name mean this machine sends that name."""
     try:
-        return is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or "")
+        named = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     except ValueError:
         return False
+    return is_loopback(host) and is_loopback(named)
 
 
 class RequestRefused(HTTPException):
@@ -72,7 +94,8 @@ def openai_app(routers: Iterable[APIRouter], *, max_body_bytes: int) -> FastAPI:
     )
     errors: Mapping[type[Exception], Callable[[Any], str]] = {
         HTTPException: lambda why: str(why.detail),
-        RequestValidationError: _words,
+        RequestValidationError: first_defect,
+        ClientDisconnect: lambda why: "the client has gone",
         UnicodeEncodeError: lambda why: "the text is not valid Unicode",
         WeightsRefused: str,
         TransferFailed: str,
@@ -97,12 +120,6 @@ def error_reply(message: Callable[[Any], str]) -> Callable[[Request, Exception],
     return handle
 
 
-def _words(why: RequestValidationError) -> str:
-    """The first defect of a body; the value is not repeated."""
-    defect = why.errors()[0]
-    return f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}"
-
-
 def model_list(name: str, **more: object) -> dict[str, Any]:
     """Return the reply of /v1/models."""
     card = {"id": name, "object": "model", "created": 0, "owned_by": "tailrace", **more}
@@ -115,17 +132,15 @@ def make_app(
     """Return the application of `tailrace serve`. Routes that change weights or state need the token. The
     others need it from requests that do not name this machine as their host; on an address that is not
     loopback all do but /health."""
-    is_local = is_loopback(settings.host)
 
-    async def owner(given: Bearer) -> None:
-        check_token(given, token)
+    def owner(request: Request) -> None:
+        check_token(bearer(request), token)
 
-    async def user(request: Request, given: Bearer) -> None:
-        if not (is_local and names_this_machine(request)):
-            check_token(given, token)
+    def user(request: Request) -> None:
+        if not is_near(request, settings.host):
+            owner(request)
 
-    health, users = APIRouter(), APIRouter(dependencies=[Depends(user)])
-    owners = APIRouter(dependencies=[Depends(owner)])
+    health, users = APIRouter(), APIRouter(route_class=guarded(user))
 
     @health.get("/health")
     async def alive() -> Response:
@@ -134,10 +149,12 @@ def make_app(
     requests = Requests(engine)
     offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
     control = Control(engine, requests, offered)
-    owners.include_router(control.router())
-    users.include_router(
-        Generation(requests, control.labels, tokenizer, model, settings.served_model_name).router()
-    )
+    generation = Generation(requests, control.labels, tokenizer, model, settings.served_model_name)
+    limit = min(settings.max_body_bytes, body_limit(model.max_model_len))
+    generating = APIRouter(route_class=users.route_class, max_body_size=limit)
+    owners = APIRouter(route_class=guarded(owner))
+    generation.add_to(generating)
+    control.add_to(owners)
     told: Mapping[str, Callable[[], object]] = {
         "/version": lambda: {"version": f"tailrace {__version__}"},
         "/v1/models": lambda: model_list(
@@ -158,7 +175,7 @@ def make_app(
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    app = openai_app([health, users, owners], max_body_bytes=settings.max_body_bytes)
+    app = openai_app([health, users, generating, owners], max_body_bytes=settings.max_body_bytes)
     return app
 
 

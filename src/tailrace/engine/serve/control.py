@@ -16,7 +16,7 @@ from fastapi import APIRouter, Body, Query
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, ValidationError, model_validator
 from safetensors import SafetensorError
 
-from tailrace.engine.serve.formats import Name
+from tailrace.engine.serve.formats import Name, first_defect
 from tailrace.engine.serve.generation import FIRST, ComputingEngine, Requests
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.model_folder import tensor_headers, weight_files
@@ -97,8 +97,7 @@ class OfferedWeights:
         try:
             info = OfferedUpdate.model_validate(body)
         except ValidationError as why:
-            defect = why.errors()[0]
-            raise WeightsRefused(f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}") from None
+            raise WeightsRefused(first_defect(why)) from None
         weights, link = Weights(number, info.location, _infos(info.tensors)), Link(*info.link)
         if not weights.is_streamed:
             path = self._path(info.location)
@@ -160,9 +159,8 @@ class Control:
         self._kv: KV = "keep"
         """What the next load does with the KV cache; set by the pause before it."""
 
-    def router(self) -> APIRouter:
-        """Make the router."""
-        router = APIRouter()
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes."""
         endpoints: Mapping[str, Callable[..., Awaitable[Info | None]]] = {
             "/pause": self.pause,
             "/resume": self.resume,
@@ -179,7 +177,6 @@ class Control:
         }
         for path, endpoint in endpoints.items():
             router.add_api_route(path, endpoint, methods=["POST"])
-        return router
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Info:
         """Stop between two decode steps.

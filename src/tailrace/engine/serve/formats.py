@@ -6,18 +6,22 @@ are plain dictionaries: a stream makes thousands of them a second.
 
 import asyncio
 import itertools
+import json
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from typing_extensions import override
@@ -26,6 +30,7 @@ from tailrace.types import SamplingParams
 
 Json = dict[str, Any]
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it mean greedy decoding; the log-probs are then those of temperature 1."""
@@ -33,6 +38,10 @@ ABSENT_LOGPROB = -9999.0
 """JSON has no infinities; this is what vLLM sends in their place."""
 CLIENT_CLOSED = 499
 """The status of a reply whose client has gone."""
+IN_LOOP_BYTES = 2**16
+"""Bodies up to this size are parsed in the event loop."""
+_PARSER = ThreadPoolExecutor(1, "parser")
+"""Parses larger ones, one at a time: the objects of a body may take 20 times its bytes."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -74,6 +83,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 String = Annotated[str, AfterValidator(_is_unicode)]
 StopString = Annotated[String, Field(min_length=1, max_length=256)]
 Name = Annotated[String, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -156,7 +166,7 @@ class OpenAIFields(ServingFields, SamplingFields):
 class CompletionRequest(OpenAIFields):
     """Of /v1/completions."""
 
-    prompt: String | Annotated[list[TokenId], Field(min_length=1)]
+    prompt: String | TokenIds
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=1)
     add_special_tokens: bool = True
@@ -174,8 +184,8 @@ class CompletionRequest(OpenAIFields):
 class ChatCompletionRequest(OpenAIFields):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    prompt_token_ids: TokenIds | None = None
     """In place of the messages, as in vLLM."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
@@ -197,7 +207,7 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(ServingFields):
     """Of /inference/v1/generate."""
 
-    token_ids: list[TokenId] = Field(min_length=1)
+    token_ids: TokenIds
     sampling_params: GenerateSampling
 
 
@@ -211,6 +221,36 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("the parts of a message's content must be text")
     return message | {"content": "".join(texts)}
+
+
+async def read(kind: type[M], request: Request) -> M:
+    """The body of a request as a message. Raises HTTPException that names the first defect."""
+    if "json" not in request.headers.get("content-type", ""):  # a page of another site sends no JSON unasked
+        raise HTTPException(400, "the body must be JSON: Content-Type: application/json")
+    return await parsed(partial(_message, kind), await request.body())
+
+
+async def parsed(parse: Callable[[bytes], T], body: bytes) -> T:
+    """What a function makes of a body, which does not keep the loop from others."""
+    if len(body) <= IN_LOOP_BYTES:
+        return parse(body)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, body)
+
+
+def _message(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.model_validate(json.loads(body))
+    except ValidationError as why:
+        raise HTTPException(400, first_defect(why)) from None
+    except (ValueError, RecursionError) as why:
+        raise HTTPException(400, f"the body is no JSON: {why}") from None
+
+
+def first_defect(why: RequestValidationError | ValidationError) -> str:
+    """The first defect of a body; the value is not repeated."""
+    shortly = {"include_url": False, "include_context": False, "include_input": False}
+    defect: Any = why.errors(**({} if isinstance(why, RequestValidationError) else shortly))[0]
+    return f"{'.'.join(map(str, defect['loc']))}: {defect['msg']}"
 
 
 ReplyFinish = Literal["stop", "length", "abort", "tool_calls"]

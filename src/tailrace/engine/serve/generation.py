@@ -8,12 +8,13 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 
-from tailrace.data.encoding import Tokenizer, render
+from tailrace.data.encoding import Tokenizer, encode_up_to, render
 from tailrace.engine.base import GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.serve.formats import (
     ChatCompletionRequest,
@@ -28,6 +29,7 @@ from tailrace.engine.serve.formats import (
     SamplingFields,
     ServingFields,
     Text,
+    read,
     respond,
     token_strings,
 )
@@ -38,6 +40,14 @@ from tailrace.weights.base import Link, Weights
 
 FIRST = "default"
 """The label of the weights that the server started with, as in vLLM."""
+MAX_OPEN_TOKENS = 2**23
+"""Tokens of the prompts of all samples under way, at most."""
+
+
+def body_limit(context: int) -> int:
+    """Return the bytes of the largest request that can be served: 32 a token of the context, and a MiB for
+    all else."""
+    return 32 * context + 2**20
 
 
 def labelled(spans: Iterable[tuple[int, int]], labels: Sequence[str]) -> list[Json]:
@@ -133,18 +143,24 @@ class Requests:
         """While `admitting` is not set, new requests wait."""
         self.admitting.set()
         self._drained.set()
-        self.num_prompt_tokens = 0
-        """Of all samples since the start."""
+        self.num_prompt_tokens = self._num_open_tokens = 0
+        """Of all samples since the start; of those under way."""
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises HTTPException if the prompts of all samples would be too much."""
+        if self._num_open_tokens and self._num_open_tokens + num_tokens > MAX_OPEN_TOKENS:
+            raise HTTPException(429, "too many requests are under way; ask again when some have ended")
 
     async def generate(
         self, names: frozenset[str], samples: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Output]]:
         """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
         the others. The samples get ids of their own."""
-        while not self.admitting.is_set():  # it may be cleared again before this task runs
-            await self.admitting.wait()
-        job = _Job(names)
+        job, num_tokens = _Job(names), sum(len(sample.prompt_ids) for sample in samples)
+        self._num_open_tokens += num_tokens
         try:
+            while not self.admitting.is_set():  # it may be cleared again before this task runs
+                await self.admitting.wait()
             for number, sample in enumerate(samples):
                 id = str(next(self._numbers))
                 self._engine.submit(msgspec.structs.replace(sample, id=id))
@@ -154,6 +170,7 @@ class Requests:
             while job.open or not job.arrived.empty():
                 yield await job.arrived.get()
         finally:
+            self._num_open_tokens -= num_tokens
             for id in list(job.open):
                 self._end(id)
                 with suppress(WorkerDied):
@@ -221,32 +238,34 @@ class Generation:
         self._strings = token_strings(tokenizer.backend_tokenizer)
         self._random = random.Random()
 
-    def router(self) -> APIRouter:
-        """Make the router."""
-        router = APIRouter()
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes."""
         router.post("/v1/completions")(self.complete)
         router.post("/v1/chat/completions")(self.chat)
         router.post("/inference/v1/generate")(self.generate)
-        return router
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
+        body = await read(CompletionRequest, request)
         prompt = body.prompt
         if isinstance(prompt, str):
             prompt = await self._encode(prompt, special=body.add_special_tokens)
         return await self._respond(CompletionFormat, "cmpl-", body, body, prompt, request)
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
+        body = await read(ChatCompletionRequest, request)
         prompt = body.prompt_token_ids or await self._encode(await self._template(body), special=False)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         return await self._respond(ChatFormat, "chatcmpl-", body, body, prompt, request)
 
-    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+    async def generate(self, request: Request) -> Response:
+        body = await read(GenerateRequest, request)
         prefix, sampling = "generate-tokens-", body.sampling_params
         return await self._respond(GenerateFormat, prefix, body, sampling, body.token_ids, request)
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
         text.encode()  # a chat template does not check that it is valid Unicode
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+        encode = partial(self._tokenizer.encode, add_special_tokens=special)
+        return await asyncio.to_thread(encode_up_to, self._model.max_model_len, text, encode)
 
     async def _template(self, body: ChatCompletionRequest) -> str:
         """The text of a chat. Raises HTTPException without a chat template, or if it refuses the messages."""
@@ -273,6 +292,7 @@ class Generation:
     ) -> Response:
         """Check what is asked for, generate, and reply."""
         self._check(prompt)
+        self._requests.check_room(len(prompt) * sampling.n)
         if body.model not in (None, "", self._name):
             raise HTTPException(404, f"The model {body.model!r} does not exist; see /v1/models")
         limit = self._model.max_model_len
@@ -302,6 +322,6 @@ class Generation:
             raise HTTPException(400, "the prompt has no tokens")
         if len(prompt) >= limit:
             length = f"This model's maximum context length is {limit} tokens"
-            raise HTTPException(400, f"{length}, but the prompt has {len(prompt)}")
+            raise HTTPException(400, f"{length}, but the prompt has {len(prompt)} or more")
         if max(prompt) >= vocabulary:
             raise HTTPException(400, f"token id {max(prompt)} is not below {vocabulary}")

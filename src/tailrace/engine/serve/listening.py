@@ -6,10 +6,17 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from tailrace.clock import now
 from tailrace.errors import ConfigError
+
+BODY_TIMEOUT_S, BODY_BYTES_PER_S = 30.0, 2**16
+"""A body must come within this time, and a second more for each so many bytes that have come."""
+MAX_HELD_BYTES = 2**27
+"""Bodies of all requests that have no reply yet, together."""
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
@@ -56,20 +63,60 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
+class BoundedBodies:
+    """An application whose bodies come in time and do not fill the memory: it raises HTTPException to the
+    route that reads another, with 408 or 429."""
+
+    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+        self._app, self._timeout_s, self._num_held = app, timeout_s, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        began_s, num_bytes, is_whole = now(), 0, False
+
+        async def bounded() -> Message:
+            nonlocal num_bytes, is_whole
+            limit_s = None if is_whole else began_s + self._timeout_s + num_bytes / BODY_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(limit_s):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body did not come within {self._timeout_s:g} s"
+                raise HTTPException(408, late, {"Connection": "close"}) from None
+            size = len(message.get("body", b""))
+            self._num_held, num_bytes = self._num_held + size, num_bytes + size
+            if self._num_held > MAX_HELD_BYTES:
+                raise HTTPException(429, "the bodies of other requests fill the memory; ask again later")
+            is_whole = not message.get("more_body", False)
+            return message
+
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._num_held -= num_bytes
+
+
 class HttpServer(uvicorn.Server):
     """A server of an application. It leaves signals to the process.
 
     Args:
         bound: where it listens; closed by its owner.
         idle_timeout_s: in which the headers of a request must come, after the connection or the reply before.
+        body_timeout_s: in which a body must come, if it is slow.
         shutdown_timeout_s: seconds that replies under way have to end after `stop`.
     """
 
     def __init__(
-        self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        *,
+        idle_timeout_s: float = 30.0,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+        shutdown_timeout_s: int = 1,
     ) -> None:
         config = uvicorn.Config(
-            app,
+            BoundedBodies(app, body_timeout_s),
             http=TimedProtocol,
             ws="none",
             lifespan="off",

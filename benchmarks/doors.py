@@ -1,0 +1,561 @@
+"""What do hostile requests do to `tailrace serve` and to `tailrace serve --tinker`?
+
+    python benchmarks/doors.py [--servers serve,tinker] [--num 300] [--seed N] [--json F]
+
+Each server has the quickstart's model and a folder of its own, beside which other files lie. Several threads
+send requests of all kinds in turn (KINDS): texts and bodies that are too large or too deep, that stop half
+way or come drop by drop, names that are paths, foreign or repeated ids, numbers that are none, vectors with
+bytes missing, results that nobody fetches. Another client asks for the server's health all the while. At the
+end an honest client must be served.
+
+    outside     files that appeared, changed or vanished beside the server's folder
+    errors      answers of 500 and above
+    unanswered  requests that had no answer within a minute, though their client waited for one
+    peak_mib    memory of the server's processes over that before the first request, at its highest
+    health_s    the slowest answer to the other client; more than 1 s fails, if the machine was idle before
+
+The exit code is 1 if a server has not held. The service needs Tinker's SDK (`make .tinker/stamp`).
+"""
+
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import httpx
+
+from common import QUICKSTART, pss, run, tree, write
+
+MODEL, BASE = QUICKSTART.parent / "model", "quickstart"
+TOKEN = "tml-a-token-of-the-doors"
+NUM_THREADS, TIMEOUT_S = 8, 60.0
+MAX_PEAK_MIB, MAX_HEALTH_S = 1024, 1.0
+MIB = 2**20
+
+
+@dataclass
+class Target:
+    """A server process, and what became of the requests to it."""
+
+    name: str
+    url: str
+    pid: int
+    root: Path
+    random: random.Random
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    kind: str = ""
+    session: str = ""
+    model: str = ""
+    sampler: str = ""
+    seq_id: int = 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {TOKEN}", "x-api-key": TOKEN}
+
+    def send(self, path: str, body: object = None, *, method: str = "POST", **headers: str) -> Any:
+        """Send one request, and count the answer. `body`: JSON, bytes, or an iterator of chunks."""
+        is_json = not isinstance(body, bytes | Iterator)
+        content: Any = json.dumps(body).encode() if is_json else body
+        kind = self.kind
+        given = {**self.headers, "content-type": "application/json", **headers}
+        try:
+            reply = httpx.request(method, self.url + path, content=content, headers=given, timeout=TIMEOUT_S)
+        except httpx.TimeoutException:
+            self.statuses["unanswered"] += 1
+            self.faults.append(f"{kind}: {path}: no answer")
+            return None
+        except httpx.TransportError:  # the server closed the connection while the client sent
+            self.statuses["closed"] += 1
+            return None
+        self.statuses[str(reply.status_code)] += 1
+        if reply.status_code >= 500:
+            self.faults.append(f"{kind}: {path}: {reply.status_code} {reply.text[:200]}")
+        with suppress(ValueError):
+            return reply.json()
+        return None
+
+    def future(self, path: str, body: object, **headers: str) -> None:
+        """As `send` for a request with a result, which is fetched half the time."""
+        found = self.send(f"/api/v1{path}", body, **headers)
+        if isinstance(found, dict) and "request_id" in found and self.random.random() < 0.5:
+            self.send("/api/v1/retrieve_future", {"request_id": found["request_id"]})
+
+    def drip(self, path: str, head: str, *, waits_s: float) -> None:
+        """Send the beginning of a request, and hang up without the rest."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        with suppress(OSError), closing(socket.create_connection((host, int(port)), timeout=5)) as sent:
+            lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", head]
+            lines += [f"{key}: {value}" for key, value in self.headers.items()]
+            sent.sendall(("\r\n".join(lines) + "\r\n\r\n").encode() + b'{"')
+            time.sleep(waits_s)
+        self.statuses["hung up"] += 1
+
+    def next(self) -> int:
+        """A number that the training client has not used."""
+        self.seq_id += 1
+        return self.seq_id
+
+
+Attack = Callable[[Target], None]
+
+
+def chunks(size: int, piece: bytes = b"a" * MIB) -> Iterator[bytes]:
+    yield b'{"prompt": "'
+    for _ in range(size // len(piece)):
+        yield piece
+    yield b'"}'
+
+
+def strange(r: random.Random) -> Any:
+    """A value that is not what a field takes."""
+    choices = [math.nan, math.inf, -math.inf, -1, 0, 10**30, -(10**30), 1e308, 2**63, "x", "", None, [], {}]
+    return r.choice([*choices, True, "\0", "9" * 5000, [[]], {"a": 1}, 0.5])
+
+
+PATHS = [
+    "../../outside",
+    "{root}/outside",
+    "..",
+    ".",
+    "/etc",
+    "a/../../outside",
+    "x\0y",
+    "\0",
+    "~",
+    "a" * 5000,
+]
+PATHS += ["{root}/outside/precious", "../outside/precious", "é" * 300, "con:1", "%2e%2e", "tinker://x", "\n"]
+
+
+def hostile_path(t: Target) -> str:
+    return t.random.choice(PATHS).format(root=t.root)
+
+
+def bomb(r: random.Random, key: str) -> bytes:
+    """A body whose objects take more memory than its bytes."""
+    piece = r.choice(["[]", "{}", "[[]]", '""', "-1", "0.5", "999", "null", '{"a":1}', '{"role":"user"}'])
+    size = r.choice([1, 4, 16, 31]) * MIB
+    return f'{{"{key}": [{",".join([piece] * (size // (len(piece) + 1)))}]}}'.encode()
+
+
+def any_server(path: str, key: str) -> dict[str, Attack]:
+    """Kinds that need no word of a protocol."""
+
+    def deep(t: Target) -> None:
+        t.send(path, t.random.choice([b"[", b'{"a":']) * t.random.choice([1000, 300_000]))
+
+    def large(t: Target) -> None:
+        t.send(path, json.dumps({key: "ab c" * (t.random.choice([1, 4, 31]) * MIB // 4)}).encode())
+
+    def not_json(t: Target) -> None:
+        t.send(path, t.random.choice([b"", b"null", b"\xff\xfe", b"NaN", b'"\\ud800"', b"{", b"9" * 5000]))
+
+    def form(t: Target) -> None:
+        t.send(path, b'{"a": 1}', **{"content-type": t.random.choice(["text/plain", "", "x/" + "y" * 99])})
+
+    def half(t: Target) -> None:
+        size = t.random.choice([2, 1000, 32 * MIB])
+        head = t.random.choice([f"content-length: {size}", "transfer-encoding: chunked"])
+        t.drip(path, head, waits_s=t.random.choice([0.0, 0.5, 35.0]))
+
+    return {
+        "deep": deep,
+        "large text": large,
+        "bomb": lambda t: t.send(path, bomb(t.random, key)),
+        "chunked": lambda t: t.send(path, chunks(t.random.choice([40, 200]) * MIB)),
+        "not JSON": not_json,
+        "no JSON type": form,
+        "half a body": half,
+    }
+
+
+ROUTES = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/inference/v1/generate": "token_ids",
+}
+
+
+def serve_kinds() -> dict[str, Attack]:
+    """Of the OpenAI routes, and of those that change weights."""
+
+    def fields(t: Target) -> None:
+        path, key = t.random.choice(list(ROUTES.items()))
+        good = {"prompt": "1+1", "messages": [{"role": "user", "content": "1+1"}], "token_ids": [1, 2]}[key]
+        body: dict[str, Any] = {key: good, "max_tokens": 4}
+        names = ["n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens"]
+        names += [
+            "logprobs",
+            "stream",
+            "request_id",
+            "priority",
+            "sampling_params",
+            "chat_template_kwargs",
+            key,
+        ]
+        body |= {name: strange(t.random) for name in t.random.sample(names, 2)}
+        t.send(path, body)
+
+    def many(t: Target) -> None:
+        body = {
+            "prompt": [1] * t.random.choice([2, 200]),
+            "n": 256,
+            "max_tokens": 100_000,
+            "ignore_eos": True,
+        }
+        with suppress(httpx.TimeoutException):
+            httpx.post(t.url + "/v1/completions", json=body, timeout=0.3)
+        t.statuses["hung up"] += 1
+
+    def weights(t: Target) -> None:
+        body = {"version": t.random.choice([1, -1, 10**30]), "location": hostile_path(t)}
+        t.send("/request_weight_update", body)
+
+    def control(t: Target) -> None:
+        path = t.random.choice(
+            ["/update_weights", "/init_weight_transfer_engine", "/abort_requests", "/sleep"]
+        )
+        t.send(path, {"update_info": strange(t.random)}, authorization="Bearer no")
+
+    def messages(t: Target) -> None:
+        content = t.random.choice([[{"text": 7}], [{}], {"text": "a"}, 7, "\ud800", None, ["a"]])
+        t.send("/v1/chat/completions", {"messages": [{"role": strange(t.random), "content": content}]})
+
+    found = {"fields": fields, "many samples": many, "weights": weights, "no owner": control}
+    for path, key in ROUTES.items():
+        found |= {f"{name} {key}": attack for name, attack in any_server(path, key).items()}
+    return found | {"messages": messages}
+
+
+def tensor(pb: Any, r: random.Random, values: list[int], name: str) -> Any:
+    """A vector, often with a type, a shape or a number of bytes that is not its own."""
+    import numpy as np
+
+    is_ids = name == "target_tokens"
+    data = np.asarray(values, np.int64 if is_ids else np.float32)
+    if not is_ids and r.random() < 0.3:
+        data[:1] = r.choice([math.nan, math.inf, -math.inf])
+    dense = data.tobytes()[: r.choice([None, None, -1, -3, 0])]
+    dtype = r.choice([pb.DTYPE_INT64 if is_ids else pb.DTYPE_FLOAT32] * 3 + [0, 3, 4, 99])
+    return pb.Tensor(dense=dense, dtype=dtype, shape=r.choice([[len(values)], [-1], [2**40], [1, 1]]))
+
+
+def hostile_pass(t: Target) -> bytes:
+    """A pass whose data may be anything."""
+    import numpy as np
+    from tinker.proto import tinker_public_pb2 as pb
+
+    r = t.random
+    message = pb.ForwardBackwardRequest(model_id=t.model, seq_id=t.next())
+    message.loss_fn = r.choice(["cross_entropy", "ppo", "cispo", "dro", "", "x"])
+    for _ in range(r.choice([0, 1, 1, 3, 5000])):
+        datum = message.data.add()
+        ids = [r.choice([5, 6, 7, -1, 10**6]) if r.random() < 0.1 else 5 for _ in range(r.choice([0, 1, 9]))]
+        tokens = np.asarray(ids, np.int32).tobytes()[: r.choice([None, None, -1])]
+        datum.model_input.add().encoded_text.tokens = tokens
+        for name in ("target_tokens", *r.choice([("weights",), ("advantages", "logprobs"), ()])):
+            datum.loss_fn_inputs[name].CopyFrom(tensor(pb, r, ids, name))
+    if r.random() < 0.3:
+        config = message.loss_fn_config_v2[r.choice(["clip_low_threshold", "beta", "x"])]
+        config.number = r.choice([math.nan, math.inf, -1.0, 0.5])
+        if r.random() < 0.5:
+            config.text = "0.2"
+    return bytes(message.SerializeToString())
+
+
+def tinker_kinds() -> dict[str, Attack]:
+    """Of Tinker's API."""
+    binary = {"content-type": "application/x-protobuf"}
+
+    def names(t: Target) -> None:
+        id = t.random.choice(
+            [hostile_path(t), t.model + hostile_path(t), f"{t.session}:train:{hostile_path(t)}"]
+        )
+        body: dict[str, Any] = {"model_id": t.random.choice([id, t.model]), "seq_id": t.next()}
+        match t.random.choice(["/save_weights", "/save_weights_for_sampler", "/load_weights", "/get_info"]):
+            case "/load_weights":
+                path = t.random.choice(
+                    [f"tinker://{id}/weights/x", hostile_path(t), "tinker://base/weights/x"]
+                )
+                both = t.random.choice([{}, {"session_id": t.session, "model_seq_id": 10**6}])
+                t.future("/load_weights", {**body, **both, "path": path, "optimizer": True})
+            case "/get_info":
+                t.send("/api/v1/get_info", {"model_id": id})
+            case path:
+                t.future(path, {**body, "path": t.random.choice(["ok", hostile_path(t), "a.partial"])})
+
+    def numbers(t: Target) -> None:
+        params = {
+            t.random.choice(["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]): 0
+        }
+        params = {key: strange(t.random) for key in params} | t.random.choice([{}, {"type": "adamw"}])
+        t.future("/optim_step", {"model_id": t.model, "seq_id": t.next(), "adam_params": params})
+
+    def passes(t: Target) -> None:
+        t.future("/forward_backward", hostile_pass(t), **binary)
+
+    def raw_pass(t: Target) -> None:
+        t.send(
+            "/api/v1/forward_backward", t.random.choice([b"\xff" * 99, b"\x0a\x00" * (15 * MIB)]), **binary
+        )
+
+    def repeated(t: Target) -> None:
+        body, seq_id = hostile_pass(t), t.seq_id
+        for _ in range(3):
+            t.future("/forward_backward", body, **binary)
+        t.future("/save_weights", {"model_id": t.model, "seq_id": seq_id, "path": "again"})
+
+    def canceled(t: Target) -> None:
+        t.future("/forward_backward", hostile_pass(t), **binary)
+        t.send("/api/v1/cancel_future", {"request_id": f"{t.model}:{t.seq_id}"})
+
+    def samples(t: Target) -> None:
+        fields = ["temperature", "top_p", "top_k", "seed", "max_tokens", "stop"]
+        params = {name: strange(t.random) for name in t.random.sample(fields, 2)}
+        tokens = t.random.choice([[5, 6], [-1], [10**30], [], [5] * 2000, ["x"] * 1000])
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "sampling_params": params}
+        body |= {"sampling_session_id": t.random.choice([t.sampler, hostile_path(t)]), "seq_id": t.next()}
+        t.future(
+            "/asample", body | {"num_samples": t.random.choice([1, 1, 0, 10**9]), "prompt_logprobs": True}
+        )
+
+    def uncollected(t: Target) -> None:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+        body = {"prompt": prompt, "sampling_params": {"stop": []}, "sampling_session_id": t.sampler}
+        for _ in range(8):
+            t.send("/api/v1/asample", body | {"num_samples": 1024, "seq_id": t.next()})
+
+    def sessions(t: Target) -> None:
+        version = t.random.choice(["9" * 5000 + ".1", "²", "0.38", "", "1.2.3", "0.1"])
+        for _ in range(20):
+            t.send("/api/v1/create_session", {"tags": [], "user_metadata": {}, "sdk_version": version})
+        t.send("/api/v1/session_heartbeat", {"session_id": hostile_path(t)})
+        t.send("/api/v1/retrieve_future", {"request_id": hostile_path(t)})
+
+    def samplers(t: Target) -> None:
+        path = t.random.choice([None, f"tinker://{hostile_path(t)}/sampler_weights/x", hostile_path(t)])
+        body = {"session_id": t.random.choice([t.session, hostile_path(t)]), "base_model": BASE}
+        t.send("/api/v1/create_sampling_session", body | {"sampling_session_seq_id": 99, "model_path": path})
+
+    found = {"names": names, "numbers": numbers, "passes": passes, "no pass": raw_pass, "repeated": repeated}
+    found |= {"canceled": canceled, "samples": samples, "uncollected": uncollected, "sessions": sessions}
+    return found | any_server("/api/v1/asample", "prompt") | {"samplers": samplers}
+
+
+def honest_serve(t: Target) -> str:
+    """What an honest client gets; empty: what it asked for."""
+    reply = httpx.post(t.url + "/v1/completions", json={"prompt": "1+1", "max_tokens": 4}, timeout=TIMEOUT_S)
+    return "" if reply.status_code == 200 else reply.text
+
+
+def honest_tinker(t: Target) -> str:
+    """The same of a client that trains a step and samples."""
+    import tinker
+    from tinker import types
+
+    client = tinker.ServiceClient(base_url=t.url, api_key=TOKEN)
+    try:
+        training = client.create_lora_training_client(base_model=BASE).result()
+        inputs = {"target_tokens": [6, 7], "weights": [1.0, 1.0]}
+        data = [types.Datum(model_input=types.ModelInput.from_ints([5, 6]), loss_fn_inputs=inputs)]
+        before = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        after = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
+        return "" if after < before else f"loss {before} to {after}"
+    finally:
+        client.close("success").result()
+
+
+def prepare_tinker(t: Target) -> None:
+    """A session with the trainer and a sampling client, which the hostile requests name."""
+    asked = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+    t.session = t.send("/api/v1/create_session", asked)["session_id"]
+    made = t.send("/api/v1/create_model", {"session_id": t.session, "model_seq_id": 0, "base_model": BASE})
+    t.model = made["model_id"]
+    t.send("/api/v1/retrieve_future", {"request_id": made["request_id"]})
+    body = {"session_id": t.session, "sampling_session_seq_id": 0, "base_model": BASE}
+    t.sampler = t.send("/api/v1/create_sampling_session", body)["sampling_session_id"]
+
+
+def end_tinker(t: Target) -> None:
+    t.send(f"/api/v1/sessions/{t.session}/finish")
+
+
+class Door(NamedTuple):
+    """How one of the servers is started, attacked and used."""
+
+    words: tuple[str, ...]
+    health: str
+    kinds: Callable[[], dict[str, Attack]]
+    honest: Callable[[Target], str]
+    prepare: Attack = lambda t: None
+    end: Attack = lambda t: None
+
+
+DOORS = {
+    "serve": Door(("--weights-folder", "state"), "/health", serve_kinds, honest_serve),
+    "tinker": Door(
+        ("--tinker", "--state-folder", "state", "--dtype", "float32", "--trainer.dtype", "float32"),
+        "/api/v1/healthz",
+        tinker_kinds,
+        honest_tinker,
+        prepare_tinker,
+        end_tinker,
+    ),
+}
+
+
+@contextmanager
+def started(name: str, seed: int) -> Iterator[Target]:
+    """A server in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="doors-") as folder:
+        root = Path(folder)
+        for each in ("state", "outside"):
+            (root / each).mkdir()
+        (root / "outside" / "precious").mkdir()
+        (root / "outside" / "precious" / "file").write_text("precious")
+        command = [sys.executable, "-m", "tailrace.cli", "serve", str(MODEL), "--port", "0"]
+        command += ["--served-model-name", BASE, "--kv-cache-tokens", "65536", *DOORS[name].words]
+        with (
+            open(root / "stderr", "w") as errors,
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=root,
+                env={**os.environ, "TAILRACE_TOKEN": TOKEN},
+            ) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                _, url = process.stdout.readline().split()
+                yield Target(name, url, process.pid, root, random.Random(seed))
+            finally:
+                process.terminate()
+
+
+class Watch(Thread):
+    """The other client, which asks for the health, and a look at the memory, several times a second."""
+
+    def __init__(self, target: Target, period_s: float = 0.1) -> None:
+        super().__init__(daemon=True)
+        self._target, self._period_s, self._ended = target, period_s, Event()
+        self.slowest_s, self.num_failed, self.num_asked = 0.0, 0, 0
+        self.idle = self.peak = self._memory()
+
+    def _memory(self) -> int:
+        return sum(map(pss, tree(self._target.pid)))
+
+    def run(self) -> None:
+        url = self._target.url + DOORS[self._target.name].health
+        with httpx.Client(headers=self._target.headers, timeout=TIMEOUT_S) as client:
+            while not self._ended.wait(self._period_s):
+                began_s = time.monotonic()
+                try:
+                    self.num_failed += client.get(url).status_code != 200
+                except httpx.HTTPError:
+                    self.num_failed += 1
+                self.slowest_s, self.num_asked = (
+                    max(self.slowest_s, time.monotonic() - began_s),
+                    self.num_asked + 1,
+                )
+                self.peak = max(self.peak, self._memory())
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def files_outside(root: Path) -> dict[str, tuple[int, int]]:
+    """Everything beside the server's folder, with size and time of change."""
+    found = {
+        path: path.lstat() for path in root.rglob("*") if "state" not in path.relative_to(root).parts[:1]
+    }
+    return {
+        str(path): (0 if path.is_dir() else state.st_size, state.st_mtime_ns)
+        for path, state in found.items()
+        if path.name != "stderr"
+    }
+
+
+def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
+    """Attack a server. Returns what is described above."""
+    door, load = DOORS[name], os.getloadavg()[0]
+    with started(name, seed) as target:
+        door.prepare(target)
+        before, watch, kinds = files_outside(target.root), Watch(target), door.kinds()
+        watch.start()
+
+        def attack(number: int) -> None:
+            kind = list(kinds)[number % len(kinds)]
+            one = Target(name, target.url, target.pid, target.root, random.Random(f"{seed} {number}"))
+            one.kind, one.session, one.model, one.sampler = kind, target.session, target.model, target.sampler
+            one.seq_id, one.statuses, one.faults = 100 * (number + 1), target.statuses, target.faults
+            kinds[kind](one)
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            for future in [pool.submit(attack, number) for number in range(num)]:
+                future.result()
+        watch.end()
+        door.end(target)
+        refused = door.honest(target)
+        outside = {key for key, value in {**before, **files_outside(target.root)}.items()}
+        after = files_outside(target.root)
+        changed = sorted(key for key in outside if before.get(key) != after.get(key))
+        said = (target.root / "stderr").read_text()
+    errors = sum(
+        count for status, count in target.statuses.items() if status.isdigit() and int(status) >= 500
+    )
+    result = {
+        "server": name,
+        "requests": num,
+        "answers": dict(sorted(target.statuses.items())),
+        "outside": changed,
+        "errors": errors,
+        "unanswered": target.statuses["unanswered"],
+        "tracebacks": said.count("Traceback"),
+        "peak_mib": round((watch.peak - watch.idle) / MIB),
+        "health_s": round(watch.slowest_s, 3),
+        "health_failed": watch.num_failed,
+        "health_asked": watch.num_asked,
+        "load_before": round(load, 1),
+        "honest": refused or "served",
+        "faults": target.faults[:20],
+    }
+    slow = watch.slowest_s > MAX_HEALTH_S and load <= (os.cpu_count() or 1)
+    counts = errors + target.statuses["unanswered"] + watch.num_failed + len(changed)
+    result["held"] = not (counts or refused or slow or result["peak_mib"] > MAX_PEAK_MIB)
+    return result
+
+
+def main(
+    *, servers: tuple[str, ...] = tuple(DOORS), num: int = 300, seed: int = 0, json: Path | None = None
+) -> None:
+    """Attack the servers, and print what became of them."""
+    results = [attacked(name, num, seed) for name in servers]
+    for result in results:
+        for key, value in result.items():
+            print(f"{key:14}{value}")
+        print()
+    write(json, results)
+    sys.exit(0 if all(result["held"] for result in results) else 1)
+
+
+if __name__ == "__main__":
+    run(main)
