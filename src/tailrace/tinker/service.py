@@ -130,7 +130,7 @@ class Session:
     def sweep(self) -> None:
         """Drop results that are old, and the first ones if all are too large."""
         done = [(id, each) for id, each in self.asked.items() if each.task.done()]
-        sizes = {id: 0 if each.task.cancelled() else len(each.task.result()) for id, each in done}
+        sizes = {id: 1024 + (0 if each.task.cancelled() else len(each.task.result())) for id, each in done}
         excess = sum(sizes.values()) - KEPT_BYTES
         for id, each in done:
             if excess > 0 or each.ended_s < now() - KEPT_S:

@@ -162,6 +162,7 @@ async def bodies_to(server, *requests):
 
 def test_a_body_that_stops_and_bodies_that_fill_the_memory_are_refused(monkeypatch):
     monkeypatch.setattr(listening, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(listening, "BODY_TIMEOUT_S", 0.5)
     router = APIRouter()
 
     @router.post("/")
@@ -173,7 +174,7 @@ def test_a_body_that_stops_and_bodies_that_fill_the_memory_are_refused(monkeypat
         return head.encode() + b"a" * sent
 
     async def run():
-        server = HttpServer(openai_app([router], max_body_bytes=10_000), bound, body_timeout_s=0.5)
+        server = HttpServer(openai_app([router], max_body_bytes=10_000), bound)
         serving = asyncio.ensure_future(server.serve())
         address = bound.getsockname()
         assert await bodies_to(address, request(600, 600), request(10, 1)) == [200, 408]

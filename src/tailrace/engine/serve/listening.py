@@ -64,11 +64,10 @@ class TimedProtocol(H11Protocol):
 
 
 class BoundedBodies:
-    """An application whose bodies come in time and do not fill the memory: it raises HTTPException to the
-    route that reads another, with 408 or 429."""
+    """An application whose bodies come in time and do not fill the memory: its route gets HTTPException."""
 
-    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
-        self._app, self._timeout_s, self._num_held = app, timeout_s, 0
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._num_held = app, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -76,13 +75,12 @@ class BoundedBodies:
 
         async def bounded() -> Message:
             nonlocal num_bytes, is_whole
-            limit_s = None if is_whole else began_s + self._timeout_s + num_bytes / BODY_BYTES_PER_S
+            limit_s = None if is_whole else began_s + BODY_TIMEOUT_S + num_bytes / BODY_BYTES_PER_S
             try:
                 async with asyncio.timeout_at(limit_s):
                     message = await receive()
             except TimeoutError:
-                late = f"the body did not come within {self._timeout_s:g} s"
-                raise HTTPException(408, late, {"Connection": "close"}) from None
+                raise HTTPException(408, "the body came too slowly", {"Connection": "close"}) from None
             size = len(message.get("body", b""))
             self._num_held, num_bytes = self._num_held + size, num_bytes + size
             if self._num_held > MAX_HELD_BYTES:
@@ -102,21 +100,14 @@ class HttpServer(uvicorn.Server):
     Args:
         bound: where it listens; closed by its owner.
         idle_timeout_s: in which the headers of a request must come, after the connection or the reply before.
-        body_timeout_s: in which a body must come, if it is slow.
         shutdown_timeout_s: seconds that replies under way have to end after `stop`.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        bound: socket.socket,
-        *,
-        idle_timeout_s: float = 30.0,
-        body_timeout_s: float = BODY_TIMEOUT_S,
-        shutdown_timeout_s: int = 1,
+        self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
     ) -> None:
         config = uvicorn.Config(
-            BoundedBodies(app, body_timeout_s),
+            BoundedBodies(app),
             http=TimedProtocol,
             ws="none",
             lifespan="off",
