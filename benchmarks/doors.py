@@ -13,12 +13,14 @@ end an honest client must be served.
     unanswered  requests that had no answer within a minute, though their client waited for one
     peak_mib    memory of the server's processes over that before the first request, at its highest
     health_s    the slowest answer to the other client; more than 1 s fails, if the machine was idle before
+    idle_server_s  the same of a server that does nothing else, which tells how loaded the machine is
 
 The exit code is 1 if a server has not held. The service needs Tinker's SDK (`make .tinker/stamp`).
 """
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import socket
@@ -27,12 +29,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 import httpx
@@ -450,36 +453,31 @@ def started(name: str, seed: int) -> Iterator[Target]:
                 process.terminate()
 
 
-class Watch(Thread):
-    """The other client, which asks for the health, and a look at the memory, several times a second."""
+def memory(pid: int) -> int:
+    """Bytes of a process and its descendants."""
+    return sum(map(pss, tree(pid)))
 
-    def __init__(self, target: Target, period_s: float = 0.1) -> None:
-        super().__init__(daemon=True)
-        self._target, self._period_s, self._ended = target, period_s, Event()
-        self.slowest_s, self.num_failed, self.num_asked = 0.0, 0, 0
-        self.idle = self.peak = self._memory()
 
-    def _memory(self) -> int:
-        return sum(map(pss, tree(self._target.pid)))
-
-    def run(self) -> None:
-        url = self._target.url + DOORS[self._target.name].health
-        with httpx.Client(headers=self._target.headers, timeout=TIMEOUT_S) as client:
-            while not self._ended.wait(self._period_s):
+def watch(pid: int, url: str, headers: Mapping[str, str], ended: Any, found: Any) -> None:
+    """The other client, a process of its own. It asks for the health, then a file of an idle server of the
+    library for comparison, and looks at the memory, until `ended`."""
+    seen = {"health_s": 0.0, "idle_server_s": 0.0, "peak": 0, "health_failed": 0, "health_asked": 0}
+    handler = type("Handler", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    idle = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=idle.serve_forever, daemon=True).start()
+    other = f"http://127.0.0.1:{idle.server_port}/"
+    with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
+        while not ended.wait(0.1):
+            for key, asked in (("health_s", url), ("idle_server_s", other)):
                 began_s = time.monotonic()
                 try:
-                    self.num_failed += client.get(url).status_code != 200
+                    seen["health_failed"] += client.get(asked).status_code != 200
                 except httpx.HTTPError:
-                    self.num_failed += 1
-                self.slowest_s, self.num_asked = (
-                    max(self.slowest_s, time.monotonic() - began_s),
-                    self.num_asked + 1,
-                )
-                self.peak = max(self.peak, self._memory())
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
+                    seen["health_failed"] += 1
+                seen[key] = max(seen[key], round(time.monotonic() - began_s, 3))
+            seen["health_asked"] += 1
+            seen["peak"] = max(seen["peak"], memory(pid))
+    found.put(seen)
 
 
 def files_outside(root: Path) -> dict[str, tuple[int, int]]:
@@ -499,8 +497,11 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
     door, load = DOORS[name], os.getloadavg()[0]
     with started(name, seed) as target:
         door.prepare(target)
-        before, watch, kinds = files_outside(target.root), Watch(target), door.kinds()
-        watch.start()
+        before, idle, kinds = files_outside(target.root), memory(target.pid), door.kinds()
+        context = multiprocessing.get_context("spawn")
+        ended, found = context.Event(), context.Queue()
+        words = target.pid, target.url + door.health, target.headers, ended, found
+        context.Process(target=watch, args=words, daemon=True).start()
 
         def attack(number: int) -> None:
             kind = list(kinds)[number % len(kinds)]
@@ -512,7 +513,8 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             for future in [pool.submit(attack, number) for number in range(num)]:
                 future.result()
-        watch.end()
+        ended.set()
+        seen = found.get(timeout=TIMEOUT_S)
         door.end(target)
         refused = door.honest(target)
         outside = {key for key, value in {**before, **files_outside(target.root)}.items()}
@@ -530,16 +532,14 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
         "errors": errors,
         "unanswered": target.statuses["unanswered"],
         "tracebacks": said.count("Traceback"),
-        "peak_mib": round((watch.peak - watch.idle) / MIB),
-        "health_s": round(watch.slowest_s, 3),
-        "health_failed": watch.num_failed,
-        "health_asked": watch.num_asked,
+        "peak_mib": round((seen.pop("peak") - idle) / MIB),
+        **seen,
         "load_before": round(load, 1),
         "honest": refused or "served",
         "faults": target.faults[:20],
     }
-    slow = watch.slowest_s > MAX_HEALTH_S and load <= (os.cpu_count() or 1)
-    counts = errors + target.statuses["unanswered"] + watch.num_failed + len(changed)
+    slow = seen["health_s"] > MAX_HEALTH_S and load <= (os.cpu_count() or 1)
+    counts = errors + target.statuses["unanswered"] + seen["health_failed"] + len(changed)
     result["held"] = not (counts or refused or slow or result["peak_mib"] > MAX_PEAK_MIB)
     return result
 

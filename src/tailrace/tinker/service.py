@@ -51,7 +51,7 @@ _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}(?<!{re.escape(PARTIAL)}
 _PATH = re.compile(rf"tinker://([\w:.-]{{1,128}})/(weights|sampler_weights)/({_NAME.pattern})")
 
 
-Work = Callable[[], Awaitable[Any]]
+RequestWork = Callable[[], Awaitable[Any]]
 """Begins what a request asks for."""
 
 
@@ -110,7 +110,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Session:
+class ClientSession:
     """A client, with all that ends with it. `heard_s`: time of its last request."""
 
     heard_s: float
@@ -159,7 +159,7 @@ class TinkerService:
         self.policy, self.folder = policy, folder
         self._trainer, self._engines = trainer, engines
         self._router = Router(engines, Recorder())
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._training: Training | None = None
         self._trainer_turn = asyncio.Lock()
         self._trainer_weights = BASE
@@ -186,10 +186,10 @@ class TinkerService:
             if now() - longest.heard_s < SILENT_S:
                 raise Busy(f"this server has {MAX_SESSIONS} sessions; close one")
             self.finish(id)
-        self._sessions[id := os.urandom(8).hex()] = Session(now())
+        self._sessions[id := os.urandom(8).hex()] = ClientSession(now())
         return id
 
-    def session(self, id: str) -> Session:
+    def session(self, id: str) -> ClientSession:
         """The session of an id that begins with its own; its client is alive. Raises Unknown."""
         if (found := self._sessions.get(id := id.partition(":")[0])) is None:
             raise Unknown(f"session {id}: this server has no such session; begin a new ServiceClient")
@@ -201,7 +201,9 @@ class TinkerService:
         if session := self._sessions.pop(session_id, None):
             session.cancel()
 
-    def begin(self, owner: str, seq_id: int | None, body: bytes, work: Work, num_samples: int = 0) -> str:
+    def begin(
+        self, owner: str, seq_id: int | None, body: bytes, work: RequestWork, num_samples: int = 0
+    ) -> str:
         """Begin a request of a training client, or one for samples, and return its id. One that has begun is
         not begun again: a client that got no reply sends it again. The numbers of a training client rise.
         Raises Unknown, NotOffered if the number was that of another request, and Busy."""
@@ -498,7 +500,7 @@ class TinkerService:
         return f"tinker://{model_id}/{kind}/{name}", folder
 
 
-async def _outcome(work: Work) -> Any:
+async def _outcome(work: RequestWork) -> Any:
     """A result, or the `Failed` that is the final answer whatever was raised."""
     try:
         return await work()

@@ -83,7 +83,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 String = Annotated[str, AfterValidator(_is_unicode)]
 StopString = Annotated[String, Field(min_length=1, max_length=256)]
 Name = Annotated[String, Field(min_length=1, max_length=1024)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -166,7 +166,7 @@ class OpenAIFields(ServingFields, SamplingFields):
 class CompletionRequest(OpenAIFields):
     """Of /v1/completions."""
 
-    prompt: String | TokenIds
+    prompt: String | PromptIds
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=1)
     add_special_tokens: bool = True
@@ -185,7 +185,7 @@ class ChatCompletionRequest(OpenAIFields):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    prompt_token_ids: TokenIds | None = None
+    prompt_token_ids: PromptIds | None = None
     """In place of the messages, as in vLLM."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
@@ -207,7 +207,7 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(ServingFields):
     """Of /inference/v1/generate."""
 
-    token_ids: TokenIds
+    token_ids: PromptIds
     sampling_params: GenerateSampling
 
 
