@@ -13,7 +13,7 @@ from tailrace.engine.serve.app import check_token, error_reply, is_near, openai_
 from tailrace.engine.serve.formats import parsed, read
 from tailrace.engine.serve.generation import body_limit
 from tailrace.engine.settings import ServeSettings
-from tailrace.tinker.service import Busy, Failed, RequestWork, TinkerService, Unknown
+from tailrace.tinker.service import Busy, Failed, Execute, TinkerService, Unknown
 from tailrace.tinker.wire import NotOffered, Pass, adam_step, head_of_pass, read_pass, sampling_of
 
 KEY_HEADER, KEY_PREFIX = "x-api-key", "tml-"
@@ -117,7 +117,7 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
 
 
 def _add_training(api: APIRouter, service: TinkerService) -> None:
-    async def begun(request: Request, model_id: str, seq_id: int | None, work: RequestWork) -> dict[str, Any]:
+    async def begun(request: Request, model_id: str, seq_id: int | None, work: Execute) -> dict[str, Any]:
         request_id = service.begin(model_id, seq_id, await request.body(), work)
         return {"request_id": request_id, "model_id": model_id}
 

@@ -51,7 +51,7 @@ _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}(?<!{re.escape(PARTIAL)}
 _PATH = re.compile(rf"tinker://([\w:.-]{{1,128}})/(weights|sampler_weights)/({_NAME.pattern})")
 
 
-RequestWork = Callable[[], Awaitable[Any]]
+Execute = Callable[[], Awaitable[Any]]
 """Begins what a request asks for."""
 
 
@@ -201,9 +201,7 @@ class TinkerService:
         if session := self._sessions.pop(session_id, None):
             session.cancel()
 
-    def begin(
-        self, owner: str, seq_id: int | None, body: bytes, work: RequestWork, num_samples: int = 0
-    ) -> str:
+    def begin(self, owner: str, seq_id: int | None, body: bytes, work: Execute, num_samples: int = 0) -> str:
         """Begin a request of a training client, or one for samples, and return its id. One that has begun is
         not begun again: a client that got no reply sends it again. The numbers of a training client rise.
         Raises Unknown, NotOffered if the number was that of another request, and Busy."""
@@ -500,7 +498,7 @@ class TinkerService:
         return f"tinker://{model_id}/{kind}/{name}", folder
 
 
-async def _outcome(work: RequestWork) -> Any:
+async def _outcome(work: Execute) -> Any:
     """A result, or the `Failed` that is the final answer whatever was raised."""
     try:
         return await work()
