@@ -13,7 +13,7 @@ from tailrace.engine.serve.app import check_token, error_reply, is_near, openai_
 from tailrace.engine.serve.formats import parsed, read
 from tailrace.engine.serve.generation import body_limit
 from tailrace.engine.settings import ServeSettings
-from tailrace.tinker.service import Busy, Failed, Execute, TinkerService, Unknown
+from tailrace.tinker.service import Busy, Execute, Failed, TinkerService, Unknown
 from tailrace.tinker.wire import NotOffered, Pass, adam_step, head_of_pass, read_pass, sampling_of
 
 KEY_HEADER, KEY_PREFIX = "x-api-key", "tml-"
