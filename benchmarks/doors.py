@@ -285,11 +285,11 @@ def tinker_kinds() -> dict[str, Attack]:
     """Of Tinker's API."""
     binary = {"content-type": "application/x-protobuf"}
 
-    def names(t: Target) -> None:
+    def name(t: Target) -> None:
         id = t.random.choice(
             [hostile_path(t), t.model + hostile_path(t), f"{t.session}:train:{hostile_path(t)}"]
         )
-        body: dict[str, Any] = {"model_id": t.random.choice([id, t.model]), "seq_id": t.next()}
+        body: dict[str, Any] = {"model_id": t.random.choice([id, id, id, t.model]), "seq_id": t.next()}
         match t.random.choice(["/save_weights", "/save_weights_for_sampler", "/load_weights", "/get_info"]):
             case "/load_weights":
                 path = t.random.choice(
@@ -300,7 +300,11 @@ def tinker_kinds() -> dict[str, Attack]:
             case "/get_info":
                 t.send("/api/v1/get_info", {"model_id": id})
             case path:
-                t.future(path, {**body, "path": t.random.choice(["ok", hostile_path(t), "a.partial"])})
+                t.future(path, {**body, "path": t.random.choice(["ok", "ok", hostile_path(t), "a.partial"])})
+
+    def names(t: Target) -> None:
+        for _ in range(8):
+            name(t)
 
     def numbers(t: Target) -> None:
         params = {
@@ -411,9 +415,9 @@ class Door(NamedTuple):
 
 
 DOORS = {
-    "serve": Door(("--weights-folder", "state"), "/health", serve_kinds, honest_serve),
+    "serve": Door(("--weights-folder", "own/state"), "/health", serve_kinds, honest_serve),
     "tinker": Door(
-        ("--tinker", "--state-folder", "state", "--dtype", "float32", "--trainer.dtype", "float32"),
+        ("--tinker", "--state-folder", "own/state", "--dtype", "float32", "--trainer.dtype", "float32"),
         "/api/v1/healthz",
         tinker_kinds,
         honest_tinker,
@@ -428,9 +432,8 @@ def started(name: str, seed: int) -> Iterator[Target]:
     """A server in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="doors-") as folder:
         root = Path(folder)
-        for each in ("state", "outside"):
-            (root / each).mkdir()
-        (root / "outside" / "precious").mkdir()
+        for each in ("own/state", "outside/precious"):
+            (root / each).mkdir(parents=True)
         (root / "outside" / "precious" / "file").write_text("precious")
         command = [sys.executable, "-m", "tailrace.cli", "serve", str(MODEL), "--port", "0"]
         command += ["--served-model-name", BASE, "--kv-cache-tokens", "65536", *DOORS[name].words]
@@ -461,6 +464,7 @@ def memory(pid: int) -> int:
 def watch(pid: int, url: str, headers: Mapping[str, str], ended: Any, found: Any) -> None:
     """The other client, a process of its own. It asks for the health, then a file of an idle server of the
     library for comparison, and looks at the memory, until `ended`."""
+    found.put(memory(pid))
     seen = {"health_s": 0.0, "idle_server_s": 0.0, "peak": 0, "health_failed": 0, "health_asked": 0}
     handler = type("Handler", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     idle = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -482,13 +486,12 @@ def watch(pid: int, url: str, headers: Mapping[str, str], ended: Any, found: Any
 
 def files_outside(root: Path) -> dict[str, tuple[int, int]]:
     """Everything beside the server's folder, with size and time of change."""
-    found = {
-        path: path.lstat() for path in root.rglob("*") if "state" not in path.relative_to(root).parts[:1]
-    }
+    own = root / "own" / "state"
+    found = {path: path.lstat() for path in root.rglob("*") if not path.is_relative_to(own)}
     return {
         str(path): (0 if path.is_dir() else state.st_size, state.st_mtime_ns)
         for path, state in found.items()
-        if path.name != "stderr"
+        if path != root / "stderr"
     }
 
 
@@ -497,11 +500,12 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
     door, load = DOORS[name], os.getloadavg()[0]
     with started(name, seed) as target:
         door.prepare(target)
-        before, idle, kinds = files_outside(target.root), memory(target.pid), door.kinds()
+        before, kinds = files_outside(target.root), door.kinds()
         context = multiprocessing.get_context("spawn")
         ended, found = context.Event(), context.Queue()
         words = target.pid, target.url + door.health, target.headers, ended, found
         context.Process(target=watch, args=words, daemon=True).start()
+        idle = found.get(timeout=TIMEOUT_S)
 
         def attack(number: int) -> None:
             kind = list(kinds)[number % len(kinds)]
