@@ -35,6 +35,21 @@ def test_the_turns_of_a_sample_are_shown_and_it_has_ended_with_its_episode(
     assert "3 (2, 2)*, 2 (0, 0)" in capsys.readouterr().out
 
 
+def test_the_attempts_of_a_group_are_counted_with_those_of_its_members(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = SampleRow(0, 0, 0, [Origin(1, 0, 5)], None, "", None, None, "version gone", pruned=True)
+    again = SampleRow(0, 1, 0, [], None, "", None, None, None)
+    group = GroupRow(0, 1, 0, 1, 1, 0, 0, [], None)
+    with closing(Store.create(tmp_path / LEDGER_FILE)) as store:
+        store.commit(Transaction([RunRow(FORMAT, 1, 0), LifeRow(1, 0, 0, 0, 0, 0), group, gone, again]))
+    RunFolder(tmp_path).config.write_text(
+        "run = { rounds = 1, group_size = 2 }\nschedule = { name = 'serial' }\n"
+    )
+    inspect(tmp_path, group=0, as_json=True, overrides={})
+    assert json.loads(capsys.readouterr().out)["attempts"] == 2
+
+
 def test_a_damaged_config_of_a_run_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.config.write_text("[algorithm]\nklip_high = 0.2\n")

@@ -130,10 +130,11 @@ def _group(tables: LedgerTables, prompt: int) -> dict[str, Any]:
     if (row := tables.groups.get(prompt)) is None:
         known = f"choose from 0 to {tables.run.num_drawn - 1}" if tables.groups else "none was drawn yet"
         raise ConfigError("--group", prompt, "the ledger has no such group", known)
-    samples = [_sample(tables, sample) for sample in tables.samples.values() if sample.prompt == prompt]
-    attempts = {"attempts": row.attempt + 1}
+    members = [sample for sample in tables.samples.values() if sample.prompt == prompt]
+    attempts = {"attempts": 1 + max([row.attempt, *(sample.attempt for sample in members)])}
     drawn = _fields_of(row, "prompt", "life", "round", "deferrals")
-    return {**drawn, **attempts, **_fields_of(row, "fate", "reason"), "samples": samples}
+    samples = {"samples": [_sample(tables, sample) for sample in members]}
+    return {**drawn, **attempts, **_fields_of(row, "fate", "reason"), **samples}
 
 
 def _sample(tables: LedgerTables, row: SampleRow) -> dict[str, Any]:
