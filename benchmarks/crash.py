@@ -3,6 +3,7 @@
     python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--colocated]
                                [--task sums|tools|papers|pinned|real|service] [--repeats N] [--seed N]
                                [--json F]
+    python benchmarks/crash.py --freeze N [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
@@ -20,6 +21,16 @@ starts again; the run then ends by itself, and is resumed. Needs `pip install ta
 --task pinned: instead, trl_async, dora and laminar on two engines that serve the last versions as adapters of
 LoRA; each sample has one version.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
+
+--freeze N: instead, N random pairs of faults in live runs of seven schedules with two engines, and in a run
+on a service. One process is stopped by SIGSTOP, and after a random time another one gets SIGKILL or SIGTERM:
+the controller, the fork server, an engine, the trainer, each process of a scorer, those of the service. The
+run must end within the health limit and 30 s, with a process named, or go on; then it is resumed.
+
+    hangs                cases that neither ended nor went on in time
+    unnamed              cases that ended without the name of a process, or with a traceback
+    left_behind          processes that were still there 10 s after the end of their run
+    ended, went_on       all other cases
 
 Then a run is audited by what its ledger does not write itself: the engines' counts, samples/, which says what
 was trained, and a sink that writes every request down.
@@ -43,6 +54,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -60,7 +72,7 @@ from typing import Any, Literal, NamedTuple
 
 import tomli_w
 
-from common import EXAMPLES, run, write
+from common import EXAMPLES, run, tree, write
 from tailrace import clock
 from tailrace.assembly.running import ComparedSchedule, SharedWorkers
 from tailrace.assembly.schedule import resolve
@@ -125,6 +137,25 @@ KILL_S = 0.5
 ROUNDS_PER_KILL, LAST_ROUNDS = 5, 4
 """No engine is killed in the last rounds."""
 PATIENCE_S = 300.0
+HEALTH_S, GRACE_S, VANISH_S = 4.0, 30.0, 10.0
+"""Of the runs whose processes are frozen: the limits of their health, and the time beyond it in which a case
+must be over; and in which the processes of a run that has ended are gone."""
+PAIRS = 4
+"""Of faults in one life, at most: an engine that died often pauses long."""
+FROZEN: dict[str, dict[str, object]] = (
+    KILLED
+    | PINNED
+    | {
+        name: {"groups_per_step": 8, **more}
+        for name, more in (
+            ("pipelinerl", {"in_flight_per_engine": 48, "ring_groups": 16, "ring_full": "block"}),
+            ("tailrace", {"groups_in_flight": 16, "staleness": 2}),
+        )
+    }
+)
+"""Schedules whose processes are frozen."""
+HEALTHY = {f"{key}timeout_s": str(HEALTH_S) for key in ("host.health_", "engine.health_", "reward.")}
+NAMED = re.compile(r"tailrace: .*(trainer|engine-\d|scorer-\d|fork server|the service|SIGTERM)")
 REQUESTS = "requests.jsonl"
 
 
@@ -283,10 +314,104 @@ class Victim:
             self._drawn = drawn
 
 
-class ServiceVictim(Victim):
+class FrozenVictim(Victim):
+    """A run of which one process is stopped, and another one killed."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.found = Counter[str](hangs=0, unnamed=0, left_behind=0, ended=0, went_on=0)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_pairs = 0
+        """In the present life."""
+
+    def freeze(self, chance: random.Random) -> str:
+        """A pair of faults, in a new life if the last one has ended. Returns in words what followed."""
+        process = self._alive()
+        time.sleep(chance.uniform(0, LIFE_S))
+        leader, roles = process.pid, self._roles(process.pid)
+        frozen = chosen(roles, chance, spared={leader})
+        killed, number = (
+            chosen(roles, chance, spared={frozen}),
+            chance.choice((signal.SIGKILL, signal.SIGTERM)),
+        )
+        gap_s = chance.uniform(0, 1.5 * HEALTH_S)
+        for pid, each, pause_s in ((frozen, signal.SIGSTOP, gap_s), (killed, number, 0.0)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, each)
+            time.sleep(pause_s)
+        outcome = self._outcome(process, frozen)
+        self.found[outcome] += 1
+        words = f"SIGSTOP {roles[frozen]}, {gap_s:.1f} s, {number.name} {roles[killed]}: {outcome}"
+        if outcome == "went_on":
+            with suppress(ProcessLookupError):
+                os.kill(frozen, signal.SIGCONT)
+        else:
+            words += f" {self._last_words()}{self._end(roles)}"
+        return f"{self.folder.name}: {words}"
+
+    def live_to_the_end(self) -> None:
+        if self._process is not None:
+            self._end(self._roles(self._process.pid))
+        super().live_to_the_end()
+
+    def _alive(self) -> subprocess.Popen[bytes]:
+        """A process of the run that trains."""
+        if self._process is not None and self._num_pairs == PAIRS:
+            self._end(self._roles(self._process.pid))
+        if self._process is None:
+            before, self._num_pairs = self._lives_that_drew(), 0
+            self._process = self._start(ENDLESS)
+            problem = "it did not come back to life"
+            self._wait(self._process, lambda: self._lives_that_drew() > before, problem)
+        self._num_pairs += 1
+        return self._process
+
+    def _end(self, roles: Mapping[int, str]) -> str:
+        """End a life. Returns in words what it has left behind."""
+        assert self._process is not None
+        kill(self._process)
+        self._process, waited_s = None, 0.0
+        while (left := [pid for pid in roles if self._is_left(pid)]) and waited_s < VANISH_S:
+            time.sleep(0.1)
+            waited_s += 0.1
+        self.found["left_behind"] += len(left)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._compare()
+        return f"; left behind: {', '.join(roles[pid] for pid in left)}" if left else ""
+
+    def _outcome(self, process: subprocess.Popen[bytes], frozen: int) -> str:
+        """What follows within the time that it may take."""
+        began_s, gone_on_from = time.monotonic(), 0
+        while (waited_s := time.monotonic() - began_s) < HEALTH_S + GRACE_S:
+            if process.poll() is not None:
+                words = self._log.read_text(encoding="utf-8")
+                is_killed = process.returncode == -signal.SIGKILL
+                is_named = NAMED.search(words) and "Traceback" not in words
+                return "ended" if is_killed or is_named else "unnamed"
+            if waited_s > HEALTH_S + 2 or state_of(frozen) != "T":
+                gone_on_from = gone_on_from or self._round() + 1
+                if self._round() > gone_on_from:
+                    return "went_on"
+            time.sleep(0.1)
+        return "hangs"
+
+    def _roles(self, leader: int) -> dict[int, str]:
+        return roles_of(leader)
+
+    def _is_left(self, pid: int) -> bool:
+        return state_of(pid) not in ("", "Z")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(encoding="utf-8").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("tailrace: ")), "")[:300]
+
+
+class ServiceVictim(FrozenVictim):
     """A run on a service with Tinker's API. Each life ends by the death of the run or of the service."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, str] = OPTIONS) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         at_service = {
@@ -297,7 +422,7 @@ class ServiceVictim(Victim):
             "trainer.kind": "tinker",
             "algorithm.old_policy": "recorded",
         }
-        super().__init__("april", KILLED["april"], folder, OPTIONS | at_service)
+        super().__init__("april", KILLED["april"], folder, options | at_service)
         os.environ["TINKER_API_KEY"] = "tml-a-key-of-the-benchmark"
         self._start_service()
 
@@ -319,10 +444,26 @@ class ServiceVictim(Victim):
     def close(self) -> None:
         kill(self._service)
 
+    def freeze(self, chance: random.Random) -> str:
+        words = super().freeze(chance)
+        if self._process is not None:
+            self._end(roles_of(self._process.pid))
+        kill(self._service)
+        self._start_service()
+        return words
+
+    def _roles(self, leader: int) -> dict[int, str]:
+        service = roles_of(self._service.pid)
+        return roles_of(leader) | {pid: f"the service's {role}" for pid, role in service.items()}
+
+    def _is_left(self, pid: int) -> bool:
+        return super()._is_left(pid) and pid not in roles_of(self._service.pid)
+
     def _start_service(self) -> None:
         model = str(EXAMPLES / "quickstart" / "model")
         words = [sys.executable, "-m", "tailrace.cli", "serve", model, "--tinker", "--port", str(self._port)]
         words += ["--served-model-name", "quickstart", "--state-folder", str(self.folder.parent / "service")]
+        words += ["--health-timeout-s", str(HEALTH_S), "--host.health_timeout_s", str(HEALTH_S)]
         environment = {**os.environ, "TAILRACE_TOKEN": os.environ["TINKER_API_KEY"]}
         self._service = subprocess.Popen(
             words, start_new_session=True, stdout=subprocess.PIPE, env=environment
@@ -390,6 +531,35 @@ def children_of(pid: int) -> list[int]:
         with suppress(FileNotFoundError):
             found += map(int, children.read_text(encoding="utf-8").split())
     return found
+
+
+def roles_of(leader: int) -> dict[int, str]:
+    """The name of each process of a run, whose controller is the leader."""
+    roles = {leader: "controller"}
+    for child in children_of(leader):
+        name = "fork server" if child in running(leader, "forkserver") else "resource tracker"
+        pids = {child: name}
+        for pid in tree(child)[1:]:
+            with suppress(FileNotFoundError):
+                pids[pid] = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+        names = Counter[str]()
+        for pid, name in pids.items():
+            names[name] += 1
+            roles[pid] = f"{name} ({names[name]})" if names[name] > 1 else name
+    return roles
+
+
+def chosen(roles: Mapping[int, str], chance: random.Random, spared: set[int]) -> int:
+    """A process of a random role."""
+    role = chance.choice(sorted({role for pid, role in roles.items() if pid not in spared}))
+    return next(pid for pid in roles if roles[pid] == role and pid not in spared)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process; empty: it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    return ""
 
 
 def engines_of(pid: int, kind: str) -> list[int]:
@@ -558,6 +728,27 @@ def crash_service(kills: int, seed: int) -> dict[str, float]:
         return {"kills": kills, **found_in([victim])}
 
 
+def crash_frozen(cases: int, seed: int) -> dict[str, float]:
+    """Freeze and kill processes of runs, and resume these; what was found."""
+    chance, results = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        for number, schedule in enumerate((*FROZEN, "service")):
+            if not (share := len(range(number, cases, len(FROZEN) + 1))):
+                break
+            options = OPTIONS | HEALTHY | WITH_REQUESTS | {"run.eval_every": "0"}
+            if schedule == "service":
+                victim: FrozenVictim = stack.enter_context(closing(ServiceVictim(Path(name), options)))
+            else:
+                options |= ADAPTERS if schedule in PINNED else {"engine.replicas": "2"}
+                victim = FrozenVictim(schedule, FROZEN[schedule], Path(name), options)
+            for _ in range(share):
+                print(victim.freeze(chance), flush=True)
+            victim.live_to_the_end()
+            results.update({"cases": share, **victim.found})
+            results.update(found_in([victim]))
+    return dict(results)
+
+
 def lose_engines(kills: int, seed: int, kind: str, task: str) -> dict[str, float]:
     """Kill engines of runs that go on; what was found, summed over the runs."""
     chance, results = random.Random(seed), Counter[str]()
@@ -631,11 +822,15 @@ def main(
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
     repeats: int = 7,
+    freeze: int = 0,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
     results: dict[str, float] = {}
-    if kill == "engines":
+    if freeze:
+        results = crash_frozen(freeze, seed)
+        repeats = 0
+    elif kill == "engines":
         results = lose_engines(kills, seed, engine, task)
     elif task == "service":
         results = crash_service(kills, seed)
@@ -650,6 +845,8 @@ def main(
     for key, value in results.items():
         print(f"{key:32} {value:.4f}" if isinstance(value, float) else f"{key:32} {value}")
     write(json, results)
+    if any(results.get(each) for each in (*Found._fields, "hangs", "unnamed", "left_behind")):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

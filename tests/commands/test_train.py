@@ -382,7 +382,7 @@ with RunFolder(Path(sys.argv[1])).locked():
 def test_a_full_disk_is_one_line_with_its_remedy(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFull, match=r"No space left on device; make room on the disk, then --resume"),
-        RunFolder(tmp_path).full_disk_explained(),
+        RunFolder(tmp_path).shortage_explained(),
     ):
         Path("/dev/full").write_bytes(b"metrics")
 

@@ -3,7 +3,7 @@
 import time
 from typing import Literal
 
-from tailrace.workers.calls import Job, Worker, WorkerConnection
+from tailrace.workers.calls import Job, Worker, WorkerConnection, beside
 
 
 class StandInJob(Job):
@@ -23,9 +23,15 @@ class StandIn(Worker):
         return cls(job, connection)
 
     def serve(self, connection: WorkerConnection) -> None:
-        super().serve(connection)
+        for call in connection:
+            if not connection.execute_beside(self, call):
+                connection.execute(self, call)
         while self._job.manner == "stay":
             time.sleep(1)
+
+    @beside
+    def help(self) -> None:
+        raise RuntimeError("the helper melted")
 
     def obey(self) -> None:
         print("was asked to obey")

@@ -19,6 +19,7 @@ from worker_cases import DEADLINE_S, process_of, start_engine
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.episodes import answer
 from helpers.tiny_models import VOCABULARY, save_tiny_model
+from tailrace.clock import who_waits
 from tailrace.engine.base import Engine, GenerationOutput, GenerationRequest, TokenCounter
 from tailrace.engine.native.engine import NativeEngine
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
@@ -298,6 +299,26 @@ def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
             for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):
                 with pytest.raises(EngineDied, match="engine-0"):
                     await call
+
+    execute(main())
+
+
+def test_a_cancelled_request_of_an_engine_that_nobody_watches_ends_though_it_is_stopped(
+    model: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with opened(1, job(model, health_timeout_s=1.0), tmp_path) as (remote,):
+            generation = asyncio.create_task(remote.generate(sample := fresh_samples(1)[0]))
+            await asyncio.sleep(0.1)
+            os.kill(remote.worker.process.pid, signal.SIGSTOP)
+            generation.cancel()
+            await asyncio.sleep(0.1)
+            generation.cancel()
+            assert who_waits() == "engine-0: abort"
+            await asyncio.wait_for(asyncio.wait([generation]), 30)
+            assert generation.cancelled() and sample.finish_reason is None
+            why = "engine-0 did not answer for 1 s (engine.health_timeout_s) and was killed"
+            assert await asyncio.wait_for(remote.died(), 30) == why
 
     execute(main())
 

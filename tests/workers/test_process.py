@@ -99,6 +99,18 @@ def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_trac
     execute(main())
 
 
+def test_an_exception_in_a_thread_of_a_worker_ends_it_as_one_in_the_main_thread(
+    tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        worker = await start("obey", tmp_path)
+        with pytest.raises(WorkerDied, match=r"(?s)worker-7 .* ended: exit code 1; .*the helper melted"):
+            await asyncio.wait_for(worker.call(StandIn.help), 30)
+        await worker.close()
+
+    execute(main())
+
+
 def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         (tmp_path / "worker-7.log").write_text("words of yesterday\n")
@@ -273,6 +285,50 @@ def test_a_worker_is_closed_also_if_the_process_that_forked_it_is_stopped(
             os.kill(server, signal.SIGCONT)
         with pytest.raises(WorkerDied, match="ended: exit code 0"):
             await worker.died()
+
+    execute(main())
+
+
+def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(
+    tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        worker = await start("work for ever", tmp_path)
+        os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
+        try:
+            call = worker.begin(StandIn.obey)
+            os.kill(worker.process.pid, signal.SIGTERM)  # it is ignored
+            os.kill(worker.process.pid, signal.SIGUSR1)
+            with pytest.raises(WorkerDied, match="ended: signal SIGUSR1"):
+                await asyncio.wait_for(call, 20)
+            await asyncio.wait_for(worker.close(), 20)
+        finally:
+            os.kill(server, signal.SIGCONT)
+
+    execute(main())
+
+
+def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
+    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "LOOK_S", 0.1)
+
+    async def main() -> None:
+        worker = await start("obey", tmp_path, health_timeout_s=0.5)
+        os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
+        why = (
+            rf"worker-7 was killed: its fork server \(process {server}\) was stopped for 0.5 s \(host.health_"
+        )
+        with pytest.raises(WorkerDied, match=why):
+            await asyncio.wait_for(worker.died(), 20)
+        worker = await start("obey", tmp_path)
+        os.kill(parent_of(worker.process.pid), signal.SIGSTOP)
+        with pytest.raises(
+            WorkerDied, match=r"its fork server ended at its start: it was stopped for 0\.5 s"
+        ):
+            await start("obey", tmp_path, health_timeout_s=0.5)
+        with pytest.raises(WorkerDied, match="worker-7"):
+            await asyncio.wait_for(worker.died(), 20)
 
     execute(main())
 

@@ -17,10 +17,11 @@ lock             held by the process that trains here; the system releases it wh
 """
 
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -114,11 +115,16 @@ class RunFolder:
             yield
 
     @contextmanager
-    def full_disk_explained(self) -> Iterator[None]:
-        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy."""
+    def shortage_explained(self) -> Iterator[None]:
+        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy, and one of too
+        few file descriptors into a ConfigError."""
         try:
             yield
         except OSError as why:
+            if why.errno in (EMFILE, ENFILE):
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                problem = f"the run needs more file descriptors ({why.strerror})"
+                raise ConfigError("ulimit -n", limit, problem, "raise it, for example to 1024") from why
             if why.errno not in (ENOSPC, EDQUOT):
                 raise
             where = why.filename or self.path

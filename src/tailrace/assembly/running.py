@@ -2,6 +2,7 @@
 `compare` and `diagnose`."""
 
 import asyncio
+import faulthandler
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from tailrace.config import RunConfig, with_model_folder
 from tailrace.controller.base import RunComponents
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
-from tailrace.controller.watchdog import watch_controller_lag
+from tailrace.controller.watchdog import end_at_last, watch_controller_lag
 from tailrace.errors import Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.journal import Journal, commits_on_thread
@@ -76,7 +77,7 @@ def train(
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
-    with folder.locked(), folder.full_disk_explained(), signals_received(interruption.request, RESUME):
+    with folder.locked(), folder.shortage_explained(), signals_received(interruption.request, RESUME):
         num_restarts = 0
         while True:
             try:
@@ -126,6 +127,8 @@ def _one_life(
                     f" before training went on; --resume continues from {start.base.checkpoint}, as before"
                 )
             raise _interrupted(interruption, state) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # that of `end_at_last`
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
         _report(summary, folder, config)
@@ -171,7 +174,7 @@ async def _train(
                 starting_point=start,
                 journal=journal,
                 interruption=interruption,
-                beside=[watch_controller_lag(recorder)],
+                beside=[watch_controller_lag(recorder), end_at_last(config.run.step_timeout_s)],
             )
     return outcome, summary.summary()
 

@@ -135,12 +135,13 @@ async def _at_service(
     started: list[RemoteWorker] = []
     service = await TinkerSession.open(engine, (config.trainer.lora or LoraSettings()).rank)
     try:
-        rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
-        trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
-        await _all_done(trainer.open(), *(worker.ready() for worker in started))
-        served = TinkerEngine(service, engine, config.sampling, _counter(folder, "engine-0", life))
-        async with ended_by_death(started):
-            yield Workers((served,), trainer, rewards, judges, None)
+        async with ended_by_death((), service.keep()):
+            rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
+            trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
+            await _all_done(trainer.open(), *(worker.ready() for worker in started))
+            served = TinkerEngine(service, engine, config.sampling, _counter(folder, "engine-0", life))
+            async with ended_by_death(started):
+                yield Workers((served,), trainer, rewards, judges, None)
     finally:
         await asyncio.gather(*(worker.close() for worker in started), service.close())
 
@@ -168,6 +169,7 @@ async def _started(
                 return await http_engines.begin(name, number, supervised_engine.width)
             job = EngineJob(
                 threads=engine.threads,
+                health_timeout_s=engine.health_timeout_s,
                 model=model,
                 engine=engine,
                 sampling=sampling,

@@ -164,6 +164,7 @@ async def _serve(
 
     job = EngineJob(
         threads=engine.threads,
+        health_timeout_s=engine.health_timeout_s,
         model=model.path,
         engine=engine,
         sampling=SamplingSettings(max_completion_tokens=model.max_model_len),

@@ -47,7 +47,8 @@ class RunSettings(Settings):
     step_warning_timeout_s: Resumable[float] = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run says which task waits for what."""
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
-    """Seconds without an optimizer step after which the run ends with that as its error."""
+    """Seconds without an optimizer step after which the run ends with that as its error. If it has not ended
+    ten minutes later, because something hangs, the process ends."""
 
     @property
     def num_trained(self) -> int:

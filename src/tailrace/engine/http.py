@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
 from typing_extensions import override
 
-from tailrace.clock import now, waiting
+from tailrace.clock import ended, now, waiting
 from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.engine.proof import ProbeAnswer, Prover
@@ -63,6 +63,7 @@ def read_figures(page: str) -> Usage:
 TOKEN_VARIABLE = "TAILRACE_TOKEN"
 """The environment variable with the bearer token that requests to servers have."""
 _decode: Callable[[str], Any] = msgspec.json.decode
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -285,7 +286,7 @@ class HttpEngine(EngineLife):
         """Of the weights that the server has, as far as it was told, the newest last."""
         self._num_prefilled = 0
         self._requests: dict[Sample, Request] = {}
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._loading = asyncio.Lock()
         self._num_loads = 0
         """Under way or waiting."""
@@ -330,19 +331,19 @@ class HttpEngine(EngineLife):
             if weights.tensors:
                 check_tensors(weights.tensors, self._expected)
             try:
-                with self._until_death(self._proven(weights, kv)) as update, waiting(f"{self.name} to load"):
-                    await asyncio.wait([update])
+                with waiting(f"{self.name} to load"):
+                    await self._unless_dead(self._proven(weights, kv))
             except BaseException:  # the link may be in the middle of a transfer
                 self._link = self._new_link()
                 raise
 
     @override
     async def sleep(self) -> None:
-        await self.dialect.sleep()
+        await self._unless_dead(self.dialect.sleep())
 
     @override
     async def wake(self) -> None:
-        await self.dialect.wake()
+        await self._unless_dead(self.dialect.wake())
 
     @override
     def usage(self) -> Usage:
@@ -393,7 +394,7 @@ class HttpEngine(EngineLife):
     @override
     async def score(self, ids: Sequence[int], num_prefix: int, *, cached: bool = False) -> list[float]:
         attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._versions[-1]))
-        return await self.dialect.score(attempt, num_prefix, cached=cached)
+        return await self._unless_dead(self.dialect.score(attempt, num_prefix, cached=cached))
 
     async def _update(self, weights: Weights, kv: KV) -> None:
         try:
@@ -489,20 +490,25 @@ class HttpEngine(EngineLife):
             await asyncio.sleep(RETRY_S)
 
     async def _abort(self, request: Request, task: asyncio.Future[None]) -> None:
+        """Returns once the tokens are here. A cancellation takes effect after it."""
         request.cancelled = True
         deadline_s = now() + ABORT_S
-        while not task.done():
-            if request.attempt is None or now() >= deadline_s or not await self._send_abort(request.attempt):
-                task.cancel()
-            with suppress(asyncio.CancelledError):  # the first one is raised again when the tokens are here
+
+        async def abort() -> None:
+            while not task.done():
+                late = now() >= deadline_s
+                if request.attempt is None or late or not await self._send_abort(request.attempt):
+                    task.cancel()
                 await asyncio.wait([task], timeout=ABORT_AGAIN_S)
+
+        await ended(asyncio.ensure_future(abort()))
 
     async def _send_abort(self, attempt: Attempt) -> bool:
         """Whether the server may have aborted it. One that does not answer in time may; the end of the stream
         has the versions of its tokens."""
         try:
             return await self.dialect.abort(attempt)
-        except (asyncio.CancelledError, EngineDied):
+        except EngineDied:
             return True
         except ServerRefused:
             return False
@@ -536,8 +542,13 @@ class HttpEngine(EngineLife):
             for task in self._tasks:
                 task.cancel()
 
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
+        with self._until_death(work) as task:
+            await asyncio.wait([task])
+        return task.result()
+
     @contextmanager
-    def _until_death(self, work: Coroutine[Any, Any, None]) -> Iterator[asyncio.Future[None]]:
+    def _until_death(self, work: Coroutine[Any, Any, T]) -> Iterator[asyncio.Future[T]]:
         """Run a task for the block to wait for. It is cancelled when the server dies (EngineDied), or with
         the block."""
         self._tasks.add(task := asyncio.ensure_future(work))

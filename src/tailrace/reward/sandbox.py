@@ -25,7 +25,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
@@ -174,12 +174,14 @@ class Sandbox:
             starting = asyncio.ensure_future(self._start(theirs, stdin))
             try:
                 # Cancelled, it would kill bwrap before the processes inside end with it.
-                await _until_done(starting)
+                await clock.ended(starting)
                 process = starting.result()
             except BaseException:
                 writer.transport.abort()
                 if not starting.cancelled() and not starting.exception():
-                    await _until_done(_Supervision(starting.result(), self._settings).end())
+                    await clock.ended(
+                        asyncio.ensure_future(_Supervision(starting.result(), self._settings).end())
+                    )
                 raise
         return await _Supervision(process, self._settings).run(answers, writer, lines, limit)
 
@@ -291,7 +293,7 @@ class _Supervision:
             if watching:
                 watching.cancel()
             try:
-                await _until_done(self.end())
+                await clock.ended(asyncio.ensure_future(self.end()))
             finally:
                 writer.transport.abort()
         code = self._process.returncode
@@ -369,18 +371,6 @@ class _Supervision:
                 await asyncio.gather(
                     _drain(self._process.stdout), _drain(self._process.stderr), self._process.wait()
                 )
-
-
-async def _until_done(work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Wait for the end of some work. A cancellation takes effect after it."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as why:
-            cancelled = why
-    if cancelled:
-        raise cancelled
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:

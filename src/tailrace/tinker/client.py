@@ -103,8 +103,9 @@ def _ess(log_ratios: Any) -> float:
 class TinkerSession:
     """The connection of a run to a service, with its trainer and its engine. Made by `open`."""
 
-    def __init__(self, client: Any, base_model: str, rank: int) -> None:
-        self.client, self.base_model, self.rank = client, base_model, rank
+    def __init__(self, client: Any, settings: TinkerEngineSettings, rank: int) -> None:
+        self.client, self.base_model, self.rank = client, settings.base_model, rank
+        (self._url,), self._health_timeout_s = settings.urls, settings.health_timeout_s
         self.samplers: dict[int, Any] = {}
         """The sampling client of the newest publication, by its version."""
         self.is_publishing = False
@@ -118,7 +119,20 @@ class TinkerSession:
         except tinker.TinkerError as why:
             remedy = "set $TINKER_API_KEY, and engine.urls to the address of the service"
             raise ConfigError("engine.urls", url, f"no session began there ({why})", remedy) from why
-        return cls(client, settings.base_model, rank)
+        return cls(client, settings, rank)
+
+    async def keep(self) -> None:
+        """Ask whether the service lives, until cancelled: the SDK waits without a limit for one that hangs.
+        Raises a WorkerDied once it has not answered for `engine.health_timeout_s`."""
+        limit_s, heard_s = self._health_timeout_s, now()
+        async with httpx.AsyncClient(timeout=limit_s) as client:
+            while now() - heard_s < limit_s:
+                with suppress(httpx.HTTPError):
+                    await client.get(f"{self._url}/api/v1/healthz")
+                    heard_s = now()
+                await asyncio.sleep(limit_s / 4)
+        limit = f"{limit_s:g} s (engine.health_timeout_s)"
+        raise WorkerDied(f"the service at {self._url} did not answer for {limit}")
 
     async def asked(self, what: str, future: Callable[[], Awaitable[T]]) -> T:
         """Wait for a reply. Raises WorkerDied if the service lost the session or refuses: the run can be

@@ -262,7 +262,10 @@ class ProcessGroupSender(WeightSender):
         with self._lock:
             kept = self._standalone.get(link.engine)
             if kept is None or kept[0] != link:
-                kept = self._standalone[link.engine] = (link, *self._listen(0))
+                try:
+                    kept = self._standalone[link.engine] = (link, *self._listen(0))
+                except RuntimeError as why:
+                    raise TransferFailed(f"{link.engine}: the trainer cannot listen: {why}") from why
             return kept[1]
 
     @override

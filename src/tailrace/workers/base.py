@@ -19,7 +19,7 @@ class HostSettings(Settings):
     has died. 0 to 1000."""
     health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds after which a trainer, a reference, a judge or a reward worker that is stopped (SIGSTOP) counts
-    as dead; above 0. One that computes for longer does not."""
+    as dead, and so does the fork server of all; above 0. One that computes for longer does not."""
 
     def starts(self, role: Role) -> bool:
         """Whether the run starts the workers of a role on the machine on which it is started."""

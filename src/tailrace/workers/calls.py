@@ -31,6 +31,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
@@ -94,6 +95,8 @@ SocketAddress = str | tuple[str, int]
 class Job(Settings):
     """What a worker does."""
 
+    health_key: ClassVar[str] = "host.health_timeout_s"
+    """The setting of `health_timeout_s`."""
     threads: int = 1
     """Threads that torch and BLAS libraries use."""
     health_timeout_s: float | None = None
@@ -319,9 +322,18 @@ class WorkerConnection:
             yield call
 
     def execute_beside(self, worker: object, call: MethodCall) -> bool:
-        """Execute a call of a method that is `beside` others in a thread; else return False."""
+        """Execute a call of a method that is `beside` others in a thread; else return False. An error that is
+        no answer ends the process, as in the main thread."""
+
+        def work() -> None:
+            try:
+                self.execute(worker, call)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+
         if is_beside := hasattr(getattr(type(worker), call.method), "is_beside"):
-            threading.Thread(target=self.execute, args=(worker, call), daemon=True).start()
+            threading.Thread(target=work, daemon=True).start()
         return is_beside
 
     def execute(self, worker: object, call: MethodCall) -> None:
@@ -634,7 +646,7 @@ class RemoteWorker:
             await asyncio.wait([self._watcher], timeout=CLOSE_S if self._transport else 0)
         finally:
             self.kill()
-        await self._watcher
+        await asyncio.wait([self._watcher], timeout=CLOSE_S)  # the kernel may hold up its end
 
     def attach(self, transport: asyncio.Transport) -> None:
         """Take the connection of the worker."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import override
 
+from tailrace.clock import ended, now, waiting
 from tailrace.engine.base import (
     Arrival,
     Capabilities,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 class EngineJob(Job):
     """Serve a model."""
 
+    health_key = "engine.health_timeout_s"
     model: Path
     engine: NativeEngineSettings
     sampling: SamplingSettings
@@ -230,6 +232,10 @@ class EngineClient:
         """Of the last report."""
         self._alive: asyncio.Future[None] | None = None
         """Done when the last ping is answered."""
+        self._heard_s = now()
+        """When the process has said something last."""
+        self._fault = ""
+        """What it was killed for."""
         worker.subscribe(self._on_event)
 
     async def ready(self) -> None:
@@ -249,21 +255,30 @@ class EngineClient:
             while not ended.done():
                 self._alive = alive = self.worker.future()
                 self.worker.send(EngineWorker.ping)
-                await asyncio.wait([alive], timeout=limit_s)
-                if not alive.done():
-                    self.worker.kill()
-                    return (
-                        f"{self.worker.name} did not answer for {limit_s:g} s "
-                        "(engine.health_timeout_s) and was killed"
-                    )
+                await self._answered(alive)
                 await asyncio.wait([ended], timeout=limit_s / 4)
             return ended.result()
         except WorkerDied as died:
-            return str(died)
+            return self._fault or str(died)
         finally:
             ended.cancel()
 
+    async def _answered(self, answer: asyncio.Future[None]) -> None:
+        """Wait for an answer. A process that says nothing for `engine.health_timeout_s` is killed. Raises a
+        WorkerDied."""
+        limit_s, asked_s = self.job.engine.health_timeout_s, now()
+        while not answer.done():
+            left_s = max(asked_s, self._heard_s) + limit_s - now()
+            if left_s <= 0:
+                limit = f"{limit_s:g} s (engine.health_timeout_s)"
+                self._fault = f"{self.worker.name} did not answer for {limit} and was killed"
+                self.worker.kill()
+                raise WorkerDied(self._fault)
+            await asyncio.wait([answer], timeout=left_s)
+        answer.result()
+
     def _on_event(self, event: Report | Alive) -> None:
+        self._heard_s = now()
         if isinstance(event, Report):
             self._usage = event.usage
             self._on_report(event)
@@ -375,14 +390,12 @@ class RemoteEngine(EngineClient):
             self.arrival = await self.worker.call(EngineWorker.load, weights, self._link, kv)
 
     async def _abort(self, id: str, request: _Request) -> None:
-        request.aborted = aborted = self.worker.future()
+        """Returns once the tokens are here. A cancellation takes effect after it."""
+        request.aborted = self.worker.future()
         self.worker.send(EngineWorker.abort, id)
-        while not aborted.done():
-            try:
-                await asyncio.wait([aborted])
-            except asyncio.CancelledError:  # the first one is raised again when the tokens are here
-                continue
-        aborted.result()
+        with waiting(f"{self.worker.name}: abort"):
+            await ended(answered := asyncio.ensure_future(self._answered(request.aborted)))
+        answered.result()
 
     @override
     def _on_report(self, report: Report) -> None:

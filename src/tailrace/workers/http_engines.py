@@ -114,7 +114,10 @@ class HttpEngines:
         port, plugins = free_port(), Path(gettempdir()) / f"tailrace-plugin-{os.urandom(6).hex()}"
         launch = self._launch(settings, port, plugins)
         needs = {"model.path": self._model, "engine.python": Path(launch.command[0]).parent}
-        job = ServerJob(command=launch.command, env=dict(launch.env), plugins=plugins, needs=needs)
+        env, health_s = dict(launch.env), settings.health_timeout_s
+        job = ServerJob(
+            command=launch.command, env=env, plugins=plugins, needs=needs, health_timeout_s=health_s
+        )
         return await ManagedServer.start(name, job, self._spawner, port, settings.start_timeout_s, devices)
 
     def _launch(self, settings: ServerEngineSettings, port: int, plugins: Path) -> Launch:

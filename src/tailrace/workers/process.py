@@ -34,6 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +42,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from tailrace.devices import Devices
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, WorkerDied
 from tailrace.workers.calls import (
     Hello,
     Job,
@@ -54,6 +55,7 @@ from tailrace.workers.calls import (
 )
 from tailrace.workers.process_tree import (
     exit_cause,
+    exit_code_of_zombie,
     is_stopped,
     kill_group,
     parent_of,
@@ -158,19 +160,41 @@ async def start_process(
             started.set_result(None)
 
     _starts(os.getpid()).put(begin)
-    await asyncio.shield(asyncio.wrap_future(started))
-    return LocalProcess(process, log, begins, job.health_timeout_s)
+    watching = asyncio.create_task(_kill_stopped(job))
+    try:
+        await asyncio.shield(asyncio.wrap_future(started))
+    except EOFError:
+        why = f": it was {_for_long(job)}" if watching.done() else ""
+        raise WorkerDied(f"{name}: its fork server ended at its start{why}") from None
+    finally:
+        watching.cancel()
+    return LocalProcess(process, log, begins, job)
+
+
+async def _kill_stopped(job: Job, *own: int) -> int:
+    """Wait until the fork server, or one of some processes, is stopped for too long, and kill it. Returns its
+    id."""
+    seen_s, found = 0.0, None
+    while found is None or job.health_timeout_s is None or seen_s < job.health_timeout_s:
+        await asyncio.sleep(LOOK_S)
+        server: int | None = _forkserver._forkserver_pid  # type: ignore[attr-defined]
+        found = next((each for each in (*own, server) if each and is_stopped(each)), None)
+        seen_s = seen_s + LOOK_S if found else 0.0
+    os.kill(found, signal.SIGKILL)
+    return found
+
+
+def _for_long(job: Job) -> str:
+    return f"stopped for {job.health_timeout_s:g} s ({job.health_key})"
 
 
 class LocalProcess(Process):
     """A process on this host."""
 
-    def __init__(
-        self, process: BaseProcess, log: Path | None, log_begins: int, health_timeout_s: float | None
-    ) -> None:
+    def __init__(self, process: BaseProcess, log: Path | None, log_begins: int, job: Job) -> None:
         assert process.pid is not None
         self.name, self.pid = process.name, process.pid
-        self._process, self._health_timeout_s = process, health_timeout_s
+        self._process, self._job = process, job
         self._log, self._log_begins = log, log_begins
         """The output of this process begins at that byte: a resumed run appends to the file."""
         self.exit_code = 0
@@ -217,27 +241,34 @@ class LocalProcess(Process):
         return "it printed nothing"
 
     async def _exit_code(self) -> int:
+        """Wait for the end. The kernel tells it: a fork server that is stopped would not."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-        sentinel = self._process.sentinel
-        loop.add_reader(sentinel, is_over.set)
+        readable = [self._process.sentinel]
+        with suppress(OSError, AttributeError):  # it was reaped already, or this is not Linux
+            readable.append(os.pidfd_open(self.pid))
+        for each in readable:
+            loop.add_reader(each, is_over.set)
         try:
             await is_over.wait()
         finally:
-            loop.remove_reader(sentinel)
-        self._process.join()
-        exit_code = self._process.exitcode
-        self._process.close()
+            for each in readable:
+                loop.remove_reader(each)
+            for each in readable[1:]:
+                os.close(each)
+        if (exit_code := exit_code_of_zombie(self.pid)) is None:  # the fork server has reaped it, and tells
+            await asyncio.to_thread(self._process.join, LOOK_S)
+            exit_code = self._process.exitcode
+        with suppress(ValueError):  # the fork server has not told
+            self._process.close()
         # 255 stands for the end of the fork server, with which the kernel kills its workers.
         return -signal.SIGKILL if exit_code in (None, 255) else exit_code
 
     async def _kill_if_stopped(self) -> None:
-        seen_s = 0.0
-        while self._health_timeout_s is not None:
-            await asyncio.sleep(LOOK_S)
-            seen_s = seen_s + LOOK_S if is_stopped(self.pid) else 0.0
-            if seen_s >= self._health_timeout_s:
-                self._fault = f"was stopped for {self._health_timeout_s:g} s (host.health_timeout_s)"
-                return self.kill()
+        found = await _kill_stopped(self._job, self.pid)
+        self._fault = f"was {_for_long(self._job)}"
+        if found != self.pid:
+            self._fault = f"was killed: its fork server (process {found}) {self._fault}"
+        self.kill()
 
 
 @cache

@@ -89,13 +89,23 @@ def _descendants(spare: Collection[int]) -> set[int]:
     return found
 
 
-def is_stopped(leader: int) -> bool:
-    """Return whether the leader of a process group is stopped, or a child of it in the same group."""
+def is_stopped(process: int) -> bool:
+    """Return whether a process is stopped, or one of its descendants in the same group."""
     with suppress(OSError):  # it has ended
-        children = Path(f"/proc/{leader}/task/{leader}/children").read_text(encoding="utf-8").split()
-        stats = [_stat(Path(f"/proc/{pid}/stat")) for pid in (leader, *children)]
-        return any(state == b"T" and int(group) == leader for state, _, group in stats)
+        state, _, group = _stat(Path(f"/proc/{process}/stat"))[:3]
+        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8").split()
+        return state == b"T" or any(
+            os.getpgid(int(each)) == int(group) and is_stopped(int(each)) for each in children
+        )
     return False
+
+
+def exit_code_of_zombie(process: int) -> int | None:
+    """Return the exit code of a process that has ended and was not reaped; None: it was, or it lives."""
+    with suppress(OSError):
+        state, *_, status = _stat(Path(f"/proc/{process}/stat"))
+        return os.waitstatus_to_exitcode(int(status)) if state == b"Z" else None
+    return None
 
 
 def parent_of(child: int) -> int:
@@ -154,9 +164,9 @@ def run_contained(command: list[str]) -> None:
 
 
 def _stat(status: Path) -> list[bytes]:
-    """Return the state, the parent and the group of a process."""
-    # pid (name) state parent group ...: the name may contain spaces and brackets.
-    return status.read_bytes().rpartition(b")")[2].split()[:3]
+    """Return the state of a process, its parent, its group, and more: see proc(5)."""
+    # pid (name) state parent group ... status: the name may contain spaces and brackets.
+    return status.read_bytes().rpartition(b")")[2].split()
 
 
 def kill_group(leader: int) -> None:

@@ -35,6 +35,7 @@ _OURS = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREA
 class ServerJob(Job):
     """Run an inference server."""
 
+    health_key = "engine.health_timeout_s"
     command: tuple[str, ...]
     """On another host the loopback address in it is that host's own."""
     env: dict[str, str] = {}
