@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from crash import (
     ASLEEP,
     CALLS,
     CALLS_VARIABLE,
+    HEALTHY,
     KILLED,
     LOSING,
     OPTIONS,
@@ -18,6 +20,7 @@ from crash import (
     WITH_REQUESTS,
     EpisodeVictim,
     Found,
+    FrozenVictim,
     Victim,
     regenerated_tokens,
 )
@@ -79,6 +82,25 @@ def test_kills_of_a_run_whose_trainer_sleeps_on_the_disk_lose_nothing(tmp_path: 
     victim.live_and_die(random.Random(1))
     victim.live_to_the_end()
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
+
+
+def test_a_run_whose_engine_is_frozen_and_whose_trainer_is_killed_ends_by_name_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = iter(["engine-0", "trainer"])
+    monkeypatch.setattr(crash, "chosen", lambda of, *_, **__: named(of, next(roles)))
+    victim = FrozenVictim("april", KILLED["april"], tmp_path, OPTIONS | HEALTHY | WITH_REQUESTS)
+    words = victim.freeze(random.Random(3))
+    assert words.startswith(
+        "april: SIGSTOP engine-0, 3.9 s, SIGKILL trainer: ended tailrace: WorkerDied: trainer"
+    )
+    assert victim.found == {"ended": 1}
+    victim.live_to_the_end()
+    assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
+
+
+def named(roles: Mapping[int, str], name: str) -> int:
+    return next(pid for pid, role in roles.items() if role == name)
 
 
 def test_turns_and_calls_that_come_twice_are_counted_by_what_the_ledger_had(

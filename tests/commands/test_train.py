@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -385,6 +387,17 @@ def test_a_full_disk_is_one_line_with_its_remedy(tmp_path: Path) -> None:
         RunFolder(tmp_path).shortage_explained(),
     ):
         Path("/dev/full").write_bytes(b"metrics")
+
+
+def test_too_few_file_descriptors_are_one_line_with_their_remedy(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    why = r"^ulimit -n = \d+: the run needs more file descriptors .* raise it, for example to 1024$"
+    with pytest.raises(ConfigError, match=why), RunFolder(tmp_path).shortage_explained():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")), limits[1]))
+        try:
+            socket.socketpair()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_rewards_that_raise_hang_or_return_nonsense_are_counted_and_the_run_goes_on(

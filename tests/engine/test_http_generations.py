@@ -380,6 +380,22 @@ def test_a_server_that_hangs_is_found_by_the_health_check(generation: str, model
     run(main())
 
 
+@each_server
+def test_a_server_that_hangs_as_it_falls_asleep_or_wakes_is_found_too(generation: str, model: Path) -> None:
+    async def main() -> None:
+        with fake_server(generation, model) as fake:
+            engine = http_engine(fake, timeout_s=1.0)
+            try:
+                await engine.ready()
+                fake.hang()
+                for error in await asyncio.gather(engine.sleep(), engine.wake(), return_exceptions=True):
+                    assert isinstance(error, EngineDied) and "has not answered for 1 s" in str(error)
+            finally:
+                await engine.close()
+
+    run(main())
+
+
 DEFECTS = {
     "missing": lambda tensors: tensors[1:],
     "not in the model": lambda tensors: (*tensors, TensorInfo("extra.weight", (2, 2), "float32")),

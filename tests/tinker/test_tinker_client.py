@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -128,8 +130,23 @@ def test_an_error_that_is_not_the_services_answer_is_not_asked_again() -> None:
     from tailrace.tinker.client import TinkerSession  # needs the SDK
 
     with pytest.raises(WorkerDied, match="create a training client: TypeError: an argument is missing"):
-        asyncio.run(TinkerSession(None, BASE, 32).claimed(make))
+        asyncio.run(TinkerSession(None, service_at("http://127.0.0.1:9"), 32).claimed(make))
     assert asked == [1]
+
+
+def service_at(url: str, health_timeout_s: float = 60.0) -> TinkerEngineSettings:
+    return TinkerEngineSettings(urls=(url,), base_model=BASE, health_timeout_s=health_timeout_s)
+
+
+def test_a_service_that_accepts_connections_and_says_nothing_ends_the_run() -> None:
+    from tailrace.tinker.client import TinkerSession  # needs the SDK
+
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        url = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        session = TinkerSession(None, service_at(url, 0.5), 32)
+        why = re.escape(f"the service at {url} did not answer for 0.5 s (engine.health_timeout_s)")
+        with pytest.raises(WorkerDied, match=why):
+            asyncio.run(asyncio.wait_for(session.keep(), 60))
 
 
 def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:

@@ -32,6 +32,39 @@ def test_a_process_finds_and_kills_what_its_children_left() -> None:
     assert done.stdout.split() == ["0", "1", "0"]
 
 
+FAMILY = """
+import os, signal
+from tailrace.workers.process_tree import is_stopped
+os.setpgid(0, 0)
+def fork():
+    said, says = os.pipe()
+    if child := os.fork():
+        return child, os.read(said, 9)
+    return 0, says
+child, says = fork()
+if not child:
+    grandchild, _ = fork()
+    if grandchild:
+        os.write(says, b"%d" % grandchild)
+    else:
+        os.write(_, b".")
+    signal.pause()
+grandchild = int(says)
+print(is_stopped(os.getpid()))
+for each, number in ((grandchild, signal.SIGSTOP), (grandchild, signal.SIGCONT), (child, signal.SIGSTOP)):
+    os.kill(each, number)
+    while is_stopped(each) != (number == signal.SIGSTOP):
+        pass
+    print(is_stopped(os.getpid()))
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_a_process_counts_as_stopped_if_a_descendant_of_its_group_is() -> None:
+    done = subprocess.run([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True)
+    assert done.stdout.split() == ["False", "True", "False", "True"]
+
+
 PARENT = """
 import os, signal, sys, time
 from tailrace.workers.process_tree import signal_on_parent_death
