@@ -243,18 +243,16 @@ class LocalProcess(Process):
     async def _exit_code(self) -> int:
         """Wait for the end. The kernel tells it: a fork server that is stopped would not."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-        readable = [self._process.sentinel]
-        with suppress(OSError, AttributeError):  # it was reaped already, or this is not Linux
-            readable.append(os.pidfd_open(self.pid))
-        for each in readable:
-            loop.add_reader(each, is_over.set)
+        try:
+            end = os.pidfd_open(self.pid)
+        except (OSError, AttributeError):  # it was reaped already, or this is not Linux
+            end = os.dup(self._process.sentinel)
+        loop.add_reader(end, is_over.set)
         try:
             await is_over.wait()
         finally:
-            for each in readable:
-                loop.remove_reader(each)
-            for each in readable[1:]:
-                os.close(each)
+            loop.remove_reader(end)
+            os.close(end)
         if (exit_code := exit_code_of_zombie(self.pid)) is None:  # the fork server has reaped it, and tells
             await asyncio.to_thread(self._process.join, LOOK_S)
             exit_code = self._process.exitcode
