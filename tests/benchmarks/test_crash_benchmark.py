@@ -92,7 +92,7 @@ def test_a_run_whose_engine_is_frozen_and_whose_trainer_is_killed_ends_by_name_a
     victim = FrozenVictim("april", KILLED["april"], tmp_path, OPTIONS | HEALTHY | WITH_REQUESTS)
     words = victim.freeze(random.Random(3))
     assert words.startswith(
-        "april: SIGSTOP engine-0, 3.9 s, SIGKILL trainer: ended tailrace: WorkerDied: trainer"
+        "april: SIGSTOP engine-0, 2.2 s, SIGKILL trainer: ended tailrace: WorkerDied: trainer"
     )
     assert victim.found == {"ended": 1}
     victim.live_to_the_end()
