@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function
+from tailrace.importing import import_function, install
 
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path: Path) -> None:
@@ -82,3 +82,20 @@ def test_a_file_that_is_no_python_is_a_config_error(tmp_path: Path) -> None:
     file.write_text("def (:\n")
     with pytest.raises(ConfigError, match="cannot be imported"):
         import_function(f"{file}:f", "schedule.name")
+
+
+def test_an_extra_is_installed_from_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checkout:
+        def read_text(self, name: str) -> str:
+            return '{"url": "file:///home/me/tailrace", "dir_info": {"editable": true}}'
+
+    class Registry:
+        def read_text(self, name: str) -> None:
+            return None
+
+    for origin, command in (
+        (Checkout, "pip install '/home/me/tailrace[lora]'"),
+        (Registry, "pip install 'tailrace[lora]'"),
+    ):
+        monkeypatch.setattr("importlib.metadata.distribution", lambda name, origin=origin: origin())
+        assert install("lora") == command

@@ -333,7 +333,12 @@ def _suggest(parts: Sequence[str]) -> str:
     ours = [key for key, names in COUNTERPARTS.items() if theirs.intersection(names.split())]
     if ours:
         return f"here this is {ours[0]}"
-    known = (key for section in sections_at(parts[:-1]) for key in section.model_fields)
+    sections = sections_at(parts[:-1])
+    fields = (each.model_fields for each in sections if {"kind", parts[-1]} <= each.model_fields.keys())
+    kinds = dict.fromkeys(each["kind"].default for each in fields)
+    if kinds:
+        return f"it belongs to {' or '.join(map(repr, kinds))}: set {'.'.join(parts[:-1])}.kind"
+    known = (key for section in sections for key in section.model_fields)
     return did_you_mean(parts[-1], dict.fromkeys(known))
 
 

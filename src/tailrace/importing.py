@@ -6,11 +6,13 @@ the run, as 'path/to/reward.pkl:name'.
 
 import importlib
 import importlib.util
+import json
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +45,16 @@ def import_function(spec: str, key: str) -> Any:
     if not callable(function):
         raise ConfigError(key, spec, f"{place} has no function {name!r}", "name a function that it defines")
     return function
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra of this package, from the checkout that it came from."""
+    try:
+        origin = json.loads(metadata.distribution("tailrace").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        origin = {}
+    checkout = str(origin.get("url", "")).removeprefix("file://")
+    return f"pip install '{checkout if 'dir_info' in origin else 'tailrace'}[{extra}]'"
 
 
 def saved_function(function: Callable[..., Any], key: str) -> bytes:

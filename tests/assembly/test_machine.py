@@ -154,7 +154,7 @@ def test_threads_that_are_set_leave_the_other_cores_to_the_other_side(config: Ru
     machine = Machine(8, 24 * GIB, "avx512_bf16")
     given = fit(changed(config, engine={"threads": 6}), machine, prompt_tokens=50, overlaps=True)
     assert (given.config.engine.threads, given.config.trainer.threads) == (6, 2)
-    assert list(given.idle) == []
+    assert list(given.remarks) == []
 
 
 def test_a_written_config_leaves_the_choices_to_the_machine_that_runs_it(config: RunConfig) -> None:
@@ -168,11 +168,11 @@ def test_threads_that_leave_cores_idle_are_named(config: RunConfig) -> None:
     one = changed(config, engine={"threads": 1}, trainer={"threads": 1})
     alone = fit(one, SMALL, prompt_tokens=50, overlaps=False)
     why = "of 2 cores; the schedule never trains while engines generate"
-    assert list(alone.idle) == [
+    assert list(alone.remarks) == [
         f"{name}.threads = 1 leaves cores idle: it could be 2, {why}" for name in ("engine", "trainer")
     ]
-    assert list(fit(one, SMALL, prompt_tokens=50, overlaps=True).idle) == []
-    assert list(fit(config, SMALL, prompt_tokens=50, overlaps=False).idle) == []
+    assert list(fit(one, SMALL, prompt_tokens=50, overlaps=True).remarks) == []
+    assert list(fit(config, SMALL, prompt_tokens=50, overlaps=False).remarks) == []
 
 
 def test_a_value_that_cannot_work_is_refused_with_the_one_that_would(config: RunConfig) -> None:

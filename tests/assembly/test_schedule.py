@@ -107,7 +107,11 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
         ),
         ("serial", {"groups_per_round": 8, "groups_per_step": 3}, f"{NOT_DIVISIBLE}; choose from 1, 2, 4, 8"),
         ("rolloutpipe", {"groups_per_round": 8, "groups_per_step": 3}, NOT_DIVISIBLE),
-        ("serial", {"groups_per_round": 8}, "schedule.groups_per_step = None: it is missing; set it"),
+        (
+            "serial",
+            {"groups_per_round": 8},
+            "None: the schedule serial needs it, and it is missing; set it, or",
+        ),
         (
             "serial",
             {"groups_per_round": 8, "groups_per_step": 2, "F_w": 2},

@@ -150,6 +150,21 @@ def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_schedule_gets_sensible_values_for_keys_of_its_own_and_they_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every schedule can be compared with a config that gives the groups of a round and of a step."""
+    path, result = tmp_path / "sim.toml", tmp_path / "race.json"
+    path.write_text("[sim.engines]\nversions = 2\n" + SIMULATED + "[schedules.april]\ngroups_launched = 9\n")
+    words = ["--schedules", ",".join(SCHEDULES), "--repeats", "1", "--json", str(result)]
+    assert main(["compare", str(path), "--virtual", *words]) == 0
+    said = capsys.readouterr().err.splitlines()
+    own = "tailrace: groups_in_flight = 4, staleness = 1, as the config has none; [schedules.tailrace] sets"
+    assert f"tailrace: {own} others" in said
+    assert not any(line.startswith(("tailrace: serial:", "tailrace: april:")) for line in said)
+    assert list(json.loads(result.read_text())["schedules"]) == list(SCHEDULES)
+
+
 def test_rewards_that_always_fail_end_a_race_in_virtual_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

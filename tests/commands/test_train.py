@@ -29,6 +29,7 @@ from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store
+from tailrace.record.metrics import read_rows
 from tailrace.record.timeline import RunTimelines
 from tailrace.trainer.checkpoint import STATE_FOLDER
 
@@ -430,3 +431,61 @@ def test_a_model_folder_that_is_missing_is_an_error_before_anything_starts(confi
     with pytest.raises(ConfigError, match=r"model\.path = '/nowhere'"):
         train(config, config_path.parent / "out")
     assert not (config_path.parent / "out").exists()
+
+
+STOPS = """
+import os, signal
+
+class Stopping:
+    def __init__(self, step):
+        self.step = step
+
+    def on(self, event):
+        if isinstance(event, dict) and "loss" in event and event["step"] == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self):
+        pass
+
+def after_two(folder):
+    return Stopping(2)
+
+def after_one(folder):
+    return Stopping(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop", "rounds"), [("after_two", [0, 0, 1, 1, 2, 2]), ("after_one", [0, 0, 0, 1, 1, 2])]
+)
+def test_rounds_keep_their_numbers_when_a_run_is_resumed_within_one(
+    stop: str, rounds: list[int], config_path: Path
+) -> None:
+    """A round has two steps. After two of them it is over; after one, rounds begin one step later."""
+    (config_path.parent / "stops.py").write_text(STOPS)
+    words = ["--run.checkpoint_every", "0", "--run.eval_every", "1"]
+    assert (
+        train_here(config_path, *words, "--record.sinks", f'["{config_path.parent}/stops.py:{stop}"]') == 130
+    )
+    assert train_here(config_path, *words, "--resume") == 0
+    folder = RunFolder(config_path.parent / "out")
+    rows = read_rows(folder.metrics)
+    steps = {int(row["step"]): int(row["round"]) for row in rows if "loss" in row}
+    assert steps == dict(enumerate(rounds, 1))
+    evaluated = [(int(row["round"]), int(row["step"])) for row in rows if "eval/accuracy" in row]
+    assert evaluated == [(1, 2), (2, 4), (3, 6)] if stop == "after_two" else [(0, 1), (1, 3), (2, 5), (3, 6)]
+
+
+def test_settings_that_a_person_should_look_at_are_named_before_anything_starts(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows are 60, some for the evaluation, of which 49 are different."""
+    words = ["train", str(config_path), "--dry-run", "--output-dir", str(config_path.parent / "out")]
+    assert main(words) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main([*words, "--schedule.groups_per_round", "70", "--trainer.learning_rate", "0.05"]) == 0
+    rate, rows = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    usual = "500 times what models of this size usually have (0.0001); if rewards fall or entropy collapses,"
+    assert rate == f"tailrace: warning: trainer.learning_rate = 0.05: {usual} lower it"
+    assert rows.startswith("tailrace: warning: schedule.groups_per_round = 70: the data have ")
+    assert rows.endswith("so a row is drawn several times; lower it, or give more rows")

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tailrace.cli import main
+from tailrace.importing import install
 from tailrace.record.events import RequestEnded, RequestStarted
 from tailrace.record.run_log import LogWriter
 from tailrace.types import SampleId
@@ -105,7 +106,7 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert main(["view", str(run)]) == 2
-    assert "pip install 'tailrace[view]'" in capsys.readouterr().err
+    assert install("view") in capsys.readouterr().err
 
 
 def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:

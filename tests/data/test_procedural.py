@@ -1,5 +1,6 @@
 """Prompts of reasoning-gym: random access, splits that share nothing, lengths, errors in plain words."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from tailrace.data.base import ProceduralSettings, TermsSettings
 from tailrace.data.open import open_prompts
 from tailrace.data.procedural import Task, draw_length, is_held_out
 from tailrace.errors import BadRow, ConfigError
+from tailrace.importing import install
 
 CHAIN = ProceduralSettings(
     task="chain_sum",
@@ -197,5 +199,5 @@ def test_a_task_whose_questions_never_fit_is_a_config_error(plain_tokenizer):
 
 def test_without_reasoning_gym_the_error_names_the_extra(plain_tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tailrace\[quickstart\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install("quickstart"))):
         open_prompts(CHAIN, plain_tokenizer, seed=0, split="train")

@@ -1,6 +1,7 @@
 """Rows: order, epochs, held-out prompts, chat messages, and rows that are no use."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from tests.data.conftest import character_tokenizer
 from tailrace.data.base import RowsSettings
 from tailrace.data.open import open_prompts
 from tailrace.errors import BadRow, ConfigError
+from tailrace.importing import install
 
 
 def write(path, rows):
@@ -183,7 +185,7 @@ def test_rows_that_are_all_too_long_are_a_config_error(sums, plain_tokenizer):
 def test_without_datasets_a_parquet_file_is_a_config_error(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "r.parquet").touch()
-    with pytest.raises(ConfigError, match=r"pip install 'tailrace\[datasets\]', or give a \.jsonl file"):
+    with pytest.raises(ConfigError, match=re.escape(f"{install('datasets')}, or give a .jsonl file")):
         open_prompts(RowsSettings(path=tmp_path / "r.parquet"), tokenizer, seed=0, split="train")
 
 

@@ -287,5 +287,5 @@ def test_the_offline_file_of_a_killed_run_is_read_to_its_last_whole_record(tmp_p
 )
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {module}; pip install 'tailrace"):
+    with pytest.raises(ConfigError, match=rf"needs the package {module}; pip install '"):
         read_peer(LOGS / name, samples=8)

@@ -7,6 +7,7 @@ import pytest
 
 from tailrace.data.base import RowsSettings
 from tailrace.errors import ConfigError, RewardFailed
+from tailrace.importing import install
 from tailrace.reward import checkers
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings
 from tailrace.reward.functions import Scorer
@@ -100,5 +101,5 @@ def test_a_checker_whose_package_is_missing_is_refused_with_the_remedy(monkeypat
     with pytest.raises(ConfigError) as refused:
         Scorer.load(RewardSettings(function="math"), ROWS)
     assert str(refused.value) == (
-        "reward.function = 'math': this checker needs the package math_verify; pip install 'tailrace[math]'"
+        f"reward.function = 'math': this checker needs the package math_verify; {install('math')}"
     )

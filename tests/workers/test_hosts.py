@@ -1,5 +1,6 @@
 """What a run asks of a cluster, and what it refuses before it looks for one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tailrace.engine.settings import (
     VllmEngineSettings,
 )
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.weights.base import (
@@ -146,7 +148,7 @@ def test_an_address_without_roles_and_roles_without_an_address_are_refused(given
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"host\.kind = 'ray': Ray is not installed; pip install 'tailrace\[ray\]'"
+        ConfigError, match=re.escape(f"host.kind = 'ray': Ray is not installed; {install('ray')}")
     ):
         check_host(RAY, weights=STREAM, engine=NativeEngineSettings())
 

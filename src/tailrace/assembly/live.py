@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tailrace import clock
@@ -20,6 +21,7 @@ from tailrace.assembly.machine import Fitted, Machine, fit
 from tailrace.assembly.memory import engines_on_gpu
 from tailrace.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.assembly.schedule import BoundSchedule, trains_while_generating
+from tailrace.assembly.simulation import most_groups
 from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunComponents
@@ -41,6 +43,8 @@ from tailrace.engine.settings import (
 from tailrace.engine.vllm import check_sampling
 from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
+from tailrace.importing import install
+from tailrace.memory import ModelShape
 from tailrace.model_folder import check_files, context_length
 from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.reward.base import Call, Rewards, check_sources
@@ -59,6 +63,7 @@ from tailrace.reward.judge_settings import EndpointJudgeSettings
 from tailrace.reward.sandbox import Sandbox, check_installed
 from tailrace.reward.timeout import Anchors
 from tailrace.trainer.adapter import check_lora
+from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host
@@ -68,6 +73,10 @@ CHECKED_ROWS = 16
 """Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
 MEASURED_PROMPTS = 256
 """Prompts of which the longest stands for all in the estimate of memory."""
+MOST_MEASURED = 4096
+"""Prompts of a round that are looked at for rows that come twice."""
+SMALL_MODEL = 20_000_000
+"""Parameters; smaller models are trained with larger learning rates."""
 MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
 
@@ -112,9 +121,34 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     check_trackers(config.record.trackers)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights)
-    prompt_tokens = max((len(prompt.ids) for prompt in usable_prompts(prompts, MEASURED_PROMPTS)), default=0)
+    key, num_groups = max(map(most_groups, schedules), key=lambda each: each[1], default=("", 0))
+    measured = usable_prompts(prompts, max(MEASURED_PROMPTS, min(num_groups, MOST_MEASURED)))
+    remarks = [*_learning_rate(config), *_repeated_rows(measured[:num_groups], key, num_groups)]
+    for remark in remarks:
+        say(f"warning: {remark}")
     overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
-    return fitted_to_machine(config, prompt_tokens=prompt_tokens, overlaps=overlaps)
+    longest = max(len(prompt.ids) for prompt in measured)
+    fitted = fitted_to_machine(config, prompt_tokens=longest, overlaps=overlaps)
+    return replace(fitted, remarks=[*fitted.remarks, *remarks])
+
+
+def _learning_rate(config: RunConfig) -> Iterator[str]:
+    """A rate at which policies collapse."""
+    rate, usual = config.trainer.learning_rate, TrainerSettings.model_fields["learning_rate"].default
+    if rate < 100 * usual or config.trainer.kind != "torch" or config.model is None:
+        return
+    usual *= 10 if config.trainer.lora else 1
+    usual *= 1 if ModelShape.read(config.model.path).num_parameters > SMALL_MODEL else 100
+    if rate >= 100 * usual:
+        often = f"{rate / usual:,.0f} times what models of this size usually have ({usual:g})"
+        yield f"trainer.learning_rate = {rate:g}: {often}; if rewards fall or entropy collapses, lower it"
+
+
+def _repeated_rows(prompts: Sequence[Prompt], key: str, num_groups: int) -> Iterator[str]:
+    rows = {prompt.row_number for prompt in prompts} - {None}
+    if rows and len(rows) < len(prompts):
+        many = f"the data have {len(rows)} rows to train on, so a row is drawn several times"
+        yield f"schedule.{key} = {num_groups}: {many}; lower it, or give more rows"
 
 
 def check_policy(config: RunConfig) -> None:
@@ -219,7 +253,7 @@ def _check_service(config: RunConfig) -> None:
     try:
         from tailrace.tinker.client import check_algorithm_of_service, check_service
     except ImportError as why:
-        problem, remedy = f"{why.name} is not installed", "pip install 'tailrace[tinker]'"
+        problem, remedy = f"{why.name} is not installed", install("tinker")
         raise ConfigError("engine.kind", "tinker", problem, remedy) from why
     check_algorithm_of_service(config.algorithm)
     for section, kind, problem in (

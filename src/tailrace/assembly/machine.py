@@ -71,12 +71,12 @@ class Fitted:
     Args:
         table: the processes with their devices and memory, and the reason of each choice; empty where the run
             is not on this machine.
-        idle: settings that leave cores of this machine idle, in words.
+        remarks: settings that a person should look at, such as those that leave cores idle, in words.
     """
 
     config: RunConfig
     table: str = ""
-    idle: Sequence[str] = ()
+    remarks: Sequence[str] = ()
 
 
 def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:

@@ -18,7 +18,7 @@ from tailrace import clock
 from tailrace.assembly.folder import RunFolder, recorder_of
 from tailrace.assembly.live import advantages_of, check_live, on_devices_of_trainer, open_parts, rewind, say
 from tailrace.assembly.resumption import best_evaluation, opened
-from tailrace.assembly.schedule import BoundSchedule, resolve, with_published_defaults
+from tailrace.assembly.schedule import BoundSchedule, resolve, steps_of_a_round, with_published_defaults
 from tailrace.assembly.signals import signals_received
 from tailrace.assembly.simulation import failure_limit
 from tailrace.config import RunConfig, with_model_folder
@@ -83,7 +83,7 @@ def train(
             try:
                 is_resumed = resume or num_restarts > 0
                 summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
-                for each in fitted.idle:  # the bound takes the threads as given
+                for each in fitted.remarks:  # the bound takes the threads as given
                     say(f"warning: {each}")
                 return summary
             except WorkerDied as died:
@@ -117,6 +117,8 @@ def _one_life(
     with opened(folder.kept(config), folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
+        if start.base.cut_steps:
+            start.steps_per_round = steps_of_a_round(config, schedule)
         try:
             training = _train(config, schedule, folder, store, start, interruption)
             outcome, summary = clock.run(training, virtual=False)

@@ -23,7 +23,15 @@ from tailrace.controller.run import Run
 from tailrace.data.base import Prompts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
-from tailrace.record.events import Accumulated, Event, Recorder, RequestEnded, RequestStarted, Stepped
+from tailrace.record.events import (
+    Accumulated,
+    Event,
+    Recorder,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    Stepped,
+)
 from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import Shared
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
@@ -73,6 +81,39 @@ def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
     return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
 
 
+def compared_parameters(config: RunConfig, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """[schedule] for a schedule of a comparison. What it needs and the config does not give makes its rounds
+    as large as those of the others, with twice a step in flight.
+
+    Returns:
+        The parameters, and those of them that the config does not give.
+    """
+    shared, needed = shared_parameters(config, name), _parameters_of(_find(name))
+    given = {**config.schedule, **config.schedules.get(name, {})}
+    step = given.get("groups_per_step") or given.get("groups_per_round")
+    if not isinstance(step, int):
+        return shared, {}  # the check of the parameters says what is missing
+    groups = given.get("groups_per_round") or step * given.get("steps_per_round", 1)
+    staleness = given.get("staleness", 1)
+    requests = math.ceil(config.run.group_size / (config.sim.engines.count or config.engine.num_engines))
+    sensible = {
+        "groups_per_round": groups,
+        "groups_per_step": step,
+        "steps_per_round": max(1, groups // step),
+        "groups_launched": math.ceil(1.5 * groups),
+        "groups_per_draw": math.ceil(1.5 * groups),
+        "staleness": staleness,
+        "groups_in_flight": (staleness + 1) * step,
+        "window": step,
+        "ring_groups": 2 * step,
+        "in_flight_per_engine": 2 * step * requests,
+        "requests_per_engine": math.ceil(1.5 * groups) * requests,
+    }
+    missing = (key for key, each in needed.items() if each.default is each.empty and key not in given)
+    chosen = {key: sensible[key] for key in missing if key in sensible}
+    return shared | chosen, chosen
+
+
 def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
     """Check that a schedule, or one of those compared with it, has each key of [schedule], and that each
     [schedules.NAME] fits its schedule. Raises a ConfigError if not."""
@@ -117,7 +158,9 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     _check_keys("schedule", given, [*parameters])
     for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:
-            raise ConfigError(f"schedule.{name}", None, "it is missing", "set it")
+            problem = f"the schedule {schedule.__name__} needs it, and it is missing"
+            remedy = f"set it, or {name} of [schedules.{schedule.__name__}]"
+            raise ConfigError(f"schedule.{name}", None, problem, remedy)
     hints = get_type_hints(schedule, include_extras=True)
     return {name: validated(hints.get(name, Any), value, f"schedule.{name}") for name, value in given.items()}
 
@@ -135,21 +178,24 @@ class FewPrompts:
         return self._prompts[index]
 
 
-class _Overlap:
-    """A sink that notes whether the trainer computed while an engine generated."""
+class _Rehearsal:
+    """A sink that notes whether the trainer computed while an engine generated, and each round's steps."""
 
     def __init__(self) -> None:
-        self.found = False
+        self.overlaps, self.steps = False, list[int]()
         self._num_served, self._served_until_s = 0, -math.inf
 
     def on(self, event: Event) -> None:
         match event:
+            case RoundStarted():
+                self.steps.append(0)
             case RequestStarted():
                 self._num_served += 1
             case RequestEnded(time_s=time_s):
                 self._num_served, self._served_until_s = self._num_served - 1, time_s
             case Accumulated(start_s=start_s) | Stepped(start_s=start_s):
-                self.found |= self._num_served > 0 or self._served_until_s > start_s
+                self.overlaps |= self._num_served > 0 or self._served_until_s > start_s
+                self.steps[-1] += isinstance(event, Stepped)
 
     def close(self) -> None:
         pass
@@ -157,12 +203,17 @@ class _Overlap:
 
 def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
     """Whether the trainer computes while engines generate, in a rehearsal of a schedule that was resolved."""
-    return _rehearse(schedule, config, reward_s=0.0)  # else rewards hide a short overlap
+    return _rehearse(schedule, config, reward_s=0.0).overlaps  # else rewards hide a short overlap
 
 
-def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> bool:
-    """Return whether the trainer computed while engines generated. Raises a ConfigError if the schedule
-    cannot run with these parameters."""
+def steps_of_a_round(config: RunConfig, schedule: BoundSchedule) -> int | None:
+    """Optimizer steps of a round of a schedule that was resolved; None: they differ from round to round."""
+    first, second, *_ = _rehearse(schedule, config).steps
+    return first if first == second else None
+
+
+def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> _Rehearsal:
+    """Raises a ConfigError if the schedule cannot run with these parameters."""
     settings, sim, kind = config.run, config.sim, config.placement.kind
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
     replicas = 2 if kind == "elastic" else 1
@@ -173,7 +224,7 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
     short = SimSettings(engines=engines, lengths=lengths, rewards=rewards)
     group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
     rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
-    rehearsal = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
+    rounds = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
         await schedule(run)
@@ -184,12 +235,12 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))
         few = FewPrompts(parts.prompts, schedule.keywords)
-        await execute(watched, replace(parts, prompts=few), rehearsal, Recorder(overlap))
+        await execute(watched, replace(parts, prompts=few), rounds, Recorder(rehearsal))
 
-    overlap = _Overlap()
+    rehearsal = _Rehearsal()
     try:
         clock.run(two_rounds(), virtual=True)
     except (ScheduleError, Stuck) as why:
         problem = f"a rehearsal failed: {why}"
         raise ConfigError("schedule", "these parameters", problem, "change them") from why
-    return overlap.found
+    return rehearsal

@@ -217,11 +217,17 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
 
 
 def failure_limit(config: RunConfig, schedule: Schedule) -> int:
-    """`reward.max_failures`, or the samples of a round: of a step where the schedule has no other number of
-    groups."""
+    """`reward.max_failures`, or the samples of a round."""
+    return config.reward.max_failures or config.run.group_size * most_groups(schedule)[1]
+
+
+def most_groups(schedule: Schedule) -> tuple[str, int]:
+    """The largest number of groups among the parameters of a schedule, with its name: those of a round, of a
+    step or in flight. 1, if it has none."""
     parameters = getattr(schedule, "keywords", {})
-    groups = [value for name, value in parameters.items() if name.startswith("groups_")]
-    return config.reward.max_failures or config.run.group_size * max(groups, default=1)
+    groups = [(value, name) for name, value in parameters.items() if name.startswith("groups_")]
+    value, name = max(groups, default=(1, ""))
+    return name, value
 
 
 def sim_settings(config: RunConfig) -> SimSettings:

@@ -25,17 +25,18 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder, recorder_of
-from tailrace.assembly.live import check_live
+from tailrace.assembly.live import check_live, say
 from tailrace.assembly.running import ComparedSchedule, SharedWorkers, run_lap
 from tailrace.assembly.schedule import (
     check_parameter_names,
+    compared_parameters,
     resolve,
-    shared_parameters,
     with_published_defaults,
 )
 from tailrace.assembly.simulation import note_default_costs, run_virtual
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.record.figures import BIASES, COSTS, LAPS, QUALITIES, TIMES, Row
 from tailrace.record.summary import Summary
@@ -109,8 +110,16 @@ def _racers(config: RunConfig) -> dict[str, ComparedSchedule]:
     check_parameter_names(config, config.compare.schedules)
     racers: dict[str, ComparedSchedule] = {}
     for name in config.compare.schedules:
-        named = config.model_copy(update={"schedule": shared_parameters(config, name)})
-        racers[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
+        parameters, chosen = compared_parameters(config, name)
+        if chosen:
+            listed = ", ".join(f"{key} = {value}" for key, value in chosen.items())
+            say(f"{name}: {listed}, as the config has none; [schedules.{name}] sets others")
+        named = config.model_copy(update={"schedule": parameters})
+        try:
+            racers[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
+        except ConfigError as why:
+            why.args = (f"{name}: {why}",)
+            raise
     return racers
 
 

@@ -24,6 +24,7 @@ from tailrace.engine.http import TOKEN_VARIABLE
 from tailrace.engine.native.support import check_model
 from tailrace.engine.settings import HostedModel, NativeEngineSettings, SamplingSettings, ServeSettings
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
+from tailrace.importing import install
 from tailrace.model_folder import context_length, read_config
 from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine
 from tailrace.workers.process import LocalSpawner
@@ -66,7 +67,7 @@ def serve(
         if tinker:
             import tinker as sdk  # noqa: F401
     except ImportError as why:
-        remedy = f"pip install 'tailrace[{'tinker' if tinker else 'serve'}]'"
+        remedy = install("tinker" if tinker else "serve")
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
     if tinker:

@@ -10,11 +10,13 @@ class RunState:
     """Starts where the last checkpoint of the run was saved."""
 
     def __init__(self, starting_point: StartingPoint) -> None:
-        base = starting_point.base
-        self.round, self.version, self.num_steps = base.round, base.version, base.step
+        base, per_round = starting_point.base, starting_point.steps_per_round
+        # Steps of interrupted rounds that make whole rounds: later rounds keep the numbers they have without.
+        whole, cut_before = divmod(base.cut_steps, per_round) if per_round else (0, base.cut_steps)
+        self.round, self.version, self.num_steps = base.round + whole, base.version, base.step
         self.steps_at = dict(base.steps_at) or {self.version: self.num_steps}
         """Optimizer steps before each publication, by version."""
-        self._cut_before, self._round_began_at = base.cut_steps, self.num_steps
+        self._cut_before, self._round_began_at = cut_before, self.num_steps
         self.loss, self.num_not_finite = 0.0, 0
         """Of the last step; steps since the last one with a finite loss and a finite gradient."""
 

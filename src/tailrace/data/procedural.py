@@ -20,6 +20,7 @@ import msgspec
 from tailrace.data.base import HELD_OUT_ONE_IN, Epochs, ProceduralSettings, Split, TermsSettings
 from tailrace.data.encoding import PromptEncoder
 from tailrace.errors import BadRow, ConfigError, did_you_mean
+from tailrace.importing import install
 from tailrace.types import Prompt
 
 MAX_DRAWS = 400
@@ -196,7 +197,7 @@ def _find_task(name: str) -> tuple[Any, Any]:
     try:
         import reasoning_gym
     except ImportError as why:
-        remedy = "pip install 'tailrace[quickstart]'"
+        remedy = install("quickstart")
         raise ConfigError(
             "data.kind", "reasoning_gym", f"the package reasoning-gym is not installed ({why})", remedy
         ) from why

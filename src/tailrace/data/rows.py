@@ -23,6 +23,7 @@ import numpy as np
 from tailrace.data.base import HELD_OUT_ONE_IN, Epochs, Prompts, RowsSettings, Split
 from tailrace.data.encoding import PromptEncoder, Tools, is_prompt
 from tailrace.errors import BadRow, ConfigError
+from tailrace.importing import install
 from tailrace.types import Prompt
 
 EVAL_SPLITS = ("test", "validation")
@@ -117,7 +118,7 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
             found = datasets.load_dataset(str(path))
     except ImportError as why:
         problem = f"reading this needs the package datasets ({why})"
-        remedy = "pip install 'tailrace[datasets]', or give a .jsonl file"
+        remedy = f"{install('datasets')}, or give a .jsonl file"
         raise ConfigError(key, str(path), problem, remedy) from why
     except Exception as why:
         # The library datasets raises errors of pyarrow, of the file system and its own.

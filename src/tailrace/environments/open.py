@@ -23,7 +23,7 @@ from tailrace.environments.settings import (
 )
 from tailrace.environments.tools import ToolsEnvironment, import_tools, schemas_of
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function
+from tailrace.importing import import_function, install
 from tailrace.types import Prompt
 
 
@@ -64,7 +64,7 @@ def check_environment(settings: EnvironmentSettings) -> None:
     if isinstance(settings, AgentSettings | VerifiersSettings):
         for package in ("fastapi", "prometheus_client", "uvicorn"):
             if importlib.util.find_spec(package) is None:
-                problem, remedy = f"the package `{package}` is missing", "pip install 'tailrace[serve]'"
+                problem, remedy = f"the package `{package}` is missing", install("serve")
                 raise ConfigError("environment.kind", settings.kind, problem, remedy)
     if isinstance(settings, AgentSettings):
         # Not at the top: it needs these packages.

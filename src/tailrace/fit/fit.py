@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tailrace.engine.base import DecodeSums
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.record.events import Decoded, Interval
 from tailrace.record.intervals import union
 from tailrace.record.metrics import read_row
@@ -153,7 +154,7 @@ def non_negative(columns: Mapping[str, Array], target: Array, variances: Array |
     try:
         from scipy.optimize import nnls
     except ImportError as why:
-        remedy = "pip install 'tailrace[fit]'"
+        remedy = install("fit")
         raise ConfigError("fit", "scipy", "this package is not installed", remedy) from why
     matrix = np.column_stack([*columns.values()])
     weights = np.ones(len(target)) if variances is None else 1 / np.sqrt(variances)

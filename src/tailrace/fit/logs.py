@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 
 STEP_NAMES = ("step", "rollout/step", "global_step", "training/global_step", "train/global_step", "_step")
 """Figures that number the step of a row, the first that it has."""
@@ -22,7 +23,7 @@ SUMMED = "profiling/"
 """Figures with this beginning come several times a step, and are summed. Of others the last one counts."""
 _WANDB_HEADER, _WANDB_BLOCK, _WANDB_LAST = 7, 32_768, (1, 4)
 """Bytes of the header and of a block; kinds of a record's last part. The rest is LevelDB's log format."""
-EXTRAS = "pip install 'tailrace[tensorboard,wandb,datasets]'"
+EXTRAS = install("tensorboard,wandb,datasets")
 LogRow = dict[str, float]
 
 

@@ -69,6 +69,8 @@ class StartingPoint:
     """The row of this life."""
     began_s: float | None = None
     """When its devices were taken, on the run's clock; None: when the run began."""
+    steps_per_round: int | None = None
+    """Of rounds that are not interrupted; None: it is not known."""
     opening: Transaction = field(default_factory=lambda: Transaction([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
 

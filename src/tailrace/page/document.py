@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.page.run import RunView
 
 NUM_EMBEDDED = 100
 """Samples of each run that a file has in it: the newest ones, and the stragglers."""
-EXTRA = "pip install 'tailrace[view]'"
+EXTRA = install("view")
 
 
 def check_installed() -> None:

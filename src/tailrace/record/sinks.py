@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function
+from tailrace.importing import import_function, install
 from tailrace.record.base import TrackerName
 from tailrace.record.events import Event, Sink
 from tailrace.record.figures import Row
@@ -167,7 +167,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
     """Raises a ConfigError if a package is not installed. Loads none."""
     for name in names:
         if find_spec(name) is None:
-            remedy = f"pip install 'tailrace[{name}]', or remove it from the list"
+            remedy = f"{install(name)}, or remove it from the list"
             raise ConfigError(TRACKERS, name, f"the package {name} is not installed", remedy)
 
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 
 TRUTH_COLUMNS = ("ground_truth", "solution", "answer")
 
@@ -116,6 +117,6 @@ def import_checker(name: str, key: str) -> Callable[..., Any] | None:
     if module is not None:
         if find_spec(module) is None:
             problem = f"this checker needs the package {module}"
-            raise ConfigError(key, name, problem, f"pip install 'tailrace[{extra}]'")
+            raise ConfigError(key, name, problem, install(extra))
         import_module(module)  # now, so that it is not in the time of the first call
     return function

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.model_folder import tensor_shapes
 from tailrace.trainer.base import LoraSettings
 from tailrace.weights.base import TensorInfo
@@ -41,7 +42,7 @@ def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) 
     Raises a ConfigError if peft is not installed, a layer does not exist, or the engine or the transport
     takes no adapters."""
     if find_spec("peft") is None:
-        raise ConfigError(_KEY, None, "it needs peft, which is not installed", "pip install 'tailrace[lora]'")
+        raise ConfigError(f"{_KEY}.rank", lora.rank, "it needs peft, which is not installed", install("lora"))
     if lora.versions > 1 and lora.publish != "adapter":
         problem, remedy = "merged weights replace each other", 'set it to 1, or publish = "adapter"'
         raise ConfigError(f"{_KEY}.versions", lora.versions, problem, remedy)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tailrace.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.reward.base import RewardSettings
 from tailrace.trainer.base import TrainerSettings
 from tailrace.weights.base import ProcessGroupSettings, SharedMemorySettings, WeightsSettings
@@ -20,7 +21,7 @@ def check_host(host: AnyHostSettings, *, engine: EngineSettings, weights: Weight
     """Check that the other settings can be honoured on other hosts. Does not look for the cluster. Raises a
     ConfigError if they cannot, or Ray is not installed."""
     if isinstance(host, RayHostSettings) and importlib.util.find_spec("ray") is None:
-        raise ConfigError("host.kind", "ray", "Ray is not installed", "pip install 'tailrace[ray]'")
+        raise ConfigError("host.kind", "ray", "Ray is not installed", install("ray"))
     joins = isinstance(host, LocalHostSettings) and not host.starts("engine")
     if joins and not isinstance(engine, NativeEngineSettings):
         remedy = "write engine.urls for servers of other hosts"
