@@ -405,3 +405,24 @@ def test_a_resumed_run_may_ask_its_judges_elsewhere_but_not_otherwise(tmp_path: 
 def test_a_wrong_value_of_a_judge_is_named_without_its_kind(tmp_path: Path) -> None:
     text = JUDGES.format(url="host", template="x")
     assert message(tmp_path, text).startswith("reward.judges.0.url = 'host': string should match pattern")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "sampling.top_k",
+            "-1",
+            "greater than or equal to 0; change it: The number of likeliest tokens that may be",
+        ),
+        ("sampling.top_k", "-1", "0: all tokens (off)."),
+        ("sampling.top_p", "0", "1: all tokens (off)."),
+        ("sampling.temperature", "0", "1: off. For evaluations without noise: run.eval_greedy."),
+        ("run.keep_checkpoints", "-1", "0: all are kept."),
+        ("trainer.max_grad_norm", "-1", "change it: "),
+    ],
+)
+def test_a_number_out_of_range_is_answered_with_what_the_key_means(
+    tmp_path: Path, key: str, value: str, said: str
+) -> None:
+    assert said in message(tmp_path, "", {key: value})

@@ -5,6 +5,7 @@ overrides from the command line, checks them against one another, and explains w
 """
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -244,6 +245,20 @@ def with_model_folder(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": ModelSettings(path=find_folder(config.model.path))})
 
 
+def files_of(config: RunConfig) -> Iterator[Path]:
+    """Yield the files and folders that the config names and that a resumed run must find as they were."""
+    for key, value in _leaves(_effective(config.model_dump(mode="json"))):
+        *parts, name = (part for part in key.split(".") if not part.isdigit())
+        marks = [mark for field in _fields(sections_at(parts), name) for mark in marks_of(field)]
+        if may_change(key) or not (
+            key == "schedule.name" or any(isinstance(mark, InFolder) for mark in marks)
+        ):
+            continue
+        for text in value if isinstance(value, list) else [value]:
+            place = text.rpartition(":")[0]  # of a function: a file, or a module that was imported
+            yield Path(getattr(sys.modules.get(place), "__file__", None) or place or text)
+
+
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
     """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values. A missing
     value is None."""
@@ -305,8 +320,11 @@ def _explained(detail: Mapping[str, Any], prefix: str) -> ConfigError:
         return ConfigError(key, value, "there is no such key", _suggest(key.split(".")))
     if kind == "missing":
         return ConfigError(key, None, "it is missing", "set it")
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    return ConfigError(key, value, message[0].lower() + message[1:], "change it")
+    message, remedy = str(detail["msg"]).removeprefix("Value error, "), "change it"
+    *sections, name = [part for part in parts if part and not part.isdigit()] or [""]
+    if kind.startswith(("greater", "less")) and (fields := _fields(sections_at(sections), name)):
+        remedy += f": {' '.join((fields[0].description or '').split())}"  # it says how "off" is written
+    return ConfigError(key, value, message[0].lower() + message[1:], remedy)
 
 
 def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:

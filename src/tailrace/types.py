@@ -75,6 +75,8 @@ class Prompt:
     """The prompt as the data give it: a string or chat messages. None: as `text`."""
     source: str = ""
     """Name of the data source; empty where the data name none."""
+    opened: str = ""
+    """What the prompt has of the assistant's turn already (PromptEncoder.opened)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

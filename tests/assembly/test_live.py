@@ -128,3 +128,21 @@ def test_sources_without_a_reward_function_and_unknown_ones_are_refused(
     with pytest.raises(ConfigError) as refused:
         check_live(load_config(config_path))
     assert said in str(refused.value)
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_prompt_that_ends_with_an_open_tag_is_said_at_the_start(
+    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], opens: bool
+) -> None:
+    shutil.copytree(TOOLS, tmp_path / "model")
+    template = THINKS if opens else THINKS.replace("<think>\n", "")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    check_live(load_config(config_path, {"model.path": str(tmp_path / "model")}))
+    said = r"prompts end with '<think>\n': completions lack it, and rewards get it as completion_prefix"
+    assert (said in capsys.readouterr().err) == opens

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.assembly.live import usable_prompts
 from tailrace.data.base import ProceduralSettings, TermsSettings
 from tailrace.data.open import open_prompts
 from tailrace.data.procedural import Task, draw_length, is_held_out
@@ -191,10 +192,9 @@ def test_a_question_that_is_too_long_is_a_bad_row_and_the_others_are_not(plain_t
 
 
 def test_a_task_whose_questions_never_fit_is_a_config_error(plain_tokenizer):
-    with pytest.raises(
-        ConfigError, match=r"data\.task = 'chain_sum': all of the 16 prompts looked at are longer"
-    ):
-        open_prompts(CHAIN, plain_tokenizer, seed=0, split="train", max_context_tokens=4)
+    prompts = open_prompts(CHAIN, plain_tokenizer, seed=0, split="train", max_context_tokens=4)
+    with pytest.raises(ConfigError, match=r"data = .prompt too long: \d+ tokens, at most 3 fit"):
+        usable_prompts(prompts, 1)
 
 
 def test_without_reasoning_gym_the_error_names_the_extra(plain_tokenizer, monkeypatch):

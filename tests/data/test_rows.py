@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.conftest import character_tokenizer
 
+from tailrace.assembly.live import usable_prompts
 from tailrace.data.base import RowsSettings
 from tailrace.data.open import open_prompts
 from tailrace.errors import BadRow, ConfigError
@@ -122,7 +123,7 @@ def test_a_bad_row_costs_its_own_index_alone(tmp_path, plain_tokenizer, row, rea
 
 
 def test_messages_that_the_chat_template_refuses_are_a_bad_row(tmp_path, tokenizer):
-    rows = [{"prompt": [{"rôle": c}]} for c in "ab"]
+    rows = [{"prompt": [{"rôle": "user", "content": c}]} for c in "ab"]
     prompts = open_prompts(write(tmp_path / "r.jsonl", rows), tokenizer, seed=0, split="train")
     with pytest.raises(BadRow) as bad:
         prompts[0]
@@ -134,7 +135,7 @@ def test_messages_that_the_chat_template_refuses_are_a_bad_row(tmp_path, tokeniz
     [
         ([{"question": "a"}] * 3, "data.prompt_column = 'prompt': none of the 3 rows"),
         ([{"prompt": "a"}] * 3, "data.path = .*: it needs two different prompts"),
-        ([], "data.prompt_column = 'prompt': none of the 0 rows"),
+        ([], "data.path = .*: it is empty"),
         (
             [{"prompt": [{"role": "user", "content": c}]} for c in "ab"],
             "data.prompt_column = .*no chat template",
@@ -175,11 +176,11 @@ def test_a_prompt_that_leaves_no_room_for_a_completion_is_dropped_with_a_reason(
 
 
 def test_rows_that_are_all_too_long_are_a_config_error(sums, plain_tokenizer):
-    with pytest.raises(
-        ConfigError,
-        match=r"all of the 37 prompts looked at are longer than 4 tokens; raise data.max_prompt_tok",
-    ):
-        open_prompts(sums, plain_tokenizer, seed=0, split="train", max_context_tokens=5)
+    prompts = open_prompts(sums, plain_tokenizer, seed=0, split="train", max_context_tokens=5)
+    with pytest.raises(ConfigError) as refused:
+        usable_prompts(prompts, 1)
+    said = "data = 'prompt too long: 8 tokens, at most 4 fit (data.max_prompt_tokens)': none of the first"
+    assert str(refused.value).startswith(said)
 
 
 def test_without_datasets_a_parquet_file_is_a_config_error(tmp_path, tokenizer, monkeypatch):

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,20 @@ from typing import Any
 import agents_of_tests
 import openai
 import pytest
-from agent_cases import CALL, END, QUESTION, Script, encode, episode, new_sample, opened, render
+from agent_cases import CALL, END, QUESTION, TOKENIZER, Script, encode, episode, new_sample, opened, render
 from agents_of_tests import TOOL
 
+from environments.scripted import ScriptedPolicy
 from tailrace import clock
-from tailrace.environments.base import EpisodeOver, Outcome
+from tailrace.data.base import RowsSettings
+from tailrace.environments.base import Completion, EpisodeOver, Message, Outcome
+from tailrace.environments.history import RequestEncoder
 from tailrace.environments.open import check_environment
+from tailrace.environments.session import Session, SessionRequest
 from tailrace.environments.settings import AgentSettings
+from tailrace.environments.tools import parse_hermes
 from tailrace.errors import ConfigError, EnvironmentFailed
-from tailrace.types import Sample, Turn
+from tailrace.types import Prompt, Sample, Turn
 
 USER = {"role": "user", "content": QUESTION}
 AFTER_TOOL = "\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -68,6 +73,32 @@ def test_a_loop_with_tools_is_one_token_exact_episode() -> None:
         *second,
     ]
     assert sample.opening_ids == render([USER], [TOOL])[1:]
+
+
+@pytest.mark.parametrize(
+    ("turn", "content", "num_calls"),
+    [
+        (f"<think>{CALL}</think>408", f"<think>{CALL}</think>408", 0),
+        (f"<think>{CALL}</think> So {CALL}", f"<think>{CALL}</think> So", 1),
+    ],
+)
+def test_a_call_in_thinking_is_text_and_what_follows_is_read(turn: str, content: str, num_calls: int) -> None:
+    class Policy(ScriptedPolicy):
+        def open(self, ids: Sequence[int]) -> None:
+            assert list(ids) == render([USER], [TOOL])
+
+        async def complete(self, messages: Sequence[Message] = (), **options: object) -> Completion:
+            return await super().complete(messages)
+
+    async def said() -> dict[str, Any]:
+        encoder = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), TOKENIZER, 512)
+        session = Session("1", "key", encoder.contexts(Prompt(0, [1]), "keep", 1), parse_hermes)
+        body = SessionRequest(model="policy", messages=[USER], tools=[TOOL])
+        return (await session.serve(session.ask(body), Policy(turn))).result().message()
+
+    message = asyncio.run(said())
+    assert message["content"] == content
+    assert len(message.get("tool_calls", ())) == num_calls
 
 
 def test_with_the_prompt_of_the_data_nothing_stands_before_the_first_turn() -> None:

@@ -71,6 +71,57 @@ def test_the_number_of_turns_is_bounded_and_so_is_the_room() -> None:
     assert play(ScriptedPolicy(*again[:1]), add) == (["3"], {"turns": 1, "calls": 1})
 
 
+MARKED = '<tool_call>{"name": "say", "arguments": {"text": "</tool_call> <think>"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>I could {call('say')}</think>4", []),
+        (f"<think>I could {call('say')}</think>{call('add', a=1)}", [("add", {"a": 1})]),
+        (f"Well. <think>{call('say')}</think> {call('add')}<think>{call('say')}", [("add", {})]),
+        (MARKED + call("add"), [("say", {"text": "</tool_call> <think>"}), ("add", {})]),
+        (f"<tool_call>\n{call('add')}", [("add", {})]),
+        (
+            '<tool_call>{"name": "say", "arguments": {"text": "a\nb"}}</tool_call>',
+            [("say", {"text": "a\nb"})],
+        ),
+        ('<tool_call>{"name": "add"}</tool_call>{"name": "say"}', [("add", {})]),
+    ],
+)
+def test_calls_in_thinking_are_not_made_and_the_end_of_the_json_ends_a_call(
+    text: str, calls: list[tuple[str, dict[str, object]]]
+) -> None:
+    found = parse_hermes(text)
+    assert [(each.name, each.arguments) for each in found] == calls
+    assert not any(each.problem for each in found)
+
+
+def test_calls_of_llama_follow_the_thinking() -> None:
+    text = '<think>{"name": "say"}</think>{"name": "add", "parameters": {"text": "a\nb"}}'
+    assert parse_llama3_json(text) == [ToolCall("add", {"text": "a\nb"})]
+    assert parse_llama3_json('<think>{"name": "say"}') == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("parse", [parse_hermes, parse_llama3_json])
+def test_a_number_that_json_lacks_makes_a_call_malformed(
+    parse: Callable[[str], list[ToolCall]], number: str
+) -> None:
+    text = f'{{"name": "add", "arguments": {{"a": {number}}}}}'
+    (found,) = parse(f"<tool_call>{text}</tool_call>" if parse is parse_hermes else text)
+    assert found.problem == f"this is not JSON: {number} is no number of JSON"
+
+
+def test_a_call_is_not_made_in_thinking_that_the_prompt_has_begun() -> None:
+    environment = ToolsEnvironment(settings(), {"add": add})
+    said = [f"hm {call('add', a=1, b=2)}</think>{call('add', a=3, b=4)}", f"hm {call('add', a=1, b=2)}"]
+    policy = ScriptedPolicy(*said)
+    outcome = asyncio.run(environment.run(Prompt(0, [1], opened="<think>\n"), policy))
+    assert [message["content"] for message in policy.heard] == ["7"]
+    assert outcome.metrics["calls"] == 1
+
+
 @pytest.mark.parametrize(
     ("said", "problem", "answer"),
     [

@@ -199,7 +199,7 @@ def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger:
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "ledger.sqlite")
     store.commit(Transaction([RunRow(FORMAT + 1, 0, 0)]))
-    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 9\)"):
+    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 10\)"):
         read_ledger(store)
 
 

@@ -11,7 +11,15 @@ from rich.console import Console
 
 from tailrace.record.base import RecordSettings
 from tailrace.record.display import Display, Notices, Progress, number, sparkline
-from tailrace.record.events import EngineStateChanged, Evaluated, Event, SampleScored, Waiting
+from tailrace.record.events import (
+    EngineStateChanged,
+    Evaluated,
+    Event,
+    GroupEnded,
+    RowSkipped,
+    SampleScored,
+    Waiting,
+)
 from tailrace.record.figures import Row
 from tailrace.types import SampleId
 
@@ -118,6 +126,23 @@ def test_huge_and_missing_rewards_can_be_drawn() -> None:
 
 def step_row(**changes: float) -> Row:
     return rows_of(pipelined_round().events)[0] | changes
+
+
+def test_the_first_drop_of_each_reason_is_shown_with_its_example() -> None:
+    dropped = [
+        RowSkipped(1.0, 4, "no prompt", "found None"),
+        RowSkipped(2.0, 9, "no prompt", "found 3"),
+        RowSkipped(2.0, -2, "prompt too long", "900 tokens, and at most 512 fit"),
+        GroupEnded(3.0, 7, "dropped", "no prompt"),
+        GroupEnded(3.0, 8, "dropped", "no prompt"),
+        GroupEnded(3.0, 8, "filtered", "zero variance"),
+    ]
+    notices = Notices()
+    assert [line for event in dropped for line in notices.of(event)] == [
+        "First skipped row | no prompt | prompt 4 | found None",
+        "First skipped row | prompt too long | prompt -2 | 900 tokens, and at most 512 fit",
+        "First dropped group | no prompt | prompt 7",
+    ]
 
 
 def test_the_first_failure_of_each_kind_is_shown_at_once() -> None:

@@ -32,6 +32,11 @@ def checked(name, completion, row, **arguments):
         (r"First 3, then \boxed{4}", r"We see that it is $\boxed{4}$.", 1.0),
         ("48 + 24 = 72", "Natalia sold 48/2 = 24 clips.\n#### 72", 1.0),
         ("", "72", 0.0),
+        (r"\boxed{5}. Wait, \boxed{", "5", 0.0),
+        (r"\boxed{5}. Wait, \boxed{7", "7", 0.0),
+        (r"\boxed{5}. Wait, \boxed{6}", "6", 1.0),
+        (r"\boxed{5}. Wait, \boxed{6}", "5", 0.0),
+        (r"so \boxed{\frac{1}{2}}, as said", "0.5", 1.0),
     ],
 )
 def test_math_compares_expressions(completion, truth, reward):
@@ -57,8 +62,49 @@ def test_the_ground_truth_is_found_in_the_columns_of_peers(row, arguments):
     assert checked("exact_match", " 7\n", row, **arguments) == 1.0
 
 
+@pytest.mark.parametrize("name", ["exact_match", "math"])
+@pytest.mark.parametrize("truth", [None, "", []])
+@pytest.mark.parametrize("completion", ["None", "", "null"])
+def test_a_ground_truth_that_is_missing_fails_the_sample_by_name(name, truth, completion):
+    with pytest.raises(RewardFailed, match="the ground truth is null or empty: answer") as failed:
+        checked(name, completion, {"answer": truth}, column="answer")
+    assert not failed.value.is_defect  # other rows may have one
+
+
+def test_a_column_that_arrow_filled_with_null_does_not_hide_the_ground_truth():
+    row = {"reward_model": {"ground_truth": None}, "solution": None, "answer": "7"}
+    assert checked("exact_match", "7", row) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "reward"),
+    [
+        ("4", 4.0, 1.0),
+        ("4.0", 4, 1.0),
+        ("4.5", 4, 0.0),
+        ("9007199254740993", 9007199254740993, 1.0),
+        ("9007199254740992", 9007199254740993, 0.0),
+        ("four", 4, 0.0),
+        ("true", True, 1.0),
+        ("True", True, 1.0),
+        ("1", True, 0.0),
+        ("false", True, 0.0),
+        ("4.0", "4", 0.0),  # texts are texts
+        ("None", [None, "4"], 0.0),
+        ("4", [None, 4.0], 1.0),
+    ],
+)
+def test_numbers_and_booleans_compare_as_what_they_are(completion, truth, reward):
+    assert checked("exact_match", completion, {"answer": truth}) == reward
+
+
+def test_a_boolean_is_no_mathematics():
+    with pytest.raises(RewardFailed, match="the ground truth 'True' is not mathematics"):
+        checked("math", "True", {"answer": True})
+
+
 def test_a_row_without_a_ground_truth_is_a_defect():
-    with pytest.raises(RewardFailed, match="set the argument `column`") as failed:
+    with pytest.raises(RewardFailed, match=r"\(columns: label, .*; set the argument `column`") as failed:
         checked("exact_match", "7", {"label": "7"})
     assert failed.value.is_defect
 

@@ -56,7 +56,7 @@ def test_the_rest_of_the_row_goes_to_kwargs():
         return 0
 
     scored(reward, "c", {"a": 1, "b": [2]})
-    own = {"completion": "c", "completion_ids": [], "finish_reason": "stop"}
+    own = {"completion": "c", "completion_ids": [], "finish_reason": "stop", "completion_prefix": ""}
     assert seen == {**own, "a": 1, "b": [2]}
 
 

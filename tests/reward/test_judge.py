@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,13 @@ def test_a_reward_model_without_a_template_reads_the_conversation() -> None:
         {"role": "user", "content": "1 + 1 ="},
         {"role": "assistant", "content": "2"},
     ]
+
+
+def test_a_judge_reads_what_the_prompt_has_of_the_answer() -> None:
+    call = Call("1 + 1 =", "2", [], "stop", {}, given="1 + 1 =", completion_prefix="It is ")
+    assert render("{prompt} {completion}", call) == "1 + 1 = It is 2"
+    reward_model = LocalJudgeSettings(path=Path("m"))
+    assert messages_of(reward_model, call)[-1] == {"role": "assistant", "content": "It is 2"}
 
 
 def test_scores_are_added_with_their_weights_and_are_metrics() -> None:

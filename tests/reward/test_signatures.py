@@ -12,6 +12,7 @@ from tailrace.data.base import ProceduralSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.reward.base import Call, FunctionSettings, RewardSettings
 from tailrace.reward.functions import RewardFunction, Scorer, recognise
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 MESSAGES = [{"role": "user", "content": "1+1"}]
 VERL_ROW = {
@@ -80,6 +81,33 @@ def test_completions_are_chat_messages_where_the_prompt_is():
         return [float(completion[0]["content"]) for completion in completions]
 
     assert scores_of(reward, given=MESSAGES).reward == 2.0
+
+
+BEGUN = Prompt(0, [1], "..a:So", {}, given=[*MESSAGES, {"role": "assistant", "content": "So"}], opened="So")
+THINKS = Prompt(0, [1], "..a:<think>\n", {}, given=MESSAGES, opened="<think>\n")
+
+
+def call_of(prompt, text):
+    sample = Sample(SampleId(0, 0, 0), Group(prompt, 1, []))
+    sample.text = text
+    return Call.of(sample)
+
+
+@pytest.mark.parametrize(("prompt", "content"), [(BEGUN, "So 2"), (THINKS, "<think>\n 2")])
+def test_a_turn_that_the_prompt_has_begun_is_whole_in_trls_messages(prompt, content):
+    def reward(prompts, completions):
+        assert prompts == [MESSAGES]
+        assert completions == [[{"role": "assistant", "content": content}]]
+        return [1.0]
+
+    assert Scorer([one(reward)])(call_of(prompt, " 2")).reward == 1.0
+
+
+def test_what_the_prompt_has_of_the_turn_is_an_argument():
+    def reward(completion, completion_prefix):
+        return float((completion_prefix, completion) == ("<think>\n", " 2"))
+
+    assert Scorer([one(reward)])(call_of(THINKS, " 2")).reward == 1.0
 
 
 def test_the_turns_of_an_episode_are_chat_messages_where_the_prompt_is():

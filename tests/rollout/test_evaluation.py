@@ -1,15 +1,17 @@
 """Evaluations: which samples are drawn, and avg@n and pass@k of each data source."""
 
+import asyncio
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from tailrace.controller.base import RunSettings
 from tailrace.errors import BadRow
-from tailrace.record.events import EvaluatedSample
+from tailrace.record.events import EvaluatedSample, RowSkipped
 from tailrace.rollout.evaluation import held_out_samples, metrics_of_sets, pass_at
-from tailrace.types import Prompt, SampleId
+from tailrace.types import Prompt, Sample, SampleId
 
 
 class OddPrompts:
@@ -21,8 +23,15 @@ class OddPrompts:
         return Prompt(index, [index], source="odd")
 
 
+def samples_of(**settings: Any) -> list[Sample]:
+    async def drawn() -> list[Sample]:
+        return held_out_samples(OddPrompts(), 2, seed=0, **settings)
+
+    return asyncio.run(drawn())
+
+
 def test_each_usable_prompt_has_as_many_samples_as_asked_with_noise_of_their_own() -> None:
-    samples = held_out_samples(OddPrompts(), 2, seed=0, attempt=3, per_prompt=3)
+    samples = samples_of(attempt=3, per_prompt=3)
     assert [str(sample.id) for sample in samples] == [
         *("-2.3/0", "-2.3/1", "-2.3/2"),
         *("-4.3/0", "-4.3/1", "-4.3/2"),
@@ -31,9 +40,15 @@ def test_each_usable_prompt_has_as_many_samples_as_asked_with_noise_of_their_own
     assert [sample.prompt.index for sample in samples] == [1, 1, 1, 3, 3, 3]
 
 
+def test_rows_without_a_usable_prompt_are_told() -> None:
+    skipped: list[RowSkipped] = []
+    samples_of(attempt=0, skipped=skipped.append)
+    assert [(each.prompt, each.reason) for each in skipped] == [(-1, "no prompt"), (-3, "no prompt")]
+
+
 def test_each_evaluation_has_other_noise_and_the_same_one_again_after_a_resume() -> None:
     def seeds(attempt: int, greedy: bool = False) -> list[int]:
-        samples = held_out_samples(OddPrompts(), 2, seed=0, attempt=attempt, per_prompt=2, greedy=greedy)
+        samples = samples_of(attempt=attempt, per_prompt=2, greedy=greedy)
         return [sample.seed for sample in samples]
 
     assert seeds(3) == seeds(3)

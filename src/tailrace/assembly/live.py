@@ -26,7 +26,7 @@ from tailrace.assembly.workers import open_workers
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunComponents
 from tailrace.data.base import MixedSettings, Prompts, Split, sources_of
-from tailrace.data.encoding import Tokenizer, load_tokenizer, text_of
+from tailrace.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
 from tailrace.data.open import check_lengths, open_prompts
 from tailrace.devices import check_device
 from tailrace.engine.base import Engine
@@ -115,6 +115,8 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
     first = usable_prompts(prompts, CHECKED_ROWS)
+    if tag := OPEN_TAG.search(first[0].opened):
+        say(f"prompts end with {tag[0]!r}: completions lack it, and rewards get it as completion_prefix")
     _check_rewards(config, [prompt.row for prompt in first])
     _check_judges(config, first)
     import_sinks(config.record.sinks)

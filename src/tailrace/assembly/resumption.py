@@ -4,13 +4,15 @@ A run may be continued by several processes, which the ledger calls its lives. A
 needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from hashlib import blake2b
+from pathlib import Path
 
 from tailrace.assembly.folder import RunFolder
 from tailrace.assembly.live import say, training_prompts
 from tailrace.assembly.placement import prices_of
-from tailrace.config import RunConfig, check_resumable
+from tailrace.config import RunConfig, changed_keys, check_resumable, files_of
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.engine.base import counted_tokens
 from tailrace.errors import CheckpointError, ConfigError
@@ -18,6 +20,9 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
 from tailrace.record.figures import Row, steps_of
 from tailrace.trainer.checksums import CHECKSUMS_FILE, remedy, verify
+
+BLOCK = 2**20
+"""Bytes of a file that are read at a time."""
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def opened(
         problem = "it holds a run already"
         raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
     folder.clear()
-    start = first_life(config.to_json())
+    start = first_life(config.to_json(), inputs_of(config))
     created = create_store(config.ledger, folder.path)
     with closing(created) if created else nullcontext():
         if created:
@@ -45,10 +50,20 @@ def opened(
 
 def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     tables = read_ledger(store)
-    check_resumable(tables.lives[max(tables.lives)].config, config)
+    last, inputs = tables.lives[max(tables.lives)], inputs_of(config)
+    check_resumable(last.config, config)
+    for key, (before, after) in changed_keys(last.config, config).items():
+        say(f"{key} was {before!r} and is {after!r}")
+    if changed := changed_files(last.inputs, inputs):
+        if not config.run.accept_changed_inputs:
+            problem = f"the run was begun with another content of {changed}"
+            remedy = "put it back, begin a new run in another --output-dir, or set this to true"
+            raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
+        say(f"goes on with another content of {changed}")
     start = next_life(
         tables,
         config=config.to_json(),
+        inputs=inputs,
         checkpoints=folder.checkpoints,
         num_generated=counted_tokens(folder.counts),
         prompt_of=training_prompts(config, config.run.seed).__getitem__,
@@ -64,6 +79,28 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
     where = start.base.checkpoint or "the model of the config"
     say(f"resumed from {where}, step {start.base.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
     return start
+
+
+def inputs_of(config: RunConfig) -> dict[str, str]:
+    """Return a digest of each file that a resumed run reads again, by its path."""
+    named = [file for path in files_of(config) for file in (path.rglob("*") if path.is_dir() else [path])]
+    return {str(file): _digest(file) for file in named if file.is_file() and not file.name.startswith(".")}
+
+
+def changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the files whose content differs, for a message."""
+    return ", ".join(sorted({name for name, _ in before.items() ^ after.items()}))
+
+
+def _digest(file: Path) -> str:
+    """Return a digest of the content of a file; of weights, of their size and 64 blocks."""
+    digest, size = blake2b(digest_size=16), file.stat().st_size
+    step = max(BLOCK, size // 64) if file.suffix == ".safetensors" else BLOCK
+    with file.open("rb") as opened:
+        for place in range(0, size, step):
+            opened.seek(place)
+            digest.update(opened.read(BLOCK))
+    return f"{size} {digest.hexdigest()}"
 
 
 def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:

@@ -12,7 +12,8 @@ from cyclopts import Parameter
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import check_live, open_parts
+from tailrace.assembly.live import check_live, open_parts, say
+from tailrace.assembly.resumption import changed_files, inputs_of
 from tailrace.assembly.schedule import check_parameter_names
 from tailrace.commands.tables import open_console
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
@@ -101,6 +102,8 @@ def _check_config(folder: RunFolder) -> None:
     for key, (before, after) in changed_keys(last.config, config).items():
         problem = f"{folder.config} was changed: the run has {before!r} in its ledger"
         raise ConfigError(key, after, problem, f"change it back; --{key} on the command line overrides it")
+    if changed := changed_files(last.inputs, last.inputs | inputs_of(config)):
+        say(f"warning: the run was trained with another content of {changed}")
 
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:

@@ -49,6 +49,8 @@ class RunSettings(Settings):
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error. If it has not ended
     ten minutes later, because something hangs, the process ends."""
+    accept_changed_inputs: Resumable[bool] = False
+    """Whether a resumed run may find rows, functions or a model folder whose content has changed."""
 
     @property
     def num_trained(self) -> int:

@@ -183,6 +183,7 @@ class Evaluations:
             greedy=settings.eval_greedy,
             temperature=settings.eval_temperature,
             per_prompt=settings.eval_samples,
+            skipped=self.recorder.emit,
         )
         try:
             rewards = chain_of_rewards(parts.rewards, max_failures=parts.max_failures)

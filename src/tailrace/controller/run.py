@@ -88,7 +88,7 @@ class PromptSource:
                 return self._prompts[index]
             except BadRow as bad:
                 self._ledger.skip()
-                self._recorder.emit(RowSkipped(clock.now(), index, bad.reason))
+                self._recorder.emit(RowSkipped(clock.now(), index, bad.reason, bad.detail))
                 reason = bad.reason
         problem = f"{MAX_CONSECUTIVE_BAD_ROWS} rows in succession have no usable prompt"
         raise ConfigError("data", reason, problem, "check the data")

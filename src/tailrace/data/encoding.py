@@ -4,9 +4,11 @@ Loads the tokenizer of a model folder. It does not import torch, which the contr
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol, TypeGuard, cast
@@ -127,6 +129,10 @@ XML tags:
 </tool_call>"""
 """What Qwen's chat templates write at the end of the system message."""
 
+OPEN_TAG = re.compile(r"<([A-Za-z_]\w*)>\s*\Z")
+"""A tag at the end of a prompt that the completion goes on after, as <think>."""
+PROBE = "tailrace probe"
+
 ChatMessages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 """Descriptions of tools as JSON schemas, as the chat template takes them."""
@@ -164,8 +170,9 @@ class PromptEncoder:
     def encode(
         self, prompt: object, tools: Tools | None = None, *, any_length: bool = False
     ) -> tuple[str, list[int]]:
-        """Return the text that the model reads, and its token ids. Raises a BadRow if it is neither, it is
-        empty, the template refuses it or leaves out its tools, or it has no token or too many.
+        """Return the text that the model reads, and its token ids. It goes on with a last message of the
+        assistant. Raises a BadRow if it is neither, it is empty, has parts that are not text, the template
+        refuses it or leaves out its tools, or it has no token or too many.
 
         Args:
             prompt: a string, or a list of chat messages.
@@ -183,36 +190,45 @@ class PromptEncoder:
             text, encode = prompt, self._tokenizer.encode
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._apply_template(messages, tools)
+            text = self._apply_template([self._plain(message) for message in messages], tools)
             # The template has written the special tokens.
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
         ids = encode(text) if limit is None else encode_up_to(limit, text, encode)
         if not ids:
             raise BadRow("empty prompt", "the chat template writes no token for it")
         if limit is not None and len(ids) > limit:
-            raise BadRow(TOO_LONG, f"{len(ids)} tokens, and at most {limit} fit")
+            raise BadRow(TOO_LONG, f"{len(ids)} tokens, at most {limit} fit (data.max_prompt_tokens)")
         return text, ids
 
-    def check_that_one_fits(self, key: str, value: object, prompts: Iterable[object]) -> None:
-        """Check that not every prompt is too long. Stops at the first one that fits. Raises a ConfigError if
-        every prompt is longer than the limit.
+    def opened(self, prompt: object, text: str) -> str:
+        """Return what a prompt has of the assistant's turn already: a last message of the assistant, or a tag
+        that is open at the end of the text, as <think>. Mostly it is empty."""
+        if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
+            return str(self._plain(prompt[-1])["content"])
+        found = OPEN_TAG.search(text)
+        return found[0] if found and not (self._header or "").endswith(found[0]) else ""
 
-        Args:
-            key, value: the setting that names the data, for the message.
-        """
-        num_long = 0
-        for prompt in prompts:
-            try:
-                self.encode(prompt)
-                return
-            except BadRow as bad:
-                num_long += bad.reason == TOO_LONG
-        if num_long:
-            problem = f"all of the {num_long} prompts looked at are longer than {self._max_tokens} tokens"
-            remedy = (
-                "raise data.max_prompt_tokens, or choose shorter prompts or a model with a longer context"
-            )
-            raise ConfigError(key, value, problem, remedy)
+    @cached_property
+    def _header(self) -> str | None:
+        """What the template writes before the text of the assistant. None: it takes no text as a string."""
+        with suppress(BadRow):
+            asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": PROBE}]
+            before, found, _ = self._render(asked).partition(PROBE)
+            return before if found else None
+        return None
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, object]:
+        """Return a message without keys that are null, and its parts as one text where the template takes
+        strings."""
+        content = message.get("content")
+        if content is None and message.get("role") != "assistant":
+            raise BadRow("a message without content", f"{message!r:.80}")
+        if isinstance(content, list):
+            texts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
+            if not all(isinstance(text, str) for text in texts):
+                raise BadRow("a part of a message that is not text", f"{content!r:.80}")
+            content = content if self._header is None else "\n".join(texts)
+        return {**{key: each for key, each in message.items() if each is not None}, "content": content or ""}
 
     def _apply_template(self, messages: ChatMessages, tools: Tools | None) -> str:
         system = self._settings.system_prompt
@@ -229,7 +245,9 @@ class PromptEncoder:
         return text
 
     def _render(self, messages: ChatMessages, tools: Tools | None = None) -> str:
-        given = {"tools": tools, "add_generation_prompt": True, **self._settings.chat_template_kwargs}
+        goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+        given = {"tools": tools, "add_generation_prompt": not goes_on, **self._settings.chat_template_kwargs}
+        given |= {"continue_final_message": True} if goes_on else {}
         try:
             return render(self._tokenizer, messages, given)
         except ConfigError:

@@ -8,8 +8,7 @@ is drawn again, so training and evaluation share no prompt, whatever their seeds
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from random import Random
@@ -31,8 +30,6 @@ MAX_DATASETS = 256
 """Datasets kept in memory for the next prompt of their page and difficulty."""
 MAX_ROWS = 4096
 """Tokenised rows kept in memory for the next epoch."""
-PROBED_PROMPTS = 16
-"""Training prompts looked at, at most, to find one that is short enough."""
 
 
 def is_held_out(question: str) -> bool:
@@ -130,19 +127,17 @@ class ProceduralPrompts:
     def __init__(
         self, task: Task, settings: ProceduralSettings, encoder: PromptEncoder, seed: int, split: Split
     ) -> None:
-        """Raises a ConfigError if the prompts are too long."""
         self._task, self._lengths, self._encoder = task, settings.lengths, encoder
         self._seed, self._held_out = seed, split == "eval"
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
         self._dataset = lru_cache(maxsize=MAX_DATASETS)(self._make_dataset)
         self._made = lru_cache(maxsize=MAX_ROWS)(self._make)
-        if split == "train":
-            encoder.check_that_one_fits("data.task", settings.task, self._first_questions())
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index) if self._epochs else None
         ids, text, row, question = self._made(index if row_number is None else row_number)
-        return Prompt(index, ids, text, row, row_number, question)
+        opened = self._encoder.opened(question, text)
+        return Prompt(index, ids, text, row, row_number, question, opened=opened)
 
     def _make(self, index: int) -> tuple[list[int], str, dict[str, object], str]:
         """Return the token ids, the text and the row of a prompt, and its question."""
@@ -150,11 +145,6 @@ class ProceduralPrompts:
         question = self._task.question(entry)
         text, ids = self._encoder.encode(question)
         return ids, text, row_of(entry), question
-
-    def _first_questions(self) -> Iterator[str]:
-        for index in range(PROBED_PROMPTS):
-            with suppress(BadRow):
-                yield self._task.question(self._entry_of_split(index))
 
     def _entry_of_split(self, index: int) -> dict[str, Any]:
         """Draw until an entry belongs to the split."""

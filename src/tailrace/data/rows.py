@@ -8,7 +8,9 @@ proportion to its weight, in an order that the seed shuffles anew. The place of 
 found without visiting the earlier prompts.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -31,6 +33,8 @@ EVAL_SPLITS = ("test", "validation")
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec's decoder: also of bytes that are not UTF-8, and of thousands of open brackets."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""Errors of msgspec's encoder, for instance of images, and of integers of more than 64 bits."""
 
 
 class Table(Protocol):
@@ -43,10 +47,21 @@ class Table(Protocol):
 
 
 class JsonLines:
-    """A JSONL file in memory. A line is decoded when it is asked for."""
+    """A JSONL file in memory. A line is decoded when it is asked for. Raises a ConfigError if the file is
+    something else. `key`: of the config, which names it."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    def __init__(self, path: Path, key: str) -> None:
+        text = path.read_bytes().removeprefix(BOM_UTF8)
+        self._lines = [line for line in text.splitlines() if line.strip()]
+        problem = "" if self._lines else "it is empty"
+        if b"\0" in text[:4]:
+            problem = "its encoding is UTF-16 or UTF-32"
+        with suppress(*NOT_JSON):  # several lines of JSON are no JSON
+            whole = msgspec.json.decode(text)
+            if not isinstance(whole, dict) or len(self._lines) > 1:
+                problem = f"the whole file is one JSON {'array' if isinstance(whole, list) else 'value'}"
+        if problem:
+            raise ConfigError(key, str(path), problem, "write JSON lines: one object a line, in UTF-8")
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -104,9 +119,9 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
     """Read one table, or the splits of a folder that has them."""
     if not path.exists():
         raise ConfigError(key, str(path), "there is no such file or folder", "name one that exists")
+    if path.suffix == ".jsonl" and path.is_file():
+        return JsonLines(path, key)
     try:
-        if path.suffix == ".jsonl" and path.is_file():
-            return JsonLines(path)
         import datasets
 
         found: Table | Mapping[str, Table]
@@ -131,41 +146,58 @@ class RowPrompts:
     """The endless prompts of one split of a table, shuffled anew in each epoch."""
 
     def __init__(self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split) -> None:
-        """Raises a ConfigError if the rows cannot be read, none of them has a prompt that fits, or there are
-        too few to hold any out."""
+        """Raises a ConfigError if the rows cannot be read, none of them has a prompt, or there are too few to
+        hold any out."""
         self._table, shared = open_table(settings, split)
         self._column, self._tools_column = settings.prompt_column, settings.tools_column
-        self._encoder = encoder
+        self._encoder, self._columns = encoder, set[str]()
         own_path = split == "eval" and settings.eval_path is not None
         key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
-        digests = [_digest(self._table, place, self._column) for place in range(len(self._table))]
+        digests = [self._digest(place) for place in range(len(self._table))]
         self._check_prompts(str(path), digests)
         places: Sequence[int] = range(len(digests))
         if shared:
             held_out = hold_out(key, str(path), digests)
             places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
         self._places, self._epochs = places, Epochs(len(places), seed)
-        usable = (self._table[place][self._column] for place in places if digests[place] is not None)
-        encoder.check_that_one_fits(key, str(path), usable)
 
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._epochs.row_at(index)
-        row = self._table[self._places[row_number]]
-        text, ids = self._encoder.encode(row.get(self._column), _tools(row.get(self._tools_column)))
+        row = self._row(self._places[row_number])
+        given = row.get(self._column)
+        text, ids = self._encoder.encode(given, _tools(row.get(self._tools_column)))
+        carried, source = _sendable(row), row.get("data_source")
+        named, opened = source if isinstance(source, str) else "", self._encoder.opened(given, text)
+        return Prompt(index, ids, text, carried, row_number, carried[self._column], named, opened)
+
+    def _row(self, place: int) -> dict[str, Any]:
+        """Return the columns of a row. Messages and tools have no nulls that Arrow added. Raises a BadRow if
+        it cannot be read."""
         try:
-            carried: dict[str, object] = msgspec.to_builtins(dict(row))
-        except (TypeError, RecursionError) as why:
-            raise BadRow("a column cannot be sent to another process", str(why)) from why
-        source = row.get("data_source")
-        named = source if isinstance(source, str) else ""
-        return Prompt(index, ids, text, carried, row_number, carried[self._column], named)
+            row = dict(self._table[place])
+        except BadRow:
+            raise
+        except Exception as why:  # decoders of images and sounds raise errors of their own
+            raise BadRow("a row that cannot be read", str(why)) from why
+        self._columns |= row.keys()
+        added = set() if isinstance(self._table, JsonLines) else {self._column, self._tools_column}
+        return {name: _without_nulls(value) if name in added else value for name, value in row.items()}
+
+    def _digest(self, place: int) -> int | None:
+        """Return a number that is equal for equal prompts, or None where the row has no prompt."""
+        try:
+            prompt = self._row(place).get(self._column)
+            return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
+        except (BadRow, *UNSENDABLE):
+            return None
 
     def _check_prompts(self, path: str, digests: list[int | None]) -> None:
         """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
         first = next((place for place, digest in enumerate(digests) if digest is not None), None)
         problem, remedy = "", ""
         if first is None:
-            problem = f"none of the {len(digests)} rows of {path} has a prompt in this column"
+            problem = f"none of the {len(digests)} rows of {path} has a prompt in this column (columns: "
+            problem += f"{', '.join(sorted(self._columns)) or 'none'})"
             remedy = "name the column that holds the prompt"
         elif isinstance(self._table[first][self._column], list) and not self._encoder.has_template:
             problem = "the prompts are chat messages, and the model's tokenizer has no chat template"
@@ -188,13 +220,23 @@ def _tools(column: object) -> Tools | None:
     return tools
 
 
-def _digest(table: Table, place: int, column: str) -> int | None:
-    """Return a number that is equal for equal prompts, or None where the row has no prompt."""
-    try:
-        prompt = table[place].get(column)
-        return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
-    except (BadRow, RecursionError):
-        return None
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without the keys that are null: each object of a column has the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _sendable(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return the columns as plain values. Raises a BadRow that names one that cannot be sent to another
+    process."""
+    plain: dict[str, object] = {}
+    for name, value in row.items():
+        try:
+            plain[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+        except UNSENDABLE as why:
+            raise BadRow(f"the column {name!r} cannot be sent to another process", str(why)) from why
+    return plain
 
 
 def hold_out(key: str, path: str, digests: list[int | None]) -> set[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tailrace.data.base import DataSettings, MixedSettings, Prompts, sources_of
-from tailrace.data.encoding import PromptEncoder, Tokenizer, Tools, render
+from tailrace.data.encoding import OPEN_TAG, PromptEncoder, Tokenizer, Tools, render
 from tailrace.environments.base import EpisodeOver, Message
 from tailrace.environments.episode import Rewritten
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
@@ -91,10 +91,15 @@ class Contexts:
     def __init__(self, encoder: PromptEncoder, tokenizer: Tokenizer | None, max_branches: int) -> None:
         self._encoder, self._tokenizer = encoder, tokenizer
         self._num_free = max_branches - 1
+        self.opened = ""
+        """The tag that the template opens in each turn of the assistant, as <think>."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> list[int]:
         """Return the tokens of the first request, with the generation prompt. Raises BadRow."""
-        return self._encoder.encode(list(messages), tools)[1]
+        text, ids = self._encoder.encode(list(messages), tools)
+        tag = OPEN_TAG.fullmatch(self._encoder.opened(messages, text))
+        self.opened = tag[0] if tag else ""
+        return ids
 
     def rewritten(
         self,

@@ -33,7 +33,7 @@ from tailrace.environments.base import Completion, EpisodeOver, Message, Policy
 from tailrace.environments.history import Contexts, TooManyBranches
 from tailrace.environments.loop_thread import STOP_S
 from tailrace.environments.settings import MODEL
-from tailrace.environments.tools import Parse
+from tailrace.environments.tools import Parse, hermes_calls
 from tailrace.errors import BadRow, EnvironmentFailed
 
 T = TypeVar("T")
@@ -274,7 +274,8 @@ class Session:
         """The turn as text and tool calls. A turn with a malformed call is text: the agent says what follows
         from it."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
-        calls = self._parse(completion.text) if has_tools else []
+        text = self._contexts.opened + completion.text
+        calls = self._parse(text) if has_tools else []
         if not calls or any(call.problem for call in calls):
             return Piece(ids, logprobs, completion.text, completion.finish_reason)
         called = []
@@ -284,9 +285,9 @@ class Session:
             id, self._num_calls = f"call{self._num_calls:05}", self._num_calls + 1
             function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
             called.append({"id": id, "type": "function", "function": function})
-        text, has_marks, _ = completion.text.partition("<tool_call>")  # without marks the whole text is calls
+        begin, _ = next(hermes_calls(text), (0, ""))  # without marks the whole text is calls
         finish = "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
-        content = (has_marks and text.strip()) or None
+        content = text[len(self._contexts.opened) : begin].strip() or None
         return Piece(ids, logprobs, content, finish, tool_calls=called)
 
 

@@ -5,13 +5,15 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
+from math import isfinite
 from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from tailrace.data.encoding import OPEN_TAG
 from tailrace.environments.base import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.environments.settings import ParserName, ToolsSettings
 from tailrace.errors import ConfigError
@@ -41,20 +43,51 @@ Parse = Callable[[str], list[ToolCall]]
 """Returns the calls of a turn in their order, malformed ones included."""
 
 
+_MARK = re.compile(r"<think>.*?(?:</think>|\Z)|(?:<tool_call>\s*)+", re.DOTALL)
+"""Thinking, in which no call is made, or what a call begins with."""
+
+
+def _finite(number: str) -> float:
+    if not isfinite(value := float(number)):
+        raise ValueError(f"{number} is no number of JSON")
+    return value
+
+
+_JSON = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_finite)
+"""Takes line breaks in strings, which models write."""
+
+
+def hermes_calls(text: str) -> Iterator[tuple[int, str]]:
+    """Yield where each call of a turn in the format of Hermes begins, and its JSON, whose end ends the
+    call."""
+    place = 0
+    while mark := _MARK.search(text, place):
+        place = mark.end()
+        if mark[0].startswith("<think>"):
+            continue
+        try:
+            end = _JSON.raw_decode(text, place)[1]
+        except NO_JSON:
+            end = text.find("</tool_call>", place) % (len(text) + 1)  # without the mark: at the end
+        yield mark.start(), text[place:end]
+        place = end
+
+
 def parse_hermes(text: str) -> list[ToolCall]:
     """Return the calls of a turn in the format of Hermes and Qwen: each is a JSON object with `name` and
     `arguments` between <tool_call> and </tool_call>."""
-    return [_tool_call(found) for found in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)]
+    return [_tool_call(found) for _, found in hermes_calls(text)]
 
 
 def parse_llama3_json(text: str) -> list[ToolCall]:
-    """Return the calls of a turn in the format of Llama 3: the whole turn is JSON objects with `name` and
-    `parameters`, separated by semicolons. A turn that does not begin with a brace has none."""
+    """Return the calls of a turn in the format of Llama 3: the whole turn, but for thinking, is JSON objects
+    with `name` and `parameters`, separated by semicolons. One that does not begin with a brace has none."""
+    text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).strip()
     text = text.removeprefix("<|python_tag|>").strip()
     calls = []
     while text.startswith("{"):
         try:
-            _, end = json.JSONDecoder().raw_decode(text)
+            _, end = _JSON.raw_decode(text)
         except NO_JSON:
             end = len(text)
         calls.append(_tool_call(text[:end]))
@@ -68,7 +101,7 @@ PARSERS: Mapping[ParserName, Parse] = {"hermes": parse_hermes, "llama3_json": pa
 def _tool_call(text: str) -> ToolCall:
     try:
         # Twice, because JSON can spell halves of surrogate pairs, which are not Unicode.
-        call = json.loads(json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace"))
+        call = json.loads(json.dumps(_JSON.decode(text), ensure_ascii=False).encode(errors="replace"))
     except NO_JSON as why:
         return ToolCall("", {}, f"this is not JSON: {why}")
     name = call.get("name") if isinstance(call, dict) else None
@@ -111,13 +144,14 @@ class ToolsEnvironment(Environment):
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         counts = dict.fromkeys(("turns", "calls", *PROBLEMS), 0)
         with suppress(EpisodeOver):
-            await self._play(policy, counts)
+            await self._play(prompt.opened, policy, counts)
         return Outcome(metrics=counts)
 
-    async def _play(self, policy: Policy, counts: dict[str, int]) -> None:
+    async def _play(self, opened: str, policy: Policy, counts: dict[str, int]) -> None:
         messages: Sequence[Message] = ()
         for turn in range(self._settings.max_turns):
-            calls = self._parse((await policy.complete(messages)).text)
+            calls = self._parse(opened + (await policy.complete(messages)).text)
+            opened = opened if OPEN_TAG.fullmatch(opened) else ""  # the template writes it in each turn
             counts["turns"] += 1
             counts["calls"] += len(calls)
             if not calls:

@@ -34,7 +34,7 @@ from pydantic import Field
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 9
+FORMAT = 10
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -84,6 +84,8 @@ class LifeRow(LedgerRow, frozen=True, array_like=True):
     """From the beginning of each life to its end, added up over all lives until this one."""
     prefilled_tokens: int = 0
     """Context positions that the engines of these lives computed."""
+    inputs: dict[str, str] = {}
+    """Digest of the content of each file that a resumed run reads again, by its path."""
 
 
 class MarkRow(LedgerRow, frozen=True, array_like=True):

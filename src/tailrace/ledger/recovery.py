@@ -11,7 +11,7 @@ Without a bound they are continued, or trained as they are.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -75,10 +75,11 @@ class StartingPoint:
     """The rows to commit when the life begins. Until then the store is unchanged."""
 
 
-def first_life(config: str = "{}") -> StartingPoint:
-    """Return the state with which a new run begins. `config`: the resolved config, as JSON."""
+def first_life(config: str = "{}", inputs: Mapping[str, str] | None = None) -> StartingPoint:
+    """Return the state with which a new run begins. `config`: the resolved config, as JSON. `inputs`: as
+    LifeRow.inputs."""
     run = RunRow(FORMAT, 0, 0)
-    born = LifeRow(1, 0, 0, 0, 0, 0, config)
+    born = LifeRow(1, 0, 0, 0, 0, 0, config, inputs=dict(inputs or {}))
     return StartingPoint(run, born=born, opening=Transaction([run, born]))
 
 
@@ -86,6 +87,7 @@ def next_life(
     tables: LedgerTables,
     *,
     config: str = "{}",
+    inputs: Mapping[str, str] | None = None,
     checkpoints: Path,
     num_generated: int,
     prompt_of: Callable[[int], Prompt],
@@ -96,6 +98,7 @@ def next_life(
 
     Args:
         config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
+        inputs: of the new life (LifeRow.inputs).
         checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
     """
@@ -115,7 +118,8 @@ def next_life(
         )
     crash_tokens, last = num_generated - known, tables.lives[life - 1]
     used = last.seconds, last.prefilled_tokens
-    born = LifeRow(life, base.life, base.round, base.version, base.step, crash_tokens, config, *used)
+    place = base.round, base.version, base.step
+    born = LifeRow(life, base.life, *place, crash_tokens, config, *used, inputs=dict(inputs or {}))
     tables.lives[life] = born
     starting_point = StartingPoint(
         tables.run,

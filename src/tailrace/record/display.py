@@ -151,13 +151,13 @@ def sparkline(values: Sequence[float]) -> str:
 class Notices:
     """Turns evaluations, failures, alarms, advisories and long waits into lines that are shown at once.
 
-    A reason for a failed reward is named once: a reward function that always fails leads to no step whose
-    line would say so.
+    A reason for a failed reward, a skipped row or a dropped group is named once: a reward function that
+    always fails leads to no step whose line would say so.
     """
 
     settings: RecordSettings = field(default_factory=RecordSettings)
     _advisor: Advisor = field(default_factory=Advisor)
-    _failures: set[str] = field(default_factory=set)
+    _seen: set[tuple[str, str]] = field(default_factory=set)
     _alarms: set[str] = field(default_factory=set)
     """The alarms that hold now."""
 
@@ -171,13 +171,22 @@ class Notices:
                 return [f"{event.engine} is {event.state}: {event.why}"]
             case events.Waiting():
                 return [f"No step for {event.quiet_s:.0f} s | {event.what}"]
-            case events.SampleScored(failure=str(reason)) if reason not in self._failures:
-                self._failures.add(reason)
-                return [f"First failed reward | {reason} | {event.sample} | {event.detail}"]
+            case events.SampleScored(failure=str(reason)):
+                return self._first("failed reward", reason, f"{event.sample} | {event.detail}")
+            case events.RowSkipped():
+                return self._first("skipped row", event.reason, f"prompt {event.prompt} | {event.detail}")
+            case events.GroupEnded(fate="dropped"):
+                return self._first("dropped group", event.reason, f"prompt {event.prompt}")
             case dict() if "loss" in event:
                 advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
                 return [*self._mismatch(event), *advice]
         return []
+
+    def _first(self, what: str, reason: str, example: str) -> list[str]:
+        """One line for the first example of a reason; the summary has the counts."""
+        is_new = (what, reason) not in self._seen
+        self._seen.add((what, reason))
+        return [f"First {what} | {reason} | {example}"] if is_new else []
 
     def _mismatch(self, row: Row) -> list[str]:
         """Alarms where engine and trainer should agree on the log-prob of each token, and do not: on tokens

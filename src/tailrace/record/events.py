@@ -131,6 +131,7 @@ class RowSkipped(Moment, frozen=True):
 
     prompt: int
     reason: str
+    detail: str = ""
 
 
 class Accumulated(Interval, frozen=True):

@@ -149,7 +149,7 @@ def check_sources(
             )
 
 
-OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason")
+OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason", "completion_prefix")
 """What a sample gives to a reward function besides the columns of its row."""
 
 
@@ -163,29 +163,40 @@ class Call(msgspec.Struct, array_like=True):
     row: Mapping[str, object]
     """The columns of the data."""
     given: object = None
-    """The prompt as the data give it: a string or chat messages. None: as `prompt`."""
+    """The prompt as the data give it: a string or chat messages, without one that the completion goes on
+    with. None: as `prompt`."""
     source: str = ""
     """Name of the data source; empty where the data name none."""
     version: int = 0
     """Version of the policy that generated the last token."""
     messages: Sequence[Mapping[str, object]] = ()
     """The completion as chat messages, where an environment took part in it."""
+    completion_prefix: str = ""
+    """What the prompt has of the assistant's turn already (Prompt.opened)."""
 
     @classmethod
     def of(cls, sample: Sample) -> "Call":
         """Return the call that scores a finished sample, whose text is set."""
-        prompt = sample.prompt
+        prompt, given = sample.prompt, sample.prompt.given
+        if isinstance(given, list) and given[-1].get("role") == "assistant":
+            given = given[:-1]
         return cls(
             prompt.text,
             sample.text,
             sample.completion_ids,
             sample.finish_reason or "stop",
             prompt.row,
-            prompt.given,
+            given,
             prompt.source,
             sample.spans[-1].version if sample.spans else 0,
             sample.messages,
+            prompt.opened,
         )
+
+    @property
+    def turn(self) -> str:
+        """What the assistant says, whether the prompt or the completion has it."""
+        return self.completion_prefix + self.completion
 
     def arguments(self) -> dict[str, object]:
         """Return the arguments by name. The sample's own win over columns of the same names."""

@@ -9,28 +9,32 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from decimal import Decimal
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 from tailrace.errors import ConfigError
 from tailrace.importing import install
+from tailrace.reward.code import column_of
 
-TRUTH_COLUMNS = ("ground_truth", "solution", "answer")
+TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")
 
 
 def ground_truth(row: Mapping[str, Any], column: str | None = None) -> Any:
-    """Return the ground truth of a row. Raises a KeyError if it has none."""
-    if column is not None:
-        return row[column]
-    if isinstance(model := row.get("reward_model"), Mapping) and "ground_truth" in model:
-        return model["ground_truth"]
-    for name in TRUTH_COLUMNS:
-        if name in row:
-            return row[name]
-    names = ", ".join(("reward_model.ground_truth", *TRUTH_COLUMNS))
-    raise KeyError(f"the row has none of {names}; set the argument `column`")
+    """Return the ground truth of a row. Raises a KeyError if it has none, a ValueError if it is null or
+    empty."""
+    names = TRUTH_COLUMNS if column is None else (column,)
+    for name in names:
+        if (truth := column_of(row, name)) not in (None, "", []):
+            return truth
+    missing = f"{', '.join(names)} (columns: {', '.join(row)}); set the argument `column`"
+    if any(name.partition(".")[0] in row for name in names):
+        raise ValueError(f"the ground truth is null or empty: {missing}")
+    raise KeyError(f"the row has none of {missing}")
 
 
 def exact_match(
@@ -45,7 +49,17 @@ def exact_match(
         matches = list(re.finditer(pattern, completion))
         answer = matches[-1][matches[-1].re.groups] if matches else None
     truths = truth if isinstance(truth, list) else [truth]
-    return float(answer is not None and answer.strip() in {str(each).strip() for each in truths})
+    return float(answer is not None and any(_is_same(answer.strip(), each) for each in truths))
+
+
+def _is_same(answer: str, truth: object) -> bool:
+    """Return whether a text is a value of JSON, for instance "4" is 4.0, and "True" is true."""
+    if isinstance(truth, bool):
+        return answer.lower() == str(truth).lower()
+    if isinstance(truth, int | float):
+        with suppress(ArithmeticError):
+            return Decimal(answer) == Decimal(str(truth))
+    return truth is not None and answer == str(truth).strip()
 
 
 def json_schema(completion: str, column: str = "schema", **row: object) -> float:
@@ -74,10 +88,10 @@ def _validator(schema: str) -> Any:
 def math(completion: str, column: str | None = None, **row: object) -> float:
     r"""Return 1 if the answer in the completion equals the ground truth, by math-verify.
 
-    math-verify extracts the answer: what stands in \boxed{}, or else a LaTeX or plain expression. The ground
-    truth is an expression, or a solution with its answer in \boxed{}, in $...$ or after "####". math-verify
-    bounds its time with signals. That is off here: the worker process kills a call that takes too long.
-    Raises a ValueError if the ground truth is not mathematics."""
+    math-verify extracts the answer: what stands in the last \boxed{}, or else a LaTeX or plain expression.
+    The ground truth is an expression, or a solution with its answer in \boxed{}, in $...$ or after "####".
+    math-verify bounds its time with signals. That is off here: the worker process kills a call that takes
+    too long. Raises a ValueError if the ground truth is not mathematics."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):
@@ -85,13 +99,17 @@ def math(completion: str, column: str | None = None, **row: object) -> float:
     extraction = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
 
     def parsed(text: str) -> list[object]:
-        found: list[object] = parse(text, extraction_config=extraction, parsing_timeout=None)
+        _, box, last = text.rpartition("\\boxed")
+        if last.startswith("{") and 0 not in accumulate((mark == "{") - (mark == "}") for mark in last):
+            return []  # the box has no end
+        found: list[object] = parse(box + last, extraction_config=extraction, parsing_timeout=None)
         return found
 
-    truth = str(ground_truth(row, column)).rpartition("####")[2].strip()
+    value = ground_truth(row, column)
+    truth = str(value).rpartition("####")[2].strip()
     is_marked = "\\boxed" in truth or "$" in truth
     gold = parsed(truth if is_marked else f"\\boxed{{{truth}}}") or parsed(truth)
-    if not gold:
+    if not gold or isinstance(value, bool):
         raise ValueError(f"the ground truth {truth!r:.200} is not mathematics")
     return float(verify(gold, parsed(completion), timeout_seconds=None))
 

@@ -106,13 +106,15 @@ class TrlSignature(Signature):
     @override
     def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
         is_chat = isinstance(call.given, list)
-        completion = call.messages or [{"role": "assistant", "content": call.completion}]
+        first, *rest = call.messages or [{"role": "assistant", "content": call.completion}]
+        if first["role"] == "assistant":
+            first = {**first, "content": f"{call.completion_prefix}{first['content']}"}
         columns: dict[str, object] = {
             name: [value] for name, value in call.row.items() if name not in ("prompt", "completion")
         }
         return columns | {
             "prompts": [call.prompt if call.given is None else call.given],
-            "completions": [list(completion) if is_chat else call.completion],
+            "completions": [[first, *rest] if is_chat else call.completion],
             "completion_ids": [list(call.completion_ids)],
             "trainer_state": TrainerState(call.version),
             "log_extra": report.log_extra,

@@ -72,7 +72,7 @@ def render(template: str, call: Call) -> str:
             return f"{{{literal}}}"
         if name == "prompt":
             return transcript(call)
-        found = call.completion if name == "completion" else column_of(call.row, name)
+        found = call.turn if name == "completion" else column_of(call.row, name)
         if found is None:
             raise RewardFailed("judge template", f"the row has no column {name!r}", is_defect=True)
         return str(found)
@@ -101,7 +101,7 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
         plain = [{"role": "user", "content": transcript(call)}]
         given = call.given if isinstance(call.given, list) else plain
         asked = [{"role": str(each.get("role")), "content": str(each.get("content", ""))} for each in given]
-        messages = [*system, *asked, {"role": "assistant", "content": call.completion}]
+        messages = [*system, *asked, {"role": "assistant", "content": call.turn}]
     try:
         for message in messages:
             message["content"].encode()

@@ -1,15 +1,15 @@
 """Evaluation: held-out prompts through the same engines and rewards, outside the pool and the ledger."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 
-from tailrace.clock import waiting
+from tailrace.clock import now, waiting
 from tailrace.data.base import Prompts
 from tailrace.errors import BadRow, RewardFailed
-from tailrace.record.events import EvaluatedSample
+from tailrace.record.events import EvaluatedSample, RowSkipped
 from tailrace.reward.base import Rewards
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
@@ -34,6 +34,7 @@ def held_out_samples(
     greedy: bool = False,
     temperature: float | None = None,
     per_prompt: int = 1,
+    skipped: Callable[[RowSkipped], None] = lambda skipped: None,
 ) -> list[Sample]:
     """Samples of each of the first n usable prompts. Prompt indices are below zero: training uses the
     others.
@@ -43,13 +44,15 @@ def held_out_samples(
         greedy: the engine takes the most likely token at each position.
         temperature: in place of the engine's.
         per_prompt: samples of each prompt.
+        skipped: is told of each row without a usable prompt.
     """
     samples: list[Sample] = []
     index = 0
     while len(samples) < n * per_prompt:
         try:
             group = Group(prompts[index], per_prompt, [], num_launched=per_prompt)
-        except BadRow:
+        except BadRow as bad:
+            skipped(RowSkipped(now(), -index - 1, bad.reason, bad.detail))
             continue
         finally:
             index += 1
