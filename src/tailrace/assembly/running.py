@@ -214,6 +214,10 @@ def _recorder(
 
 def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
     lines = [f"events    {folder.events}  (tailrace view {folder.path})"]
+    lost = {"skipped": summary.rows_skipped, "failed": summary.failures, "groups": summary.groups.reasons}
+    for what, reasons in lost.items():
+        if reasons:
+            lines.append(f"{what:9} {', '.join(f'{count} {reason}' for reason, count in reasons.items())}")
     if config.prices and summary.cost is not None:
         lines.insert(0, f"cost      {config.prices.words(summary.cost)}")
     if summary.bound:
