@@ -434,11 +434,11 @@ def started(name: str, seed: int) -> Iterator[Target]:
         root = Path(folder)
         for each in ("own/state", "outside/precious"):
             (root / each).mkdir(parents=True)
-        (root / "outside" / "precious" / "file").write_text("precious")
+        (root / "outside" / "precious" / "file").write_text("precious", encoding="utf-8")
         command = [sys.executable, "-m", "tailrace.cli", "serve", str(MODEL), "--port", "0"]
         command += ["--served-model-name", BASE, "--kv-cache-tokens", "65536", *DOORS[name].words]
         with (
-            open(root / "stderr", "w") as errors,
+            open(root / "stderr", "w", encoding="utf-8") as errors,
             subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -446,6 +446,7 @@ def started(name: str, seed: int) -> Iterator[Target]:
                 text=True,
                 cwd=root,
                 env={**os.environ, "TAILRACE_TOKEN": TOKEN},
+                encoding="utf-8",
             ) as process,
         ):
             try:
@@ -524,7 +525,7 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
         outside = {key for key, value in {**before, **files_outside(target.root)}.items()}
         after = files_outside(target.root)
         changed = sorted(key for key in outside if before.get(key) != after.get(key))
-        said = (target.root / "stderr").read_text()
+        said = (target.root / "stderr").read_text(encoding="utf-8")
     errors = sum(
         count for status, count in target.statuses.items() if status.isdigit() and int(status) >= 500
     )

@@ -101,7 +101,9 @@ def processor() -> str:
 
 def git(*words: str) -> str:
     """What git says about this copy; "unknown" without git."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     return done.stdout.strip() or "unknown"
 
 
