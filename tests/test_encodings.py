@@ -19,7 +19,8 @@ def calls_without_encoding(text: str) -> Iterator[ast.Call]:
         is_method = isinstance(call.func, ast.Attribute) and name == "open"
         opens = name in ("open", "fdopen") and ("b" not in mode if isinstance(mode, str) else not is_method)
         pipes = name in ("run", "Popen", "check_output") and {"text", "universal_newlines"} & named
-        if (opens or pipes or name in ("read_text", "write_text")) and not {"encoding", None} & named:
+        texts = name == "write_text" or (name == "read_text" and not call.args)  # an argument is the encoding
+        if (opens or pipes or texts) and not {"encoding", None} & named:
             yield call
 
 
