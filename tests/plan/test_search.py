@@ -89,9 +89,10 @@ def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> Non
     best = measured("tailrace", 1, 1, Floor(8.2, 2.0, 7.5), 9.0)
     other = measured("serial", 0, None, Floor(8.0, 2.0, 10.0), 18.0)
     found = words(best, other)
-    assert found[0] == (
-        "generation is 4.1x the training: of 2 devices, a step needs at least 8.2 device seconds for "
-        "generation and 2 for training"
+    generation, training = PROBLEM.device_seconds
+    assert found[0].endswith(
+        f": of 2 devices, a step needs at least {generation:.3g} device seconds for generation and "
+        f"{training:.3g} for training"
     )
     assert found[1] == (
         "no candidate has a bound below 7.5 s a step: no schedule gains more than 1.2x over the best, which "
@@ -105,6 +106,17 @@ def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> Non
         "in turn the best is serial, with 2.00x the time",
         "on-policy the best is serial, with 2.00x the time",
     ]
+
+
+def test_the_device_seconds_that_a_step_needs_at_least_depend_on_no_limit_and_bound_each_candidate() -> None:
+    limited = replace(PROBLEM, max_lag=0)
+    assert limited.device_seconds == PROBLEM.device_seconds
+    generation, training = PROBLEM.device_seconds
+    for candidate, sim in PROBLEM.candidates()[0].items():
+        floor = PROBLEM.floor(candidate, sim, PROBLEM.steps)
+        rollout = candidate.rollout_devices
+        assert generation <= floor.generation_s * (rollout or 2) * (1 + 1e-12)
+        assert training <= floor.training_s * (2 - (rollout or 0)) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(

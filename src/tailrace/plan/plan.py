@@ -14,6 +14,7 @@ preemptions, waits for a bound on staleness, and that engines drain at different
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -26,7 +27,7 @@ from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices, PriceSettings
-from tailrace.plan.candidates import Candidate, Workload, candidates, response_lengths
+from tailrace.plan.candidates import Candidate, Work, Workload, candidates, divisions, response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.figures import Row
 from tailrace.rollout.placement import Shared
@@ -35,6 +36,8 @@ from tailrace.schedules import Schedule
 from tailrace.sim.cluster import memory_shares, rates
 from tailrace.sim.settings import SimEngineSettings, SimSettings
 
+ANY = Work("serial", {})
+"""A schedule whose work is that of all."""
 WARM_UP = 0.25
 """Share of the rounds that does not count: a schedule that never stops begins with short responses. It has
 whole cycles of a schedule, because the rounds of one differ."""
@@ -191,6 +194,23 @@ class Problem:
     def floor(self, candidate: Candidate, sim: SimSettings, steps: int) -> Floor:
         """The least time of one of the first optimizer steps."""
         return floor(candidate, sim, self.load(steps), self.groups_per_step)
+
+    @cached_property
+    def device_seconds(self) -> tuple[float, float]:
+        """Return the least device seconds of generation and of training that a step needs, with full batches
+        and without waits: over all divisions of the devices, so whatever the limits and the schedule are."""
+        assert self.sim.cluster
+        load, found, num = self.load(self.steps), list[tuple[float, float]](), self.sim.cluster.devices
+        for kind, rollout, size in divisions(self.sim.cluster):
+            candidate = Candidate(ANY, kind, rollout, size)
+            with suppress(ConfigError):
+                sim = self._sim_of(candidate)
+                samples = self.groups_per_step * self.run.group_size
+                generation_s = generation_seconds(sim.engines, load, samples, 0.0)
+                training_s = floor(candidate, sim, load, self.groups_per_step).training_s
+                found.append((generation_s * (rollout or num), training_s * (num - (rollout or 0))))
+        generation, training = zip(*found, strict=True)
+        return min(generation), min(training)
 
     def candidates(self) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
         """Return the candidates within max_lag that fit the devices, with their rates, and how many others

@@ -133,7 +133,7 @@ def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Seque
     """
     best, least_s = measured[0], min(floors.values())
     return [
-        _ratio(problem, best),
+        _ratio(problem),
         f"no candidate has a bound below {least_s:.3g} s a step: no schedule gains more than "
         f"{max(1.0, best.step_s / least_s):.1f}x over the best, which takes {best.step_s:.3g} s",
         _bottleneck(best),
@@ -143,16 +143,14 @@ def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Seque
     ]
 
 
-def _ratio(problem: Problem, best: Measured) -> str:
+def _ratio(problem: Problem) -> str:
     assert problem.sim.cluster
-    num, rollout = problem.sim.cluster.devices, best.candidate.rollout_devices
-    generation = best.floor.generation_s * (rollout or num)
-    trained = best.floor.training_s * (num - (rollout or 0))
+    generation, trained = problem.device_seconds
     more, less = ("generation", "the training") if generation >= trained else ("training", "the generation")
     times = max(generation, trained) / min(generation, trained)
     return (
-        f"{more} is {times:.1f}x {less}: of {num} devices, a step needs at least {generation:.3g} device "
-        f"seconds for generation and {trained:.3g} for training"
+        f"{more} is {times:.1f}x {less}: of {problem.sim.cluster.devices} devices, a step needs at least "
+        f"{generation:.3g} device seconds for generation and {trained:.3g} for training"
     )
 
 
