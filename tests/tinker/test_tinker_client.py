@@ -7,8 +7,10 @@ import re
 import socket
 import subprocess
 import sys
+from math import isnan
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from tinker_cases import BASE, QUICKSTART, Server
@@ -163,3 +165,29 @@ def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
             await engine.generate(sample)
 
     asyncio.run(main())
+
+
+def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
+    """Three of them end a run."""
+    from tinker import types
+
+    from tailrace.algo.base import AlgorithmSettings
+    from tailrace.engine.settings import SamplingSettings
+    from tailrace.tinker.client import TinkerSession, TinkerTrainer
+    from tailrace.trainer.base import TrainerSettings
+    from tailrace.types import SampleId
+
+    class Training:
+        async def optim_step(self, adam: Any) -> Any:
+            return types.OptimStepResponse(metrics={"learning_rate": 1e-6, "skipped": 1.0})
+
+    async def run() -> None:
+        service = TinkerSession(None, BASE, 4)
+        sampling = SamplingSettings(max_completion_tokens=8)
+        trainer = TinkerTrainer(service, TrainerSettings(), AlgorithmSettings(), sampling)
+        trainer._training, trainer._samples = Training(), [SampleId(0, 0, 0)]
+        stats = await trainer.step()
+        assert (stats.skipped, isnan(stats.grad_norm)) == (True, True)
+        assert await trainer.ess([], version=0) == 1.0
+
+    asyncio.run(run())
