@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from helpers.tiny_models import save_tiny_model
 from tailrace.config import load_config
 from tailrace.engine.native.support import check_model
 from tailrace.errors import ConfigError
-from tailrace.model_folder import check_files, context_length, weight_files
+from tailrace.model_folder import check_files, context_length, end_of_text_ids, weight_files
 
 WEIGHTS = "model.safetensors"
 
@@ -153,6 +154,66 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> No
     assert refused(folder).startswith("tokenizer.json is not JSON")
     (folder / "tokenizer.json").unlink()
     check_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "token", "ids"),
+    [
+        ({"eos_token_id": [3, 4]}, 5, "G", {3, 4, 5, 6}),
+        ({"temperature": 0.6}, 5, None, {5}),
+        ({"eos_token_id": None}, [5], {"content": "H"}, {5, 7}),
+        ({"eos_token_id": []}, None, "G", {6}),
+        (None, None, "not a token", set()),
+        (None, 0, None, {0}),
+    ],
+)
+def test_a_text_ends_with_each_token_that_any_file_names(
+    folder: Path, generation: Any, config: Any, token: Any, ids: set[int]
+) -> None:
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    edit(folder / "config.json", eos_token_id=config)
+    edit(folder / "tokenizer_config.json", eos_token=token)
+    assert end_of_text_ids(folder) == ids
+
+
+def tied_folder(folder: Path, head: str) -> Path:
+    """A model whose config says that its embeddings are tied, and whose weights have an lm_head."""
+    tensors = load_file(folder / WEIGHTS)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if head == "equal" else embedding + 0.25
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    edit(folder / "config.json", tie_word_embeddings=True)
+    return folder
+
+
+def test_a_head_of_its_own_under_tied_embeddings_is_refused(folder: Path) -> None:
+    assert refused(tied_folder(folder, "another")) == (
+        "config.json: tie_word_embeddings = true, but the weights have another lm_head.weight"
+    )
+    edit(folder / "config.json", tie_word_embeddings=False)
+    check_model(folder)
+
+
+def test_a_copy_of_the_embedding_as_the_head_is_accepted(folder: Path) -> None:
+    check_model(tied_folder(folder, "equal"))
+
+
+def test_an_embedding_of_another_size_than_the_vocabulary_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=64)
+    assert refused(folder) == "config.json: vocab_size = 64, but model.embed_tokens.weight has 61 rows"
+
+
+def test_weights_of_an_index_and_others_beside_them_are_not_mixed(folder: Path) -> None:
+    names = list(load_file(folder / WEIGHTS))
+    shutil.copy(folder / WEIGHTS, folder / "model-00001-of-00001.safetensors")
+    assert weight_files(folder) == [folder / WEIGHTS]
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert refused(folder) == "model.safetensors.index.json does not name model.safetensors"
+    (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
+    assert weight_files(folder) == [folder / "model-00001-of-00001.safetensors"]
 
 
 def test_the_context_length_is_the_number_of_positions(whole: Path) -> None:

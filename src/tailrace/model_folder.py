@@ -14,7 +14,8 @@ from tailrace.errors import ConfigError
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _CONTEXT = "max_position_embeddings"
-_INDEX = "model.safetensors.index.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
@@ -67,13 +68,18 @@ def check_files(path: Path) -> None:
     size = config["vocab_size"]
     if outside := sorted(id for id in end_of_text_ids(path) if id >= size):
         raise folder_error(path, f"eos_token_id {outside[0]} is outside of the vocabulary of {size} tokens")
-    highest = _highest_token_id(path)
+    highest = max(filter(_is_size, _token_ids(path).values()), default=-1)
     if highest >= size:
         problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
-    for file in weight_files(path):
-        if defect := weights_defect(file):
-            raise folder_error(path, f"{file.name} {defect}", "copy the file again")
+    shapes = tensor_shapes(path)
+    if (rows := shapes.get(_EMBEDDING, (size,))[0]) != size:
+        raise folder_error(path, f"config.json: vocab_size = {size}, but {_EMBEDDING} has {rows} rows")
+    tied = config.get("tie_word_embeddings") and {_EMBEDDING, _HEAD} <= shapes.keys()
+    if tied and _bytes_of(path, _HEAD) != _bytes_of(path, _EMBEDDING):
+        problem = f"config.json: tie_word_embeddings = true, but the weights have another {_HEAD}"
+        remedy = f"set tie_word_embeddings to false if {_HEAD} is right, else remove it from the weights"
+        raise folder_error(path, problem, remedy)
 
 
 def context_length(path: Path) -> int:
@@ -86,17 +92,24 @@ def context_length(path: Path) -> int:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises a ConfigError if there are none, or one that the index
-    names is missing."""
+    """The files with the weights of a model folder, as transformers chooses them: those of the index, or
+    model.safetensors; else all safetensors. Raises a ConfigError if there are none, one that the index names
+    is missing, or it does not name model.safetensors, which is there."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise folder_error(path, "the folder has no safetensors weights")
-    if (path / _INDEX).is_file():
-        shards = _read_object(path, _INDEX).get("weight_map")
-        named = set(map(str, shards.values())) if isinstance(shards, dict) else {"the weight_map"}
-        for missing in sorted(named - {file.name for file in files}):
-            raise folder_error(path, f"{_INDEX}: {missing} is missing", "copy the folder again")
-    return files
+    names = {file.name for file in files}
+    if not (path / _INDEX).is_file():
+        return [path / _WEIGHTS] if _WEIGHTS in names else files
+    shards = _read_object(path, _INDEX).get("weight_map")
+    named = set(map(str, shards.values())) if isinstance(shards, dict) else {"the weight_map"}
+    for missing in sorted(named - names):
+        raise folder_error(path, f"{_INDEX}: {missing} is missing", "copy the folder again")
+    if _WEIGHTS in names - named:
+        raise folder_error(
+            path, f"{_INDEX} does not name {_WEIGHTS}", "remove the one that is not the model's"
+        )
+    return [file for file in files if file.name in named]
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -129,13 +142,20 @@ def weights_defect(file: Path) -> str | None:
 
 
 def end_of_text_ids(path: Path) -> frozenset[int]:
-    """The tokens that end a text: of generation_config.json where there is one, else of config.json. Raises a
-    ConfigError if they are not token ids."""
-    name = "generation_config.json" if (path / "generation_config.json").is_file() else "config.json"
-    value = _read_object(path, name).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(id == 0 or _is_size(id) for id in ids):
-        raise folder_error(path, f"{name}: eos_token_id = {value!r} is neither a token id nor a list of them")
+    """The tokens that end a text: of generation_config.json and of config.json, and the end of a turn of the
+    tokenizer. Raises a ConfigError if they are not token ids."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_object(path, name).get("eos_token_id") if (path / name).is_file() else None
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(id == 0 or _is_size(id) for id in found):
+            problem = f"{name}: eos_token_id = {value!r} is neither a token id nor a list of them"
+            raise folder_error(path, problem)
+        ids.update(found)
+    if (path / "tokenizer_config.json").is_file():
+        token = _read_object(path, "tokenizer_config.json").get("eos_token")
+        id = _token_ids(path).get(str(token["content"] if isinstance(token, dict) else token))
+        ids |= {id} if isinstance(id, int) else set()
     return frozenset(ids)
 
 
@@ -193,14 +213,25 @@ def _impossible(config: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _highest_token_id(path: Path) -> int:
-    """The highest id of the folder's tokenizer; -1 where there is none."""
+def _token_ids(path: Path) -> dict[str, Any]:
+    """The tokens of the folder's tokenizer with what it says is their ids; none where there is none."""
     if not (path / "tokenizer.json").is_file():
-        return -1
+        return {}
     tokenizer = _read_object(path, "tokenizer.json")
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids: list[Any] = [len(vocabulary) - 1] if isinstance(vocabulary, list) else []
-    ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
-    ids += (token.get("id") for token in added if isinstance(token, dict)) if isinstance(added, list) else ()
-    return max(filter(_is_size, ids), default=-1)
+    ids = {str(each): id for id, each in enumerate(vocabulary)} if isinstance(vocabulary, list) else {}
+    ids |= vocabulary if isinstance(vocabulary, dict) else {}
+    named = (token for token in added if isinstance(token, dict)) if isinstance(added, list) else ()
+    return ids | {str(token.get("content")): token.get("id") for token in named}
+
+
+def _bytes_of(path: Path, name: str) -> bytes:
+    """A tensor of a checked folder, with its type and shape."""
+    file = next(file for file in weight_files(path) if name in {each for each, *_ in tensor_headers(file)})
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        info = json.loads(content.read(length))[name]
+        start, end = info["data_offsets"]
+        content.seek(8 + length + start)
+        return f"{info['dtype']} {info['shape']} ".encode() + content.read(end - start)

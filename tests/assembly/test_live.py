@@ -146,3 +146,25 @@ def test_a_prompt_that_ends_with_an_open_tag_is_said_at_the_start(
     check_live(load_config(config_path, {"model.path": str(tmp_path / "model")}))
     said = r"prompts end with '<think>\n': completions lack it, and rewards get it as completion_prefix"
     assert (said in capsys.readouterr().err) == opens
+
+
+def test_a_stop_token_outside_of_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sampling.stop_token_ids = 999999: the model's vocabulary has 37"):
+        check_live(load_config(QUICKSTART, {"sampling.stop_token_ids": "[3, 999999]"}))
+
+
+def test_a_model_of_which_nothing_ends_a_text_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(QUICKSTART.parent / "model", tmp_path / "model")
+    for name, key in (
+        ("config", "eos_token_id"),
+        ("generation_config", "eos_token_id"),
+        ("tokenizer_config", "eos_token"),
+    ):
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: None}))
+    check_live(load_config(QUICKSTART, {"model.path": str(folder)}))
+    assert f"warning: nothing ends a text: {folder} names no eos_token_id" in capsys.readouterr().err
+    check_live(load_config(QUICKSTART, {"model.path": str(folder), "sampling.stop_token_ids": "[3]"}))
+    assert "nothing ends a text" not in capsys.readouterr().err

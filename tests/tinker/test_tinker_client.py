@@ -16,10 +16,11 @@ import pytest
 from tinker_cases import BASE, QUICKSTART, Server
 
 from helpers.engine_contract import fresh_samples
+from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config, train
 from tailrace.engine.base import TokenCounter
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
-from tailrace.errors import VersionGone, WorkerDied
+from tailrace.errors import ConfigError, VersionGone, WorkerDied
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parent.parent.parent
@@ -122,7 +123,7 @@ def test_a_service_without_an_answer_a_key_or_the_model_is_named(
     assert message in refusal(CONFIG, tmp_path / "run", **{**at_service, **changes})
 
 
-def test_an_error_that_is_not_the_services_answer_is_not_asked_again() -> None:
+def test_an_error_of_ours_is_no_death_of_the_service_and_is_not_asked_again() -> None:
     asked = []
 
     async def make() -> None:
@@ -131,9 +132,40 @@ def test_an_error_that_is_not_the_services_answer_is_not_asked_again() -> None:
 
     from tailrace.tinker.client import TinkerSession  # needs the SDK
 
-    with pytest.raises(WorkerDied, match="create a training client: TypeError: an argument is missing"):
+    with pytest.raises(TypeError, match="an argument is missing"):
         asyncio.run(TinkerSession(None, service_at("http://127.0.0.1:9"), 32).claimed(make))
     assert asked == [1]
+
+
+def test_a_reply_that_does_not_come_is_a_death_of_the_service() -> None:
+    async def make() -> None:
+        raise TimeoutError("no reply in 60 s")
+
+    from tailrace.tinker.client import TinkerSession
+
+    with pytest.raises(WorkerDied, match="the service: create a training client: TimeoutError: no reply"):
+        asyncio.run(TinkerSession(None, service_at("http://127.0.0.1:9"), 32).claimed(make))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": 0.7}, "sampling.temperature = 0.7: a service computes log-probs at temperature 1"),
+        ({"top_p": 0.9}, "sampling.top_p = 0.9: .*; set it to 1.0"),
+        ({"top_k": 20}, "sampling.top_k = 20: .*; set it to 0"),
+        ({"stop": ("x",), "stop_token_ids": (3,)}, r"sampling.stop_token_ids = \[3\]: .*remove one of them"),
+    ],
+)
+def test_sampling_that_the_service_cannot_say_or_correct_for_is_refused(
+    changes: dict[str, object], words: str
+) -> None:
+    from tailrace.tinker.client import check_algorithm_of_service
+
+    check_algorithm_of_service(AlgorithmSettings(old_policy="recorded"), SamplingSettings(stop=("x",)))
+    with pytest.raises(ConfigError, match=words):
+        check_algorithm_of_service(
+            AlgorithmSettings(old_policy="recorded"), SamplingSettings.model_validate(changes)
+        )
 
 
 def service_at(url: str, health_timeout_s: float = 60.0) -> TinkerEngineSettings:

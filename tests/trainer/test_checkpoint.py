@@ -1,16 +1,18 @@
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import make_units
+from trainer_cases import make_torch_trainer, make_units
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, ConfigError
 from tailrace.trainer import checkpoint
-from tailrace.trainer.base import StepStats
+from tailrace.trainer.base import StepStats, TrainerSettings
 from tailrace.trainer.checksums import verify
+from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.trainer import TorchTrainer
 
 STATE_FILE = "trainer/shard-00001-model-00001-of-00001.safetensors"
@@ -173,6 +175,26 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_that_is_there(
     with pytest.raises(CheckpointError, match=r"checkpoint cannot be written \(.*; make room on the disk"):
         trainer.save(tmp_path / "checkpoint")()
     assert (tmp_path / "checkpoint" / STATE_FILE).read_bytes() == before
+
+
+def test_a_generation_config_that_transformers_reads_and_does_not_write_is_copied(
+    model_path: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    given = '{"eos_token_id": 3, "temperature": 0.6, "top_p": 0.9}'  # without do_sample
+    (folder / "generation_config.json").write_text(given)
+    make_torch_trainer(folder).save(tmp_path / "checkpoint")()
+    assert (tmp_path / "checkpoint" / "generation_config.json").read_text() == given
+    make_torch_trainer(tmp_path / "checkpoint")
+
+
+def test_a_model_that_could_not_be_exported_is_refused_at_the_start(model_path: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    policy = PolicyModel.load(folder, TrainerSettings(), temperature=1.0)
+    policy.model.generation_config.temperature = 0.6
+    with pytest.raises(ConfigError, match=r"a checkpoint of this model could not be written \(ValueError: "):
+        checkpoint.try_export(policy, folder)
 
 
 def test_a_missing_folder_is_a_checkpoint_error(make_trainer: Make, tmp_path: Path) -> None:

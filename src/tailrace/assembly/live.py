@@ -45,7 +45,7 @@ from tailrace.environments.open import tools_of
 from tailrace.errors import BadRow, ConfigError
 from tailrace.importing import install
 from tailrace.memory import ModelShape
-from tailrace.model_folder import check_files, context_length
+from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.reward.base import Call, Rewards, check_sources
 from tailrace.reward.code import CodeRewards, check_cases, has_cases
@@ -162,6 +162,16 @@ def check_policy(config: RunConfig) -> None:
     _check_engine(config)
     if config.trainer.kind == "torch":
         _check_trainer(config)
+    sampling, size = config.sampling or SamplingSettings(), read_config(path)["vocab_size"]
+    for id in sampling.stop_token_ids:
+        if id >= size:
+            problem = f"the model's vocabulary has {size} tokens"
+            raise ConfigError("sampling.stop_token_ids", id, problem, "correct it, or remove it")
+    if not (end_of_text_ids(path) or sampling.stop_token_ids or sampling.stop):
+        say(
+            f"warning: nothing ends a text: {path} names no eos_token_id, so every completion has "
+            "sampling.max_completion_tokens; add it to generation_config.json, or set sampling.stop_token_ids"
+        )
 
 
 def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
@@ -257,7 +267,7 @@ def _check_service(config: RunConfig) -> None:
     except ImportError as why:
         problem, remedy = f"{why.name} is not installed", install("tinker")
         raise ConfigError("engine.kind", "tinker", problem, remedy) from why
-    check_algorithm_of_service(config.algorithm)
+    check_algorithm_of_service(config.algorithm, config.sampling or SamplingSettings())
     for section, kind, problem in (
         ("environment", "single_turn", "a service plays no episodes"),
         ("placement", "disaggregated", "the devices are the service's"),

@@ -68,8 +68,19 @@ def check_service(settings: TinkerEngineSettings) -> None:
         raise ConfigError("engine.base_model", settings.base_model, problem, remedy)
 
 
-def check_algorithm_of_service(algorithm: AlgorithmSettings) -> None:
-    """Raises a ConfigError if Tinker's losses cannot say an algorithm."""
+def check_algorithm_of_service(algorithm: AlgorithmSettings, sampling: SamplingSettings) -> None:
+    """Raises a ConfigError if Tinker's losses cannot say an algorithm, or its passes the log-probs of how
+    tokens were sampled."""
+    whole = SamplingSettings()
+    for key in ("temperature", "top_p", "top_k"):
+        if (given := getattr(sampling, key)) != (only := getattr(whole, key)):
+            problem = "a service computes log-probs at temperature 1 over all tokens"
+            raise ConfigError(f"sampling.{key}", given, problem, f"set it to {only}")
+    if sampling.stop and sampling.stop_token_ids:
+        problem = "a request of Tinker's API has stop strings or stop tokens"
+        raise ConfigError(
+            "sampling.stop_token_ids", list(sampling.stop_token_ids), problem, "remove one of them"
+        )
     recomputed = algorithm.old_policy == "recomputed"
     corrected = algorithm.correction not in ("none", "truncate")
     for wrong, key, problem, remedy in (
@@ -135,12 +146,12 @@ class TinkerSession:
         raise WorkerDied(f"the service at {self._url} did not answer for {limit}")
 
     async def asked(self, what: str, future: Callable[[], Awaitable[T]]) -> T:
-        """Wait for a reply. Raises WorkerDied if the service lost the session or refuses: the run can be
-        resumed from its newest checkpoint."""
+        """Wait for a reply. Raises WorkerDied if the service lost the session, refuses or does not answer:
+        the run can be resumed from its newest checkpoint."""
         try:
             with waiting(f"the service: {what}"):
                 return await future()
-        except Exception as why:  # the SDK raises a class of its own for each layer
+        except (tinker.TinkerError, httpx.HTTPError, OSError) as why:  # TimeoutError is an OSError
             raise WorkerDied(f"the service: {what}: {type(why).__name__}: {why}") from why
 
     async def claimed(self, make: Callable[[], Awaitable[T]]) -> T:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
@@ -29,8 +30,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import GenerationConfig
 
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.model_folder import folder_error
 from tailrace.trainer import checksums
 from tailrace.trainer.checksums import remedy
 from tailrace.trainer.distributed import Ranks, gather, scatter
@@ -163,7 +166,8 @@ def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Ten
 STATE_FOLDER = "trainer"
 ADAPTER_FOLDER = "adapter"
 """A folder of its own: beside config.json, transformers would add the adapter a second time."""
-TOKENIZER_FILES = (
+COPIED_FILES = (
+    "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -174,15 +178,29 @@ TOKENIZER_FILES = (
 )
 
 
+def try_export(policy: PolicyModel, copied_from: Path) -> None:
+    """Write the small files of a checkpoint once, into a folder that is removed. Raises a ConfigError if one
+    cannot be written. A generation_config.json is copied: transformers refuses to write some of those that it
+    reads."""
+    if (copied_from / "generation_config.json").is_file():
+        policy.model.generation_config = GenerationConfig()
+    try:
+        with TemporaryDirectory() as folder:
+            policy.model.save_pretrained(folder, state_dict={})
+    except Exception as why:  # transformers has no common error for it
+        problem = f"a checkpoint of this model could not be written ({type(why).__name__}: {why})"
+        raise folder_error(copied_from, " ".join(problem.split())[:400]) from why
+
+
 def writing(
-    folder: Path, policy: PolicyModel, state: State, tokenizer_from: Path, ranks: Ranks, *, copied: bool
+    folder: Path, policy: PolicyModel, state: State, copied_from: Path, ranks: Ranks, *, copied: bool
 ) -> Callable[[], None]:
     """Begin a checkpoint, and return what writes it, in place of the one in `folder` if there is one. All
     ranks of a replica call it, and then what it returns. At most one checkpoint is written at a time. Raises
     a CheckpointError if here or later, it cannot be written. The checkpoint that was there is unchanged.
 
     Args:
-        tokenizer_from: the folder whose tokenizer files are copied.
+        copied_from: the folder whose tokenizer and generation_config.json are copied.
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
     """
     partial = folder.with_name(folder.name + ".partial")
@@ -207,8 +225,8 @@ def writing(
         policy.model.save_pretrained(partial, state_dict=model)
         if policy.adapter:
             policy.adapter.save(partial / ADAPTER_FOLDER, factors)
-        for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, tokenizer_from.glob(pattern)):
+        for pattern in COPIED_FILES:
+            for file in filter(Path.is_file, copied_from.glob(pattern)):
                 shutil.copy(file, partial)
         checksums.seal(partial, num_steps)
         _put_in_place(partial, folder)

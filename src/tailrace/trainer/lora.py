@@ -102,7 +102,9 @@ class Adapter:
             raise CheckpointError(
                 f"{folder}: there is no adapter that can be read ({why}); {remedy}"
             ) from why
-        if config.lora_alpha != self._config.lora_alpha:
-            problem = f"its alpha is {config.lora_alpha}, here {self._config.lora_alpha}"
-            raise CheckpointError(f"{folder}: {problem}; set trainer.lora.alpha as it was")
+        for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
+            if (before := getattr(config, name)) != (here := getattr(self._config, name)):
+                raise CheckpointError(
+                    f"{folder}: its {key} is {before}, here {here}; set trainer.lora.{key} as it was"
+                )
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}

@@ -53,10 +53,12 @@ class TorchTrainer:
     ) -> None:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
         the sampling temperature. Without `ranks` this process is alone. Raises as `PolicyModel.load`."""
-        self._settings, self._algorithm, self._tokenizer_from = settings, algorithm, path
+        self._settings, self._algorithm, self._copied_from = settings, algorithm, path
         self._ranks = ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
         self._policy = policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
+        if ranks.rank == 0:
+            checkpoint.try_export(policy, path)
         self._critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._max_tokens = settings.max_tokens_per_microbatch
@@ -207,9 +209,7 @@ class TorchTrainer:
             state |= prefixed("critic.", self._critic.optimizer.state())
             state |= prefixed("critic.weight.", self._critic.parameters())
         copied = self._settings.async_checkpoints
-        return checkpoint.writing(
-            folder, self._policy, state, self._tokenizer_from, self._ranks, copied=copied
-        )
+        return checkpoint.writing(folder, self._policy, state, self._copied_from, self._ranks, copied=copied)
 
     def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
