@@ -3,7 +3,7 @@
     python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--colocated]
                                [--task sums|tools|papers|pinned|real|service] [--repeats N] [--seed N]
                                [--json F]
-    python benchmarks/crash.py --freeze N [--seed N] [--json F]
+    python benchmarks/crash.py --freeze N [--task service] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
 controller and workers at once, at random moments of their start and of their training, and resumed each time;
@@ -22,10 +22,11 @@ starts again; the run then ends by itself, and is resumed. Needs `pip install ta
 LoRA; each sample has one version.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
---freeze N: instead, N random pairs of faults in live runs of seven schedules with two engines, and in a run
-on a service. One process is stopped by SIGSTOP, and after a random time another one gets SIGKILL or SIGTERM:
-the controller, the fork server, an engine, the trainer, each process of a scorer, those of the service. The
-run must end within the health limit and 30 s, with a process named, or go on; then it is resumed.
+--freeze N: instead, N random pairs of faults in live runs of seven schedules with two engines, and, where
+Tinker's SDK is installed, in a run on a service (--task service: there alone). One process is stopped by
+SIGSTOP, and after a random time another one gets SIGKILL or SIGTERM: the controller, the fork server, an
+engine, the trainer, each process of a scorer, those of the service. The run must end within the health limit
+and 30 s, with a process named, or go on; then it is resumed.
 
     hangs                cases that neither ended nor went on in time
     unnamed              cases that ended without the name of a process, or with a traceback
@@ -66,6 +67,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -728,12 +730,13 @@ def crash_service(kills: int, seed: int) -> dict[str, float]:
         return {"kills": kills, **found_in([victim])}
 
 
-def crash_frozen(cases: int, seed: int) -> dict[str, float]:
+def crash_frozen(cases: int, seed: int, task: str) -> dict[str, float]:
     """Freeze and kill processes of runs, and resume these; what was found."""
     chance, results = random.Random(seed), Counter[str]()
+    schedules = ["service"] if task == "service" else [*FROZEN, *(["service"] if find_spec("tinker") else [])]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        for number, schedule in enumerate((*FROZEN, "service")):
-            if not (share := len(range(number, cases, len(FROZEN) + 1))):
+        for number, schedule in enumerate(schedules):
+            if not (share := len(range(number, cases, len(schedules)))):
                 break
             options = OPTIONS | HEALTHY | WITH_REQUESTS | {"run.eval_every": "0"}
             if schedule == "service":
@@ -744,8 +747,9 @@ def crash_frozen(cases: int, seed: int) -> dict[str, float]:
             for _ in range(share):
                 print(victim.freeze(chance), flush=True)
             victim.live_to_the_end()
-            results.update({"cases": share, **victim.found})
-            results.update(found_in([victim]))
+            found = {**victim.found, **found_in([victim])}
+            print(f"{schedule}: {', '.join(f'{key} {value}' for key, value in found.items())}", flush=True)
+            results.update({"cases": share, **found})
     return dict(results)
 
 
@@ -828,7 +832,7 @@ def main(
 ) -> None:
     results: dict[str, float] = {}
     if freeze:
-        results = crash_frozen(freeze, seed)
+        results = crash_frozen(freeze, seed, task)
         repeats = 0
     elif kill == "engines":
         results = lose_engines(kills, seed, engine, task)
