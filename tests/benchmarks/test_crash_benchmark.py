@@ -94,7 +94,7 @@ def test_a_run_whose_engine_is_frozen_and_whose_trainer_is_killed_ends_by_name_a
     assert words.startswith(
         "april: SIGSTOP engine-0, 2.2 s, SIGKILL trainer: ended tailrace: WorkerDied: trainer"
     )
-    assert victim.found == {"ended": 1}
+    assert +victim.found == {"ended": 1}
     victim.live_to_the_end()
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
 

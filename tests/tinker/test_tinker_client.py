@@ -187,9 +187,9 @@ def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
     async def main() -> None:
         from tailrace.tinker.client import TinkerEngine, TinkerSession  # need the SDK
 
-        session = TinkerSession(None, BASE, 32)
+        settings = service_at("http://127.0.0.1:1")
+        session = TinkerSession(None, settings, 32)
         session.samplers = {3: None}
-        settings = TinkerEngineSettings(kind="tinker", urls=("http://127.0.0.1:1",), base_model=BASE)
         engine = TinkerEngine(session, settings, SamplingSettings(max_completion_tokens=8), TokenCounter())
         (sample,) = fresh_samples(1)
         sample.pin = 2
