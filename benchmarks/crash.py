@@ -552,9 +552,11 @@ def roles_of(leader: int) -> dict[int, str]:
 
 
 def chosen(roles: Mapping[int, str], chance: random.Random, spared: set[int]) -> int:
-    """A process of a random role."""
-    role = chance.choice(sorted({role for pid, role in roles.items() if pid not in spared}))
-    return next(pid for pid in roles if roles[pid] == role and pid not in spared)
+    """A process of a random role, each kind of which is as likely."""
+    kinds: dict[str, list[int]] = {}
+    for pid in roles.keys() - spared:
+        kinds.setdefault(re.sub(r"-\d+| \(\d+\)", "", roles[pid]), []).append(pid)
+    return chance.choice(sorted(kinds[chance.choice(sorted(kinds))]))
 
 
 def state_of(pid: int) -> str:
