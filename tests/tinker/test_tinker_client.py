@@ -204,7 +204,7 @@ def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
     from tinker import types
 
     from tailrace.algo.base import AlgorithmSettings
-    from tailrace.engine.settings import SamplingSettings
+    from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
     from tailrace.tinker.client import TinkerSession, TinkerTrainer
     from tailrace.trainer.base import TrainerSettings
     from tailrace.types import SampleId
@@ -214,7 +214,8 @@ def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
             return types.OptimStepResponse(metrics={"learning_rate": 1e-6, "skipped": 1.0})
 
     async def run() -> None:
-        service = TinkerSession(None, BASE, 4)
+        at = TinkerEngineSettings(urls=("http://127.0.0.1:1",), base_model=BASE)
+        service = TinkerSession(None, at, 4)
         sampling = SamplingSettings(max_completion_tokens=8)
         trainer = TinkerTrainer(service, TrainerSettings(), AlgorithmSettings(), sampling)
         trainer._training, trainer._samples = Training(), [SampleId(0, 0, 0)]
