@@ -42,51 +42,54 @@ ROOMS: Mapping[str, set[str]] = {
 ABOVE = ("controller", "config", "schedules", "assembly", "plan", "fit", "page", "commands", "api", "cli")
 """In this order: each may import those before it, and every room."""
 INSIDES = {
-    # The pool writes down the fate of every sample.
-    ("rollout", "ledger.ledger"),
-    # A sample is played as an episode.
-    ("rollout", "environments.episode"),
-    # What stands between two turns is written by the chat template.
-    ("environments", "data.encoding"),
-    # An agent's first request is encoded like a prompt of the data.
-    ("environments", "data.encoding"),
-    # The endpoint of agents has the requests, replies and guard of the engine's.
-    ("environments", "engine.serve"),
-    # The program of an agent ends with the controller.
-    ("environments", "workers.process_tree"),
-    # Losses and advantages are pure functions that the trainer applies.
-    ("trainer", "algo"),
-    # A procedural prompt brings its own scorer.
-    ("reward", "data.procedural"),
-    # Simulated programs have the time limits of real ones.
-    ("sim", "reward.timeout"),
-    # Simulated judges have the batches and the resident layers of real ones.
-    ("sim", "reward.judge_memory"),
-    ("sim", "reward.judge_settings"),
-    # Simulated rows come in epochs like real ones.
-    ("sim", "data.base"),
-    # The tasks of a taskset are the data of its environment.
-    ("environments", "data.taskset"),
-    # A served engine takes text.
-    ("engine", "data.encoding"),
-    # A vLLM server is told the name of our transfer backend.
-    ("engine", "weights.vllm_plugin"),
-    # The server of Tinker's API has the guard of the engine's, and the trainer and engines of a run.
-    ("tinker", "engine.serve"),
-    ("tinker", "rollout.router"),
-    ("tinker", "trainer.batch"),
-    ("tinker", "workers.trainer"),
-    # A state at a service is a checkpoint of the run.
-    ("tinker", "trainer.checksums"),
-    # A worker process is where the insides of these rooms run.
-    ("workers", "data.encoding"),
-    ("workers", "engine"),
-    ("workers", "reward"),
-    ("workers", "trainer"),
-    ("workers", "weights.tensors"),
-    ("workers", "weights.transports"),
+    ("rollout", "ledger.ledger"): "The pool writes down the fate of every sample.",
+    ("rollout", "environments.episode"): "A sample is played as an episode.",
+    (
+        "environments",
+        "data.encoding",
+    ): "Text between turns, and an agent's first request, are encoded like prompts.",
+    (
+        "environments",
+        "engine.serve",
+    ): "The endpoint of agents has the requests and guard of the engine's.",
+    ("environments", "workers.process_tree"): "The program of an agent ends with the controller.",
+    ("trainer", "algo"): "Losses and advantages are pure functions that the trainer applies.",
+    ("reward", "data.procedural"): "A procedural prompt brings its own scorer.",
+    ("sim", "reward.timeout"): "Simulated programs have the time limits of real ones.",
+    ("sim", "reward.judge_memory"): "Simulated judges have the batches and resident layers of real ones.",
+    (
+        "sim",
+        "reward.judge_settings",
+    ): "Simulated judges have the batches and resident layers of real ones.",
+    ("sim", "data.base"): "Simulated rows come in epochs like real ones.",
+    ("environments", "data.taskset"): "The tasks of a taskset are the data of its environment.",
+    ("engine", "data.encoding"): "A served engine takes text.",
+    ("engine", "weights.vllm_plugin"): "A vLLM server is told the name of our transfer backend.",
+    (
+        "tinker",
+        "engine.serve",
+    ): "Tinker's API has the guard of the engine's server, and a run's trainer.",
+    (
+        "tinker",
+        "rollout.router",
+    ): "Tinker's API has the guard of the engine's server, and a run's trainer.",
+    (
+        "tinker",
+        "trainer.batch",
+    ): "Tinker's API has the guard of the engine's server, and a run's trainer.",
+    (
+        "tinker",
+        "workers.trainer",
+    ): "Tinker's API has the guard of the engine's server, and a run's trainer.",
+    ("tinker", "trainer.checksums"): "A state at a service is a checkpoint of the run.",
+    ("workers", "data.encoding"): "A worker process is where the insides of these rooms run.",
+    ("workers", "engine"): "A worker process is where the insides of these rooms run.",
+    ("workers", "reward"): "A worker process is where the insides of these rooms run.",
+    ("workers", "trainer"): "A worker process is where the insides of these rooms run.",
+    ("workers", "weights.tensors"): "A worker process is where the insides of these rooms run.",
+    ("workers", "weights.transports"): "A worker process is where the insides of these rooms run.",
 }
-"""A room, and a file or folder of another room that it may import."""
+"""A room, and a file or folder of another room that it may import: the reason."""
 CONTRACTS = {"record.events", "engine.settings"}
 """Files beside `base.py` that are contracts."""
 

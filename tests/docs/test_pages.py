@@ -13,6 +13,7 @@ import pytest
 
 from tailrace.config import RunConfig, sections_at
 from tailrace.controller.run import Run
+from tailrace.engine.native.support import MODEL_TYPES
 from tailrace.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +150,21 @@ def test_every_schedule_is_in_the_table_and_has_a_section(name: str) -> None:
     _, _, sections = page.partition("\n### ")
     assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", page, re.MULTILINE)
     assert f"`{name}`" in sections or f"\n### {name}\n" in page
+
+
+def test_the_readme_has_the_number_of_schedules_and_the_kinds_of_models() -> None:
+    *most, last = [kind.capitalize() for kind in MODEL_TYPES]
+    readme = (ROOT / "README.md").read_text()
+    assert f"There are {len(SCHEDULES)}: " in readme
+    assert f"{', '.join(most)} or {last} kind" in readme
+    assert f"{', '.join(most)} and {last} kind" in (ROOT / "docs" / "your-own-run.md").read_text()
+
+
+def test_pages_that_the_source_names_exist() -> None:
+    sources = sorted((ROOT / "src").rglob("*.py"))
+    named = {page for file in sources for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())}
+    assert named
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 
 def pictures(page: Path) -> set[Path]:

@@ -4,9 +4,18 @@ from math import inf
 
 import pytest
 
-from tailrace.plan.candidates import Candidate, Work, Workload, candidates, divisions, response_lengths
+from tailrace.plan.candidates import (
+    LEFT_OUT,
+    Candidate,
+    Work,
+    Workload,
+    candidates,
+    divisions,
+    response_lengths,
+)
 from tailrace.plan.plan import floor
 from tailrace.rollout.placement import Kind
+from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,
@@ -121,6 +130,18 @@ def test_schedules_whose_times_cannot_differ_are_represented_by_one() -> None:
     assert names(sim, 64) - few == {"seer"}  # 256 requests wait for 128 slots
     repeated = sim.model_copy(update={"lengths": SimLengthSettings(rows=8)})
     assert names(repeated, 2) - few == {"streamrl"}
+
+
+def test_every_schedule_is_a_candidate_or_left_out_with_one_that_represents_it() -> None:
+    sim = SimSettings(
+        cluster=SimClusterSettings(devices=2),
+        engines=SimEngineSettings(slots=64, versions=8),
+        lengths=SimLengthSettings(rows=8),
+    )
+    planned = {each.work.schedule for each in candidates(sim, 4, 64)}
+    assert planned | LEFT_OUT.keys() == SCHEDULES.keys()
+    assert not planned & LEFT_OUT.keys()
+    assert {*LEFT_OUT.values()} <= planned
 
 
 def test_every_bound_of_lag_is_tried_and_also_the_limit() -> None:

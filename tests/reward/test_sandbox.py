@@ -219,6 +219,17 @@ def test_python_may_lie_below_the_temporary_folder(monkeypatch: pytest.MonkeyPat
 
 
 @needs_bubblewrap
+def test_the_path_of_the_interpreter_may_lead_through_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory(dir="/tmp") as parent:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{parent}/venv"], check=True)
+        Path(parent, "here").mkdir()
+        monkeypatch.setattr(sys, "prefix", f"{parent}/here/../venv")
+        monkeypatch.setattr(sys, "executable", f"{parent}/here/../venv/bin/python")
+        (ended,) = run_all("import sys\nprint(sys.prefix)")
+        assert ended.output.decode() == f"{parent}/venv\n"
+
+
+@needs_bubblewrap
 def test_processes_and_files_are_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TAILRACE_SECRET", "secret")
     forks, environment, network, files, home, shared, traced = run_all(

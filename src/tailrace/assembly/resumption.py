@@ -117,7 +117,7 @@ def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
         say(f"checkpoints that the ledger knows are missing: {missing}")
     path = folder.checkpoints / start.base.checkpoint
     if not verify(path, remedy(path), step=start.base.step):
-        say(f"{path} has no {CHECKSUMS_FILE} (an older version wrote it): it is taken as it is")
+        raise CheckpointError(f"{path / CHECKSUMS_FILE} is missing; {remedy(path)}")
 
 
 def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:

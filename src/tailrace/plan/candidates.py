@@ -20,6 +20,14 @@ from tailrace.sim.settings import SimClusterSettings, SimSettings
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
+LEFT_OUT = {
+    "conventional": "serial",
+    "rolloutpipe": "rolloutpipe_eager",
+    "april_dapo": "april",
+    "tailbatch_dapo": "tailbatch",
+}
+"""Schedules that are not planned, and those that represent them. The `_dapo` ones filter groups, which no
+lengths of responses foretell."""
 LAGS = (1, 3)
 """Bounds of lag that are tried, besides 0 and none."""
 RACES = (1.25, 1.5)

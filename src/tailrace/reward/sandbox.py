@@ -191,7 +191,7 @@ class Sandbox:
             read = files.enter_context(_memory_file(stdin.encode(errors="replace")))
             refused = files.enter_context(_memory_file(seccomp_filter()))
             info = files.enter_context(socket.dup()).fileno()  # bwrap closes the one that it writes to
-            inside = [sys.executable, "-I", "-B", "-c", _INSIDE, str(socket.fileno())]
+            inside = [_python(), "-I", "-B", "-c", _INSIDE, str(socket.fileno())]
             try:
                 return await asyncio.create_subprocess_exec(
                     *self._command(inside, refused, info),
@@ -386,6 +386,12 @@ def check_installed() -> None:
             raise ConfigError("reward.sandbox", "bubblewrap", f"there is no program {tool!r} here", remedy)
 
 
+def _python() -> str:
+    """Return the path of the interpreter without `..`, whose parents are not in the sandbox."""
+    path = Path(sys.executable)
+    return str(path.parent.resolve() / path.name if ".." in path.parts else path)
+
+
 def _files() -> list[str]:
     """Return the arguments of bwrap that show what Python needs, read-only, and nothing else."""
     words = ["--ro-bind", "/usr", "/usr"]
@@ -397,6 +403,7 @@ def _files() -> list[str]:
             words += ["--ro-bind", str(path), str(path)]
     prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix)}
     prefixes |= {prefix.resolve() for prefix in prefixes} | {Path(sys.executable).resolve().parents[1]}
+    prefixes = {prefix for prefix in prefixes if ".." not in prefix.parts}
     shown = [path for path in sorted(prefixes) if not path.is_relative_to("/usr")]
     # bwrap would make parents that only their owner can enter.
     for parent in sorted({parent for path in shown for parent in path.parents if len(parent.parts) > 1}):
