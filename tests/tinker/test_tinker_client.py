@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -18,9 +19,11 @@ from tinker_cases import BASE, QUICKSTART, Server
 from helpers.engine_contract import fresh_samples
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config, train
+from tailrace.data.encoding import load_tokenizer
 from tailrace.engine.base import TokenCounter
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
 from tailrace.errors import ConfigError, VersionGone, WorkerDied
+from tailrace.types import Prompt, Sample
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parent.parent.parent
@@ -187,10 +190,12 @@ def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
     async def main() -> None:
         from tailrace.tinker.client import TinkerEngine, TinkerSession  # need the SDK
 
-        settings = service_at("http://127.0.0.1:1")
+        settings = service_at("http://127.0.0.1:9")
         session = TinkerSession(None, settings, 32)
         session.samplers = {3: None}
-        engine = TinkerEngine(session, settings, SamplingSettings(max_completion_tokens=8), TokenCounter())
+        engine = TinkerEngine(
+            session, settings, SamplingSettings(max_completion_tokens=8), TokenCounter(), str
+        )
         (sample,) = fresh_samples(1)
         sample.pin = 2
         with pytest.raises(VersionGone, match="engine-0 has version 3 only, and not 2"):
@@ -199,12 +204,49 @@ def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
     asyncio.run(main())
 
 
+def test_a_stop_string_over_the_border_of_two_chunks_ends_a_completion(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tailrace.tinker.client import TinkerEngine, TinkerSession, TinkerTrainer
+    from tailrace.trainer.base import TrainerSettings
+
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    tokenizer = load_tokenizer(QUICKSTART)
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    async def main() -> tuple[Sample, Sample, str]:
+        settings = service_at(server.url).model_copy(update={"chunk_tokens": 2})
+        session = await TinkerSession.open(settings, 4)
+        free = SamplingSettings(max_completion_tokens=12)
+        trainer = TinkerTrainer(session, TrainerSettings(), AlgorithmSettings(), free)
+        await trainer.open()
+        engine = TinkerEngine(session, settings, free, TokenCounter(), decode)
+        whole, cut = fresh_samples(2)
+        whole.group.prompt = Prompt(0, tokenizer.encode("12 + 34 =\n"))
+        await engine.generate(whole)
+        cut.seed, stop = whole.seed, decode(whole.completion_ids[1:3])
+        sampling = SamplingSettings(max_completion_tokens=12, stop=(stop,))
+        counter = TokenCounter()
+        await TinkerEngine(session, settings, sampling, counter, decode).generate(cut)
+        assert counter.num == cut.num_tokens == len(cut.behavior_logprobs)
+        await session.close()
+        return whole, cut, stop
+
+    whole, cut, stop = asyncio.run(main())
+    assert whole.num_tokens > 4
+    end = next(n for n in range(1, 13) if stop in decode(whole.completion_ids[:n]))
+    assert (cut.completion_ids, cut.finish_reason) == (whole.completion_ids[:end], "stop")
+
+
 def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
     """Three of them end a run."""
     from tinker import types
 
     from tailrace.algo.base import AlgorithmSettings
-    from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
+    from tailrace.engine.settings import SamplingSettings
     from tailrace.tinker.client import TinkerSession, TinkerTrainer
     from tailrace.trainer.base import TrainerSettings
     from tailrace.types import SampleId
@@ -214,8 +256,7 @@ def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
             return types.OptimStepResponse(metrics={"learning_rate": 1e-6, "skipped": 1.0})
 
     async def run() -> None:
-        at = TinkerEngineSettings(urls=("http://127.0.0.1:1",), base_model=BASE)
-        service = TinkerSession(None, at, 4)
+        service = TinkerSession(None, service_at("http://127.0.0.1:9"), 4)
         sampling = SamplingSettings(max_completion_tokens=8)
         trainer = TinkerTrainer(service, TrainerSettings(), AlgorithmSettings(), sampling)
         trainer._training, trainer._samples = Training(), [SampleId(0, 0, 0)]

@@ -139,7 +139,9 @@ async def _at_service(
             rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
             trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
             await _all_done(trainer.open(), *(worker.ready() for worker in started))
-            served = TinkerEngine(service, engine, config.sampling, _counter(folder, "engine-0", life))
+            decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+            counter = _counter(folder, "engine-0", life)
+            served = TinkerEngine(service, engine, config.sampling, counter, decode)
             async with ended_by_death(started):
                 yield Workers((served,), trainer, rewards, judges, None)
     finally:

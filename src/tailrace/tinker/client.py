@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
+from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage, string_reached
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, VersionGone, WorkerDied
 from tailrace.trainer import checksums
@@ -366,7 +366,9 @@ class TinkerEngine(OnOtherDevices, Engine):
         settings: TinkerEngineSettings,
         sampling: SamplingSettings,
         counter: TokenCounter,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
+        self._decode = decode
         self.name, self.slots, self.versions = "engine-0", settings.max_num_seqs, 1
         self._service, self._sampling, self._counter = service, sampling, counter
         self._chunk_tokens = settings.chunk_tokens or inf
@@ -405,14 +407,25 @@ class TinkerEngine(OnOtherDevices, Engine):
                 raise
             return
         (sequence,) = reply.sequences
-        tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
+        end = self._end_over_border(sample.completion_ids, sequence.tokens)
+        tokens, logprobs = list(sequence.tokens)[:end], list(sequence.logprobs or [])[:end]
         self._num_prefilled += prompt.length
         self._counter.add(len(tokens))
         sample.extend(tokens, logprobs, version)
-        if sequence.stop_reason == "stop":
+        if sequence.stop_reason == "stop" or end is not None:
             sample.finish_reason = "stop"
         elif len(tokens) >= room:
             sample.finish_reason = "length"
+
+    def _end_over_border(self, before: Sequence[int], tokens: Sequence[int]) -> int | None:
+        """The tokens of a chunk up to the end of a stop string that began before it; None: there is none. The
+        service sees this chunk only."""
+        strings = self._sampling.stop
+        if strings and before:
+            for end in range(1, min(len(tokens), 4 * max(map(len, strings))) + 1):
+                if string_reached(self._decode, [*before, *tokens[:end]], strings):
+                    return end
+        return None
 
     def _params(self, sample: Sample, num_tokens: int) -> Any:
         given = self._sampling

@@ -13,7 +13,7 @@ request's pin. Of LoRA adapters the last few versions are served at the same tim
 
 import time
 from collections import abc
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tailrace.devices import attention_kernels
-from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage
+from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage, string_reached
 from tailrace.engine.native.cache import Block, Cache, Sequence
 from tailrace.engine.native.model import CausalLM, ContinuedAttention, DecodeAttention, Lora, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
@@ -60,24 +60,18 @@ class StopConditions:
         id, sampling = sequence.tokens[-1], sequence.sampling
         if id in sampling.stop_token_ids or (id in self._end_of_text and not sampling.ignore_end_of_text):
             return "stop"
-        if sampling.stop and self._string_reached(sequence.tokens[sequence.num_prompt :], sampling.stop):
+        completion = sequence.tokens[sequence.num_prompt :] if sampling.stop else []
+        if sampling.stop and string_reached(self._decode, completion, sampling.stop):
             return "stop"
         return "length" if self.exhausted(sequence) else None
-
-    def _string_reached(self, completion_ids: list[int], strings: tuple[str, ...]) -> bool:
-        # A token is at least one byte of text, and a character at most four. Two more tokens, because the
-        # first tokens of a window may decode to other text than in their place.
-        window = 4 * max(map(len, strings)) + 2
-        text = self._tokenizer.decode(completion_ids[-window:], skip_special_tokens=False)
-        return any(string in text for string in strings)
 
     @property
     def _tokenizer_file(self) -> Path:
         return self._path / "tokenizer.json"
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self._tokenizer_file))
+    def _decode(self) -> abc.Callable[[abc.Sequence[int]], str]:
+        return partial(Tokenizer.from_file(str(self._tokenizer_file)).decode, skip_special_tokens=False)
 
 
 class NativeEngine:
