@@ -223,7 +223,7 @@ def test_the_path_of_the_interpreter_may_lead_through_a_parent(monkeypatch: pyte
     with TemporaryDirectory(dir="/tmp") as parent:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{parent}/venv"], check=True)
         Path(parent, "here").mkdir()
-        monkeypatch.setattr(sys, "prefix", f"{parent}/here/../venv")
+        monkeypatch.setattr(sys, "prefix", f"{parent}/venv")
         monkeypatch.setattr(sys, "executable", f"{parent}/here/../venv/bin/python")
         (ended,) = run_all("import sys\nprint(sys.prefix)")
         assert ended.output.decode() == f"{parent}/venv\n"
