@@ -15,7 +15,7 @@ from tailrace.schedules import SCHEDULES
 from tailrace.schedules.april import april, april_dapo
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.one_step_off import one_step_off
-from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
+from tailrace.schedules.rolloutpipe import periodic_asynchrony
 from tailrace.schedules.seer import seer
 from tailrace.schedules.serial import serial
 from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy

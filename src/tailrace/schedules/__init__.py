@@ -12,9 +12,8 @@ from tailrace.schedules.conventional import conventional
 from tailrace.schedules.dora import dora
 from tailrace.schedules.laminar import laminar
 from tailrace.schedules.one_step_off import one_step_off
-from tailrace.schedules.periodic_asynchrony import periodic_asynchrony
 from tailrace.schedules.pipelinerl import pipelinerl
-from tailrace.schedules.rolloutpipe import rolloutpipe, rolloutpipe_eager
+from tailrace.schedules.rolloutpipe import periodic_asynchrony, rolloutpipe, rolloutpipe_eager
 from tailrace.schedules.seer import seer
 from tailrace.schedules.serial import serial
 from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy

@@ -12,12 +12,13 @@ the newest version only. The paper also gives new samples to older versions wher
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 
 from tailrace.controller.run import Run
 from tailrace.engine.base import Engine
 from tailrace.schedules.parameters import Bound, Count
-from tailrace.schedules.window import window
+from tailrace.schedules.window import in_flight
 
 
 async def dora(run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound) -> None:
@@ -28,14 +29,12 @@ async def dora(run: Run, groups_per_step: Count, groups_in_flight: Count, stalen
         groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
     """
-    run.promise(staleness=staleness, pinned=1)
-    select = window(run, groups_per_step, groups_in_flight, staleness)
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in run.pool.stream(groups_per_step, select):
-            await run.accumulate(groups)
-        await run.step()
-        await run.publish(to=divide(run) or "idle")
+    publish = partial(divide_and_publish, run)
+    await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=1, publish=publish)
+
+
+async def divide_and_publish(run: Run) -> None:
+    await run.publish(to=divide(run) or "idle")
 
 
 def divide(run: Run) -> list[Engine]:

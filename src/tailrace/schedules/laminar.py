@@ -14,7 +14,7 @@ by the use of the KV cache, and beside the publications, too.
 from tailrace.controller.run import Run
 from tailrace.schedules.dora import of_one_version, pack
 from tailrace.schedules.parameters import Bound, Count, Share
-from tailrace.schedules.window import window
+from tailrace.schedules.window import in_flight
 
 
 async def laminar(
@@ -30,15 +30,12 @@ async def laminar(
         staleness: bound on the age of a trained token, in publications.
         repack_below: engines with at most this share of their slots taken are packed. 0: none.
     """
-    run.promise(staleness=staleness, pinned=1)
-    select = window(run, groups_per_step, groups_in_flight, staleness)
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in run.pool.stream(groups_per_step, select):
-            await run.accumulate(groups)
-        await run.step()
+
+    async def publish() -> None:
         await run.publish(to="idle")
         repack(run, repack_below)
+
+    await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=1, publish=publish)
 
 
 def repack(run: Run, below: float) -> None:

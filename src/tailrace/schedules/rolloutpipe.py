@@ -12,6 +12,7 @@ published policy. Compared with `serial`, only the order and the time of trainin
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import FIFO, Admission, feasible, fits
 from tailrace.schedules.parameters import Count, require_divisible
+from tailrace.schedules.window import in_flight
 
 
 async def rolloutpipe(
@@ -66,3 +67,15 @@ async def rolloutpipe_eager(
                 await run.accumulate(batch)
             await run.step()
         await run.publish()
+
+
+async def periodic_asynchrony(run: Run, groups_per_round: Count) -> None:
+    """Periodic Asynchrony (Lu 2025, arXiv 2511.18871): `rolloutpipe_eager` with one optimizer step a round.
+
+    The paper's other parts, one model for policy, old policy and reference and attention that shares the
+    prompt of a group, belong to a trainer.
+
+    Args:
+        groups_per_round: groups of an iteration, and of its optimizer step.
+    """
+    await in_flight(run, groups_per_round, groups_per_round, staleness=0)

@@ -5,11 +5,12 @@
 et al. 2025, 3): what is known of the lengths decides who races.
 """
 
+from functools import partial
 from math import ceil
 
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Bound, Count, Factor, KVRule
-from tailrace.schedules.window import window
+from tailrace.schedules.window import in_flight
 from tailrace.types import Group
 
 
@@ -27,14 +28,8 @@ async def tailrace(
         staleness: bound on the age of a trained token, in publications.
         kv: as in pipelinerl.
     """
-    run.promise(staleness=staleness)
-    select = window(run, groups_per_step, groups_in_flight, staleness)
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in run.pool.stream(groups_per_step, select):
-            await run.accumulate(groups)
-        await run.step()
-        await run.publish(kv=kv)
+    publish = partial(run.publish, kv=kv)
+    await in_flight(run, groups_per_step, groups_in_flight, staleness, publish=publish)
 
 
 async def tailrace_on_policy(

@@ -10,7 +10,7 @@ here the selection of the groups keeps the bound. Without LoRA, TRL loads the we
 
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Bound, Count
-from tailrace.schedules.window import window
+from tailrace.schedules.window import in_flight
 
 
 async def trl_async(run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound) -> None:
@@ -21,11 +21,4 @@ async def trl_async(run: Run, groups_per_step: Count, groups_in_flight: Count, s
         groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications (max_staleness).
     """
-    run.promise(staleness=staleness, pinned=staleness + 1)
-    select = window(run, groups_per_step, groups_in_flight, staleness)
-    async for _ in run.rounds():
-        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in run.pool.stream(groups_per_step, select):
-            await run.accumulate(groups)
-        await run.step()
-        await run.publish()
+    await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=staleness + 1)

@@ -1,4 +1,5 @@
-"""Window: a selection that keeps a bound on staleness. It is used by schedules.
+"""Window: a selection that keeps a bound on staleness, and the body of the schedules that fill their pool up
+after each step.
 
 No group is dropped and no token is generated twice: the trainer waits for the groups that are due. At most
 `in_flight` groups are alive, and U groups are trained between two publications. A group whose oldest token is
@@ -11,7 +12,7 @@ holds afterwards, and new groups are due last, so it always holds. For k = 0 it 
 enough to wait only for the groups that are due now: more than U can become due together.)
 """
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
@@ -19,6 +20,32 @@ from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
 from tailrace.schedules.parameters import require
 from tailrace.types import Group
+
+
+async def in_flight(
+    run: Run,
+    groups_per_step: int,
+    groups_in_flight: int,
+    staleness: int,
+    *,
+    pinned: int = 0,
+    publish: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Accumulate groups as they complete, step, publish, and fill the pool up again.
+
+    Args:
+        groups_per_step, groups_in_flight, staleness: of `window`.
+        pinned: as in `Run.promise`.
+        publish: what follows a step. None: `run.publish` to every engine.
+    """
+    run.promise(staleness=staleness, pinned=pinned)
+    select = window(run, groups_per_step, groups_in_flight, staleness)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
+        async for groups in run.pool.stream(groups_per_step, select):
+            await run.accumulate(groups)
+        await run.step()
+        await (publish or run.publish)()
 
 
 def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select:
