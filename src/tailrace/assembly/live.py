@@ -67,6 +67,7 @@ from tailrace.trainer.base import TrainerSettings
 from tailrace.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.types import Prompt
 from tailrace.workers.hosts import check_host
+from tailrace.workers.process import preload
 from tailrace.workers.reward import RewardPool
 
 CHECKED_ROWS = 16
@@ -85,6 +86,13 @@ def say(line: str) -> None:
     """Tell the user something beside the results. An output that is closed or full ends no run."""
     with suppress(OSError, ValueError):
         print(f"tailrace: {line}", file=sys.stderr)
+
+
+def begin_start(config: RunConfig) -> None:
+    """Say that a command starts, and let the modules of its workers be imported beside its checks."""
+    say("loads the tokenizer, the data and the reward, and the modules of the workers beside them")
+    if config.host.kind == "local":
+        preload()
 
 
 def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:

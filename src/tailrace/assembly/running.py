@@ -16,7 +16,15 @@ from typing import Any
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder, recorder_of
-from tailrace.assembly.live import advantages_of, check_live, on_devices_of_trainer, open_parts, rewind, say
+from tailrace.assembly.live import (
+    advantages_of,
+    begin_start,
+    check_live,
+    on_devices_of_trainer,
+    open_parts,
+    rewind,
+    say,
+)
 from tailrace.assembly.resumption import best_evaluation, opened
 from tailrace.assembly.schedule import BoundSchedule, resolve, steps_of_a_round, with_published_defaults
 from tailrace.assembly.signals import signals_received
@@ -70,6 +78,7 @@ def train(
     schedule = schedule or resolve(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     saved = b"" if reward is None else saved_function(reward, "reward")
+    begin_start(config)
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
         checked = Path(scratch) / "reward.pkl"
         checked.write_bytes(saved)
@@ -157,6 +166,7 @@ async def _train(
     interruption.begin()
     start.began_s = clock.now()
     async with open_parts(config, folder.path, life=start.life) as parts:
+        say(f"the workers are ready after {clock.now() - start.began_s:.1f} s")
         if start.base.checkpoint:
             await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
         if store and start.life > 1:

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.assembly.folder import RunFolder, recorder_of
-from tailrace.assembly.live import check_live, say
+from tailrace.assembly.live import begin_start, check_live, say
 from tailrace.assembly.running import ComparedSchedule, SharedWorkers, run_lap
 from tailrace.assembly.schedule import (
     check_parameter_names,
@@ -86,6 +86,7 @@ def compare(
     if virtual:
         raced = compare_virtual(racers, loaded.compare.repeats, folder)
     else:
+        begin_start(loaded)
         bound = [racer.schedule for racer in racers.values()]  # all race with the same threads
         fitted = {name: check_live(racer.config, *bound) for name, racer in racers.items()}
         print(next(iter(fitted.values())).table, file=sys.stderr)

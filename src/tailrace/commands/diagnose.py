@@ -34,7 +34,7 @@ from tailrace import clock
 from tailrace.algo.mismatch import CAUSES, kl_by_cause
 from tailrace.assembly import schedule as schedules_of
 from tailrace.assembly.folder import RunFolder, recorder_of
-from tailrace.assembly.live import check_live, rewind
+from tailrace.assembly.live import begin_start, check_live, rewind
 from tailrace.assembly.running import ComparedSchedule, SharedWorkers, run_lap
 from tailrace.commands.tables import open_console, print_table
 from tailrace.config import RunConfig, load_config, with_model_folder
@@ -126,6 +126,7 @@ def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
     own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
     config = config.model_copy(update={"schedule": own, "schedules": {}})
     config = schedules_of.with_published_defaults(config)
+    begin_start(config)
     config = check_live(config, schedules_of.resolve(config)).config
     num_groups = own.get("groups_per_step", own.get("groups_per_round", 1))
     fresh = {"name": "serial", "groups_per_round": num_groups, "groups_per_step": num_groups}

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import check_live, open_parts, say
+from tailrace.assembly.live import begin_start, check_live, open_parts, say
 from tailrace.assembly.resumption import changed_files, inputs_of
 from tailrace.assembly.schedule import check_parameter_names
 from tailrace.commands.tables import open_console
@@ -42,6 +42,7 @@ def run(
     """
     without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
     config = with_model_folder(evaluated_config(run, model, overrides))
+    begin_start(config)
     config = check_live(config.model_copy(update=without_learning)).config
     assert config.model
     console = open_console()

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.assembly.folder import RunFolder
-from tailrace.assembly.live import check_live, open_parts, usable_prompts
+from tailrace.assembly.live import begin_start, check_live, open_parts, usable_prompts
 from tailrace.assembly.placement import tensor_parallel_size, tensor_parallel_sizes
 from tailrace.commands.evaluate import evaluated_config
 from tailrace.commands.tables import open_console, print_table, writing
@@ -72,6 +72,7 @@ def _measure(
 ) -> None:
     """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
     config = with_model_folder(evaluated_config(run, None, overrides))
+    begin_start(config)
     config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
     limit = config.sampling.max_completion_tokens if config.sampling else 0
     lengths = lengths or (limit,)

@@ -27,7 +27,7 @@ from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.importing import install
 from tailrace.model_folder import context_length, read_config
 from tailrace.workers.engine import EngineJob, EngineWorker, ServedEngine
-from tailrace.workers.process import LocalSpawner
+from tailrace.workers.process import LocalSpawner, preload
 from tailrace.workers.trainer import RemoteTrainer
 
 OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout_s)$)"))
@@ -69,6 +69,7 @@ def serve(
     except ImportError as why:
         remedy = install("tinker" if tinker else "serve")
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
+    preload()
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
     if tinker:
         _serve_tinker(model, settings, engine, token_file, state_folder, overrides)

@@ -171,6 +171,21 @@ async def start_process(
     return LocalProcess(process, log, begins, job)
 
 
+def preload() -> None:
+    """Start the fork server. It imports torch and the modules of the workers beside what this process goes on
+    to do; without this call the start of the first worker waits for these seconds."""
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def begin() -> None:
+        with suppress(OSError), _without_main():  # the start of the first worker repeats it, and says why
+            _forkserver.ensure_running()
+        started.set_result(None)
+
+    _method()  # remembers the variables that the libraries read
+    _starts(os.getpid()).put(begin)
+    started.result()
+
+
 async def _kill_stopped(job: Job, *own: int) -> int:
     """Wait until the fork server, or one of some processes, is stopped for too long, and kill it. Returns its
     id."""
