@@ -107,9 +107,6 @@ def test_the_death_of_a_worker_is_the_only_message(
     assert train_here(config_path, *words, meanwhile=kill) == 1
     err = capfd.readouterr().err
     said = [line for line in err.splitlines() if line.startswith("tailrace: ")]
-    starts = ("loads the tokenizer", "reward: ", "the workers are ready after ")
-    assert [line.removeprefix("tailrace: ").startswith(start) for line, start in zip(said, starts)] == [
-        True
-    ] * 3
-    assert said[3].startswith("tailrace: WorkerDied: trainer (process ") and len(said) == 4
+    assert [line.split()[1] for line in said] == ["loads", "reward:", "the", "WorkerDied:"]
+    assert said[3].startswith("tailrace: WorkerDied: trainer (process ")
     assert "Traceback" not in err and "never retrieved" not in err

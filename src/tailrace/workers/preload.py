@@ -11,7 +11,7 @@ import signal
 import threading
 from contextlib import suppress
 
-from tailrace.workers.process_tree import signal_on_parent_death
+from tailrace.workers.process_tree import CONTROLLER, signal_on_parent_death
 
 MODULES = (
     "tailrace.engine.native.engine",
@@ -40,7 +40,7 @@ def _die_with_server() -> None:
 os.setsid()  # signals to the controller's group are the controller's to handle
 for _number in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
-signal_on_parent_death(signal.SIGKILL, os.getppid())
+signal_on_parent_death(signal.SIGKILL, int(os.environ.pop(CONTROLLER, os.getppid())))
 os.register_at_fork(after_in_child=_die_with_server)  # also if it is stopped before it has begun
 for _standard in (0, 1, 2):
     os.dup2(os.open(os.devnull, os.O_RDWR), _standard)

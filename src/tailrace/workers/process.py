@@ -54,6 +54,7 @@ from tailrace.workers.calls import (
     WorkerConnection,
 )
 from tailrace.workers.process_tree import (
+    CONTROLLER,
     exit_cause,
     exit_code_of_zombie,
     is_stopped,
@@ -317,12 +318,14 @@ def _without_main() -> Iterator[None]:
     """Start a process that does not import the script or the notebook of the user again. A fork server that
     is started finds the modules that this process finds."""
     path = os.environ.get("PYTHONPATH")
+    os.environ[CONTROLLER] = str(os.getpid())
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        del os.environ[CONTROLLER]
         if path is None:
             del os.environ["PYTHONPATH"]
         else:

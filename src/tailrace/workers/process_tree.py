@@ -23,6 +23,11 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 """Loaded early: between fork and exec as little as possible may happen."""
 
 
+CONTROLLER = "TAILRACE_CONTROLLER"
+"""The variable that tells a fork server whose it is: the controller may end before the server asks for its
+parent."""
+
+
 def signal_on_parent_death(number: signal.Signals, parent: int) -> None:
     """Have the kernel send this process a signal when the thread that forked it ends.
 
