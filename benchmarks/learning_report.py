@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -93,11 +94,11 @@ def read_all(results: Path) -> dict[str, dict[str, list[Result]]]:
 
 
 def runs_of(runs: dict[str, dict[str, list[Result]]], name: str) -> dict[str, list[Result]]:
-    """The runs of a study, and those that it shares."""
-    found = dict(runs[name])
+    """The runs that a study shares, and its own."""
+    found: dict[str, list[Result]] = {}
     for other, schedules in STUDIES[name].shared.items():
         found |= {schedule: runs[other][schedule] for schedule in schedules if schedule in runs[other]}
-    return found
+    return found | runs[name]
 
 
 def interval(values: Sequence[float]) -> float:
@@ -109,18 +110,15 @@ def interval(values: Sequence[float]) -> float:
     return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
 
 
-def until(curve: dict[str, list[float]], samples: float) -> int:
-    """How many points of a curve lie in the first samples."""
-    return sum(each <= samples for each in curve["samples"])
-
-
-def over(curve: dict[str, list[float]], key: str, begin: int, end: int, *, weight: str = "samples") -> float:
-    """The mean of a column over points [begin, end), by their samples, or by their tokens ("length")."""
+def over(
+    curve: dict[str, list[float]], key: str, begin: float, end: float, *, weight: str = "samples"
+) -> float:
+    """The mean of a column from sample `begin` to sample `end`, by samples, or by tokens ("length")."""
     ends = [0, *curve["samples"]]
-    weights = [ends[place + 1] - ends[place] for place in range(begin, end)]
+    weights = [max(0.0, min(end, after) - max(begin, before)) for before, after in pairwise(ends)]
     if weight == "length":
-        weights = [n * length for n, length in zip(weights, curve["length"][begin:end], strict=True)]
-    return sum(n * each for n, each in zip(weights, curve[key][begin:end], strict=True)) / sum(weights)
+        weights = [n * length for n, length in zip(weights, curve["length"], strict=True)]
+    return sum(n * each for n, each in zip(weights, curve[key], strict=True)) / sum(weights)
 
 
 def samples_to(curve: dict[str, list[float]], reward: float, of: float = 512) -> float | None:
@@ -130,33 +128,33 @@ def samples_to(curve: dict[str, list[float]], reward: float, of: float = 512) ->
     for end in range(1, len(ends)):
         while begin < end - 1 and ends[end] - ends[begin + 1] >= of:
             begin += 1
-        if ends[end] - ends[begin] >= min(of, ends[-1]) and over(curve, "reward", begin, end) >= reward:
+        if (
+            ends[end] - ends[begin] >= min(of, ends[-1])
+            and over(curve, "reward", ends[begin], ends[end]) >= reward
+        ):
             return ends[end]
     return None
 
 
 def summary(run: Result, samples: float | None = None) -> Row:
     """The figures of a run; `samples`: of its first ones."""
-    curve, total = run["curve"], samples or run["samples"]
-    end = until(curve, total * 1.001) if samples else len(curve["samples"])
-    quarter = max(1, until(curve, total / 4 * 1.001))
-    last = min(end - 1, until(curve, total * 3 / 4 * 1.001))
+    curve = run["curve"]
+    ends = [each for each in curve["samples"] if not samples or each <= samples]
+    total = samples or ends[-1]
     found = {
-        "accuracy": [accuracy for at, accuracy in run["evaluations"] if not samples or at <= samples * 1.001][
-            -1
-        ],
-        "reward, first quarter": over(curve, "reward", 0, quarter),
-        "last quarter": over(curve, "reward", last, end),
-        "all": over(curve, "reward", 0, end),
-        "length": over(curve, "length", 0, end),
+        "accuracy": [each for at, each in run["evaluations"] if at <= total][-1],
+        "reward, first quarter": over(curve, "reward", 0, total / 4),
+        "last quarter": over(curve, "reward", total * 3 / 4, total),
+        "all": over(curve, "reward", 0, total),
+        "length": over(curve, "length", 0, total),
     }
     if (reached := samples_to(curve, 0.7)) is not None:
         found["samples to 0.7"] = reached
     if "ess" in curve:
-        found["ESS"] = over(curve, "ess", 0, end)
-        found["lag, mean"] = over(curve, "lag", 0, end, weight="length")
-        found["lag, largest"] = max(curve["lag_max"][:end])
-        found["generated a trained sample"] = curve["generated"][end - 1] / curve["samples"][end - 1]
+        found["ESS"] = over(curve, "ess", 0, total)
+        found["lag, mean"] = over(curve, "lag", 0, total, weight="length")
+        found["lag, largest"] = max(curve["lag_max"][: len(ends)])
+        found["generated a trained sample"] = curve["generated"][len(ends) - 1] / ends[-1]
     if "tokens" in run and not samples:
         found["wasted"] = sum(run["tokens"]["wasted"].values()) / run["tokens"]["generated"]
     return found
@@ -169,10 +167,8 @@ def shown(values: Sequence[float], *, share: bool = False, sign: bool = False) -
     centre, half = fmean(values), interval(values)
     if share:
         return f"{centre:.0%}"
-    if centre >= 1000:
-        return f"{centre:,.0f}" + (f" ±{half:,.0f}" if len(values) > 1 else "")
-    digits = 1 if centre >= 10 else 3 if centre < 1 else 2
-    return f"{centre:{'+' if sign else ''}.{digits}f}" + (f" ±{half:.{digits}f}" if len(values) > 1 else "")
+    digits = 0 if centre >= 100 else 1 if centre >= 10 else 3 if centre < 1 else 2
+    return f"{centre:{'+' if sign else ''},.{digits}f}" + (f" ±{half:,.{digits}f}" if len(values) > 1 else "")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -264,6 +260,7 @@ def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
         draw_divergences(axes, runs)
     else:
         draw_curves(axes[0], runs, right="seconds" if STUDIES[name].checkpoints else "generated")
+    if not kl:
         figure.legend(*axes[0, 0].get_legend_handles_labels(), fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -295,22 +292,15 @@ def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
 
 def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
     """Accuracy, and mean reward, after equal samples over the mean lag."""
+    from matplotlib import colormaps
+
     for key, label, each in zip(("accuracy", "all"), ("accuracy", "mean reward"), axes, strict=True):
-        for name, found in runs.items():
+        for number, (name, found) in enumerate(runs.items()):
             rows = [summary(run, 4096) for run in found]
             lags, values = ([row[column] for row in rows] for column in ("lag, mean", key))
-            each.errorbar(
-                fmean(lags),
-                fmean(values),
-                interval(values),
-                interval(lags),
-                marker="o",
-                markersize=4,
-                capsize=2,
-            )
-            each.annotate(
-                name, (fmean(lags), fmean(values)), xytext=(4, 4), textcoords="offset points", size=7
-            )
+            marker, color = "os^v"[number % 4], colormaps["tab20"](number)
+            errors = (interval(values), interval(lags))
+            each.errorbar(fmean(lags), fmean(values), *errors, label=name, marker=marker, color=color, ls="")
         each.set(xlabel="mean lag of a trained token, optimizer steps", ylabel=f"{label}, 4,096 samples")
         each.set_xscale("symlog", linthresh=1)
 

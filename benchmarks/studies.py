@@ -83,9 +83,9 @@ STUDIES = {
     "diverge": Study(
         "PipelineRL, Fig. 10: G = 64 diverges",
         REINFORCE | FASTER,
-        conventional(64, 32, 1, label="G={} 4e-4") | {"pipelinerl 4e-4": {**IN_FLIGHT, **BLOCK}},
+        conventional(1, 64, 32, label="G={} 4e-4") | {"pipelinerl 4e-4": {**IN_FLIGHT, **BLOCK}},
         samples=20_480,
-        shared={"lag": ("G=64", "G=32", "G=1", "pipelinerl")},
+        shared={"lag": ("G=1", "G=32", "G=64", "pipelinerl")},
     ),
     "kl": Study(
         "PipelineRL, Fig. 7: sequences of mixed policies stay close to on-policy, those of a lag g do "

@@ -69,6 +69,8 @@ def test_the_figures_of_a_run_are_those_of_its_curve() -> None:
         result("order", "serial", 0, [0.0, 0.4, 0.6, 1.0], evaluations=[[0, 0.2], [256, 0.9]]), 128
     )
     assert (first["accuracy"], first["all"]) == (0.2, pytest.approx(0.2))
+    part = summary(result("order", "serial", 0, [0.0, 0.4, 0.6, 1.0]), 160)  # half of the third point
+    assert part["all"] == pytest.approx((64 * 0.4 + 32 * 0.6) / 160)
 
 
 def test_the_samples_until_a_reward_are_those_of_a_mean_of_512() -> None:
@@ -181,7 +183,7 @@ def test_runs_of_another_study_are_shown_where_they_are_shared(tmp_path: Path) -
     evaluations = {"evaluations": [[0, 0.1], [4096, 0.8]]}
     one = result("lag", "G=8", 0, [0.5] * 64, **evaluations)
     found = read_all(written(tmp_path, one, result("lagcurve", "april", 0, [0.25] * 64, **evaluations)))
-    assert list(learning_report.runs_of(found, "lagcurve")) == ["april", "G=8"]
+    assert list(learning_report.runs_of(found, "lagcurve")) == ["G=8", "april"]
     assert "| `april` | 1 | 0.800 |" in learning_report.text(found)
 
 
