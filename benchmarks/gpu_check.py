@@ -218,6 +218,7 @@ def _peak_bytes(work: Callable[[], object]) -> int:
 
 def kv_budget(folder: Path, device: str) -> str | None:
     """Sequences that outgrow a small cache."""
+    from tailrace.assembly.machine import CUDA_BYTES
     from tailrace.assembly.memory import engine_memory
     from tailrace.engine.settings import NativeEngineSettings
     from tailrace.memory import ModelShape
@@ -225,7 +226,7 @@ def kv_budget(folder: Path, device: str) -> str | None:
     budget = 65_536
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
     shape = ModelShape.read(folder)
-    allowed = engine_memory(shape, settings, context=budget).device_bytes
+    allowed = engine_memory(shape, settings, budget, on_gpu=True).device_bytes + CUDA_BYTES
     peak = _peak_bytes(partial(_generate, folder, device, budget, 128, 1000))
     return f"the engine allocated {peak:,} bytes, counted were {allowed:,}" if peak > allowed else None
 

@@ -1,4 +1,4 @@
-"""The memory that `tailrace train --dry-run` estimates, against what the trainer's processes use.
+"""The bound of memory that `tailrace train --dry-run` prints, against what the trainer's processes use.
 
     python benchmarks/memory.py [--json FILE] [--shape smollm2|qwen3] [--layers N] [--vocabulary N]
                                 [--tokens N,N] [--dtype TYPE,TYPE] [--kind KIND,KIND] [--ranks N] [--beside]
@@ -7,9 +7,10 @@ Trains a model of the shape of SmolLM2-135M or Qwen3-0.6B with random weights on
 tokens, type and kind: two steps of one full micro-batch for each rank, a publication and a checkpoint, by the
 processes that a run starts. The first step has no optimizer state yet, so the second one is the larger.
 
-    estimate_bytes, asleep_estimate_bytes  of each process, as --dry-run adds it up
-    peak_bytes, asleep_bytes               its resident memory (Linux only): the peak, and at the end, asleep,
-                                           with weights, gradients and optimizer state on the disk
+    bound_bytes  of each process, as --dry-run adds it up
+    peak_bytes   of its resident memory (Linux only)
+
+Ends with status 1 if a peak is more than OVER above its bound.
 
 The kinds: "all" trains all weights, "checkpointing" with activation checkpointing, "lora" an adapter of rank
 16. --beside: the checkpoint is written beside the second step. The largest default case needs 7 GiB;
@@ -18,8 +19,8 @@ Qwen3's shape with two ranks, a checkpoint beside and 256 tokens 26 GiB.
 
 import itertools
 import random
+import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,12 +30,14 @@ from common import QWEN3, run, save_model, write
 from tailrace import clock
 from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
-from tailrace.memory import ITEM_BYTES, STATE_BYTES, gib
+from tailrace.memory import ITEM_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId
 from tailrace.workers.process import LocalSpawner
 from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 
 PROMPT_TOKENS = 8
+OVER = 0.05
+"""The share of a bound by which a peak may exceed it."""
 WORD_IDS = 1000
 """Random tokens are below it."""
 Shape = Literal["smollm2", "qwen3"]
@@ -53,7 +56,6 @@ def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, bes
         "max_tokens_per_microbatch": tokens,
         "min_tokens_per_microbatch": 1,
         "lora": {"rank": 16} if kind == "lora" else None,
-        "offload": dict.fromkeys(STATE_BYTES, "disk"),
     }
     return RunConfig.model_validate(
         {
@@ -82,8 +84,8 @@ def make_group(number: int, num_tokens: int) -> list[Sample]:
     return group.samples
 
 
-async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[tuple[int, int]]:
-    """Train and return the resident memory of each process: the peak, and asleep."""
+async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
+    """Train and return the peak of the resident memory of each process."""
     assert config.model
     assert config.sampling
     job = TrainerJob(
@@ -110,25 +112,22 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[tuple[
             await trainer.step()
         await trainer.publish(1)
         await (written or await trainer.save(folder / "checkpoint"))
-        await trainer.sleep()
-        return [tuple(map(partial(memory_of, each.process.pid), ("VmHWM", "VmRSS"))) for each in workers]
+        return [peak_of(each.process.pid) for each in workers]
     finally:
         await trainer.close()
 
 
-def memory_of(pid: int, kind: str) -> int:
+def peak_of(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(config: RunConfig, *, beside: bool) -> list[dict[str, int]]:
-    """Estimates and measured memory of each process of the trainer."""
-    processes = [each for each in run_memory(config, PROMPT_TOKENS) if "trainer" in each.name]
-    estimates = [(each.host_bytes, sum(each.asleep.values())) for each in processes for _ in range(each.num)]
+def measure(config: RunConfig, *, beside: bool) -> tuple[int, list[int]]:
+    """The bound of a process of the trainer, and the peak of each."""
+    trainer = next(each for each in run_memory(config, PROMPT_TOKENS) if each.name == "trainer")
     with tempfile.TemporaryDirectory() as folder:
-        found = clock.run(train(config, Path(folder), beside=beside), virtual=False)
-    names = ("estimate_bytes", "asleep_estimate_bytes", "peak_bytes", "asleep_bytes")
-    return [dict(zip(names, one + other, strict=True)) for one, other in zip(estimates, found, strict=True)]
+        peaks = clock.run(train(config, Path(folder), beside=beside), virtual=False)
+    return sum(trainer.host_parts.values()), peaks
 
 
 def main(
@@ -151,12 +150,14 @@ def main(
         )
         for each in itertools.product(kind.split(","), dtype.split(","), map(int, tokens.split(","))):
             config = make_config(model, *each, ranks, beside)
-            for rank, row in enumerate(measure(config, beside=beside)):
+            bound, peaks = measure(config, beside=beside)
+            for rank, peak in enumerate(peaks):
                 case = dict(zip(("kind", "dtype", "tokens"), each, strict=True)) | {"rank": rank}
-                cases.append({**case, **row})
-                words = ", ".join(f"{name.removesuffix('_bytes')} {gib(size)}" for name, size in row.items())
-                print(f"{case}: {words}, {row['peak_bytes'] / row['estimate_bytes']:.2f}", flush=True)
+                cases.append({**case, "bound_bytes": bound, "peak_bytes": peak})
+                print(f"{case}: bound {gib(bound)}, peak {gib(peak)}, {peak / bound:.2f}", flush=True)
     write(json, cases)
+    if any(case["peak_bytes"] > (1 + OVER) * case["bound_bytes"] for case in cases):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

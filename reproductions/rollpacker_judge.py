@@ -4,7 +4,8 @@ other."""
 from pathlib import Path
 from typing import Literal
 
-from tailrace.reward.judge_memory import IN_TRANSIT, MIB, LayerBudget
+from tailrace.memory import MIB
+from tailrace.reward.judge_memory import IN_TRANSIT, LayerBudget
 from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.engine import Steps
@@ -25,7 +26,7 @@ def judge_of(longest: int) -> SimJudgeSettings:
     Args:
         longest: tokens of a prompt with its longest response.
     """
-    whole = LayerBudget.of(MODELS[JUDGE].shape, LocalJudgeSettings(path=Path(JUDGE), dtype="bfloat16"))
+    whole = LayerBudget.of(MODELS[JUDGE], LocalJudgeSettings(path=Path(JUDGE), dtype="bfloat16"))
     layers = int(RESIDENT * whole.num_layers) + IN_TRANSIT
     memory = whole.outside_bytes + longest * whole.token_bytes + layers * whole.layer_bytes
     return SimJudgeSettings(model=JUDGE, memory_mib=-(-memory // MIB), max_tokens=longest)

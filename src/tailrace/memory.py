@@ -1,7 +1,4 @@
-"""The shape of a model as its memory depends on it, and the memory that one process needs. Imports no torch.
-
-An estimate is the sum of the parts that are held at the same time, in the phase in which it is largest.
-"""
+"""The shape of a model, and the memory that one process needs. Imports no torch."""
 
 import re
 from collections import defaultdict
@@ -10,78 +7,82 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from tailrace.model_folder import read_config, tensor_headers, weight_files
+from tailrace.model_folder import context_length, read_config, tensor_shapes
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
 """Of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
-TRANSFORMERS_BYTES = 350 * 2**20
+TRANSFORMERS_BYTES = 350 * MIB
 """A process that has imported torch and transformers; measured."""
-_STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+LEAST = (*STATE_BYTES, "one sequence")
+"""The parts without which a process cannot work. The other parts of an estimate are upper bounds."""
 _BLOCK = re.compile(r"\.(\d+)\.")
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A causal language model.
+    """A causal language model, as time and memory depend on it.
 
     Args:
         num_parameters: of all tensors; a head that is tied to the embedding counts once.
+        head_size: dimensions of one attention head.
+        mlp_size: width of the feed-forward layer; the sum over the experts that one token reaches.
+        context_tokens: the longest sequence, prompt included.
         block_parameters: of the largest block.
         outside_parameters: of all tensors that are in no block: embedding, last norm, head.
-        tensor_parameters: of the largest tensor.
-        query_size, kv_size: heads times their dimension.
-        mlp_size: width of the feed-forward layer; the sum over the experts that one token reaches.
-        head_norms: whether queries and keys are normalised, head by head.
-        stored_bytes: size of the files.
     """
 
     num_parameters: int
-    block_parameters: int
-    outside_parameters: int
-    tensor_parameters: int
     num_layers: int
     hidden_size: int
-    query_size: int
-    kv_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
     mlp_size: int
     vocabulary: int
-    stored_bytes: int
-    head_norms: bool = False
+    context_tokens: int
+    block_parameters: int = 0
+    outside_parameters: int = 0
 
     @classmethod
     def read(cls, path: Path) -> "ModelShape":
-        """Read config.json and the headers of the weights of a Hugging Face folder that was checked. Raises a
-        ConfigError if a file is missing."""
+        """Read config.json and the headers of the weights of a Hugging Face folder. Raises a ConfigError if a
+        file is missing or damaged."""
         config = read_config(path)
         is_tied = bool(config.get("tie_word_embeddings"))
-        headers = [header for file in weight_files(path) for header in tensor_headers(file)]
-        sizes = {name: prod(shape) for name, shape, _ in headers if not (is_tied and name == _HEAD)}
         blocks: defaultdict[str, int] = defaultdict(int)
-        for name, size in sizes.items():
+        for name, shape in tensor_shapes(path).items():
             block = _BLOCK.search(name)
-            blocks[block[1] if block else ""] += size
-        outside = blocks.pop("", 0)
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        experts = config.get("num_experts_per_tok")
-        mlp = (config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else None
+            blocks[block[1] if block else ""] += 0 if is_tied and name == _HEAD else prod(shape)
+        heads, experts = config["num_attention_heads"], config.get("num_experts_per_tok")
+        mlp = config.get("moe_intermediate_size") if experts else None
         return cls(
-            num_parameters=sum(sizes.values()),
+            num_parameters=sum(blocks.values()),
+            outside_parameters=blocks.pop("", 0),
             block_parameters=max(blocks.values(), default=0),
-            outside_parameters=outside,
-            tensor_parameters=max(sizes.values()),
             num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
-            query_size=heads * head_dim,
-            kv_size=(config.get("num_key_value_heads") or heads) * head_dim,
-            mlp_size=mlp * experts if mlp and experts else config["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or config["hidden_size"] // heads,
+            mlp_size=(mlp or config["intermediate_size"]) * (experts or 1),
             vocabulary=config["vocab_size"],
-            stored_bytes=sum(prod(shape) * _STORED_BYTES.get(dtype, 4) for _, shape, dtype in headers),
-            head_norms=any(name.endswith(".q_norm.weight") for name in sizes),
+            context_tokens=context_length(path),
         )
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_size
+
+    def kv_bytes(self, item_bytes: int) -> int:
+        """The bytes of one position: a key and a value in each layer."""
+        return item_bytes * 2 * self.num_layers * self.kv_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class ProcessMemory:
         name: of the process, or of several that are alike.
         device: a torch device; on "cpu" all parts are in host memory.
         num: how many such processes there are.
-        on_device: held at the same time on the device.
-        in_host: held at the same time in host memory, by a process whose device is not the CPU.
+        on_device: held on the device, but for CUDA's context.
+        in_host: held in host memory beside that.
         asleep: held on the device while the process sleeps, because another one uses it.
     """
 
@@ -110,9 +111,9 @@ class ProcessMemory:
         return sum(self.on_device.values())
 
     @property
-    def host_bytes(self) -> int:
-        """Of one process, in host memory."""
-        return sum(self.in_host.values()) + (self.device_bytes if self.device == "cpu" else 0)
+    def host_parts(self) -> Mapping[str, int]:
+        """What one process holds in host memory."""
+        return {**self.in_host, **(self.on_device if self.device == "cpu" else {})}
 
 
 def in_turn(processes: Sequence[ProcessMemory]) -> dict[str, list[ProcessMemory]]:
@@ -126,12 +127,6 @@ def in_turn(processes: Sequence[ProcessMemory]) -> dict[str, list[ProcessMemory]
     }
 
 
-def largest_phase(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return the parts of the phase whose sum is largest, without empty ones."""
-    parts = max(phases.values(), key=lambda phase: sum(phase.values()))
-    return {name: size for name, size in parts.items() if size}
-
-
 def gib(num_bytes: float) -> str:
     """A size in words."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / MIB:.0f} MiB"

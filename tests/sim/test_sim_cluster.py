@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
 from tailrace.errors import ConfigError
-from tailrace.sim.cluster import MODELS, LanguageModel, memory_shares, rates
+from tailrace.memory import ModelShape
+from tailrace.sim.cluster import MODELS, memory_shares, multiplied_parameters, rates
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import (
     SimClusterSettings,
@@ -44,7 +45,8 @@ def test_the_parameters_of_a_known_model_are_those_of_its_shape(name: str) -> No
     is_tied = name in ("Qwen3-1.7B", "Qwen3-4B")
     embedding = 0 if is_tied else model.hidden_size * model.vocabulary
     others = model.num_layers * norms + model.hidden_size
-    assert model.num_parameters == model.multiplied_parameters + embedding + others
+    matrices = model.num_layers * multiplied_parameters(model) + model.hidden_size * model.vocabulary
+    assert model.num_parameters == matrices + embedding + others
 
 
 def test_the_rates_of_a_seven_billion_model_on_eight_devices() -> None:
@@ -180,7 +182,8 @@ def test_a_model_folder_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"model.norm.weight": np.zeros(8, np.float16)}, tmp_path / "model.safetensors")
-    assert LanguageModel.read(tmp_path) == replace(known, num_parameters=8)
+    read = replace(known, num_parameters=8, block_parameters=0, outside_parameters=8)
+    assert ModelShape.read(tmp_path) == read
     cluster = on(device="CPU", model=str(tmp_path), rollout_devices=4)
     assert rates(cluster).engines.base_s == 16 / 307.2e9
 

@@ -10,4 +10,4 @@ def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:
     assert shape.outside_parameters == 24 * 32 + 32, "the tied head counts once"
     assert shape.num_parameters == 2 * block + 24 * 32 + 32
     assert (shape.num_layers, shape.query_size, shape.kv_size, shape.mlp_size) == (2, 32, 16, 48)
-    assert shape.stored_bytes == 4 * shape.num_parameters
+    assert (shape.num_heads * shape.head_size, shape.kv_bytes(2)) == (32, 2 * 2 * 2 * 16)

@@ -187,7 +187,10 @@ def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) 
     if config.host.kind != "local" or config.trainer.kind == "tinker":
         return Fitted(config)
     machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
-    return fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
+    fitted = fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
+    if fitted.warning:
+        say(f"warning: {fitted.warning}")
+    return fitted
 
 
 def _check_trainer(config: RunConfig) -> None:

@@ -1,30 +1,49 @@
 """What a live run takes from this machine where the config does not set it: types, threads, micro-batch, KV
-cache; and the refusal of a run that cannot fit."""
+cache; and what is said of a run that is too large."""
 
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tailrace.assembly.memory import engines_on_gpu, host_bytes, host_limit, longest_sample, run_memory
+from tailrace.assembly.memory import engines_on_gpu, longest_sample, run_memory
 from tailrace.config import RunConfig
-from tailrace.data.base import MixtureSettings
 from tailrace.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
-from tailrace.memory import ProcessMemory, gib, in_turn
-from tailrace.trainer.base import LoraSettings, OffloadSettings, Place
+from tailrace.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
 CHOSEN_SHARE = 0.9
-"""Of the memory that choices fill. The estimate may be lower than the peak."""
+"""Of the memory that choices fill."""
+CUDA_BYTES = 600 * MIB
+"""CUDA's context and the workspaces of its libraries."""
 BFLOAT16 = ("amx_bf16", "avx512_bf16")
 """Flags of processors that compute bfloat16 faster than float32."""
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _TOKENS, _KV = "trainer.max_tokens_per_microbatch", "engine.kv_cache_tokens"
+SMALLER = "choose a smaller model, set [trainer.lora] rank = 16, or lower engine.replicas or trainer.replicas"
+REMEDIES = {
+    "micro-batch": f"lower {_TOKENS} or sampling.max_completion_tokens, or set "
+    "trainer.activation_checkpointing = true",
+    "KV cache": f"lower {_KV} or engine.max_num_seqs",
+    "computation": "lower engine.max_num_seqs or engine.max_prefill_tokens",
+    "copies": "set trainer.async_checkpoints = false",
+    "asleep": 'write "disk" for parts of [trainer.offload]',
+}
+"""How the largest part of an estimate becomes smaller."""
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def host_limit() -> int:
+    """Memory that processes of this machine, or of this container, may have."""
+    found = [file.read_text(encoding="utf-8").strip() for file in _CGROUP_LIMITS if file.is_file()]
+    limits = [int(text) for text in found if text.isdigit()]
+    return min([*limits, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +91,18 @@ class Fitted:
         table: the processes with their devices and memory, and the reason of each choice; empty where the run
             is not on this machine.
         remarks: settings that a person should look at, such as those that leave cores idle, in words.
+        warning: that the memory may not suffice; empty: it does.
     """
 
     config: RunConfig
     table: str = ""
     remarks: Sequence[str] = ()
+    warning: str = ""
 
 
 def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:
-    """Choose what a checked config does not set. Raises a ConfigError if the run cannot fit; it
-    names what would.
+    """Choose what a checked config does not set. Raises a ConfigError if weights, optimizer state and the
+    smallest KV cache do not fit.
 
     Args:
         prompt_tokens: of the longest prompt.
@@ -96,20 +117,23 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
                 reasons[key] = reason
             elif choices is _threads and 0 < (given := _value(config, key) or 0) < value:
                 idle.append(f"{key} = {given} leaves cores idle: it could be {value}, {reason}")
+    if lack := _shortage(config, machine, prompt_tokens, parts=LEAST):
+        assert config.model
+        raise ConfigError("model.path", str(config.model.path), f"the run needs {lack[0]}", SMALLER)
     sizes = _sizes(config, prompt_tokens)
-    tries = [(share, size) for share in (CHOSEN_SHARE, 1.0) for size in sizes]
     fits = (
-        size for share, size in tries if not _shortage(_with(config, size), machine, prompt_tokens, share)
+        each for each in sizes if not _shortage(_with(config, each), machine, prompt_tokens, CHOSEN_SHARE)
     )
-    chosen = next(fits, None)
-    if chosen is None:
-        raise _refusal(config, _with(config, sizes[-1]), machine, prompt_tokens)
+    chosen = next(fits, sizes[-1])
+    config = _with(config, chosen)
     kind = "CPU" if config.trainer.device == "cpu" else "GPU"
     for key in chosen:
         most = f"; at most {sizes[0][key]:,} on a {kind}" if key == _TOKENS else ""
         reasons[key] = f"the largest power of two with which the run fits{most}"
-    config = _with(config, chosen)
-    return Fitted(config, _table(config, machine, list(run_memory(config, prompt_tokens)), reasons), idle)
+    warning = ""
+    if lack := _shortage(config, machine, prompt_tokens):
+        warning = f"the run may need {lack[0]}; {REMEDIES.get(lack[1], SMALLER)}"
+    return Fitted(config, _table(config, machine, prompt_tokens, reasons), idle, warning)
 
 
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
@@ -160,15 +184,13 @@ def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tu
 def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
     """What may be chosen for the sizes that the config does not set, the best first."""
     most = MICROBATCH if config.trainer.device == "cpu" else MICROBATCH_GPU
-    tokens: Sequence[dict[str, int]] = [{}]
-    if _is_unset(config, _TOKENS):
-        tokens = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
-    caches: Sequence[dict[str, int]] = [{}]
+    batches = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
+    caches: list[dict[str, int]] = [{}]
     if isinstance(config.engine, NativeEngineSettings) and _is_unset(config, _KV):
         longest = longest_sample(config, prompt_tokens)
         needed = min(config.engine.kv_cache_tokens, config.engine.max_num_seqs * longest)
-        caches = [{}, *({_KV: size} for size in _powers(needed - 1, longest))]
-    return [batch | cache for cache in caches for batch in tokens]
+        caches += [{_KV: size} for size in _powers(needed - 1, longest)]
+    return [cache | batch for cache in caches for batch in (batches if _is_unset(config, _TOKENS) else [{}])]
 
 
 def _powers(most: int, least: int) -> list[int]:
@@ -176,115 +198,54 @@ def _powers(most: int, least: int) -> list[int]:
     return [2**n for n in range(most.bit_length() - 1, -1, -1) if 2**n >= least]
 
 
-def _shortage(config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0) -> str:
-    """What the run needs more of than a share of the machine's memory; empty: it fits."""
-    processes = list(run_memory(config, prompt_tokens))
-    if (needed := host_bytes(config, processes)) > share * machine.memory:
-        largest = max(processes, key=lambda each: each.num * each.host_bytes)
-        return _need("host memory", needed, machine.memory, largest)
-    for beside, is_fixed in on_each_gpu(config, processes, machine) if machine.gpu_memory else ():
-        limit = machine.gpu_memory * (1.0 if is_fixed else share)
-        if (needed := sum(each.device_bytes for each in beside)) > limit:
-            largest = max(beside, key=lambda each: each.device_bytes)
-            return _need(f"the memory of {largest.device}", needed, machine.gpu_memory, largest)
-    return ""
-
-
-def on_each_gpu(
+def held_at_once(
     config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine
-) -> Iterator[tuple[list[ProcessMemory], bool]]:
-    """The processes that hold the memory of one GPU at the same time, and whether a server takes its share of
-    it; one that is there twice counts twice.
+) -> Iterator[tuple[str, int, list[ProcessMemory]]]:
+    """Name each memory with its size and the processes that fill it at the same time, with what they hold in
+    it as `on_device`. Engines and trainer that share devices take turns."""
+    placement, takes_turns = config.placement, config.placement.kind != "disaggregated"
+    for present in in_turn(processes).values() if placement.kind == "colocated" else [processes]:
+        yield "host memory", machine.memory, [replace(each, on_device=each.host_parts) for each in present]
+    lists = {"engine": placement.engines, "trainer": placement.trainer} if placement.devices == "gpus" else {}
+    on_gpus: defaultdict[object, list[ProcessMemory]] = defaultdict(list)
+    for each in (each for each in processes if each.device != "cpu" and machine.gpu_memory):
+        numbers: list[object] = [*chain(*lists.get(each.name, ()))]
+        if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
+            numbers = numbers or ["chosen by the server"]
+        for number in numbers or [int(each.device.partition(":")[2] or 0)] * each.num:
+            on_gpus[number].append(
+                replace(
+                    each,
+                    num=1,
+                    on_device={"CUDA": CUDA_BYTES, **each.on_device},
+                    asleep={"CUDA": CUDA_BYTES, **each.asleep},
+                )
+            )
+    for beside in on_gpus.values():
+        for present in in_turn(beside).values() if takes_turns else [beside]:
+            yield f"the memory of {beside[0].device}", machine.gpu_memory, present
 
-    A process with a list of GPUs computes on the first, a server on all. Servers without one choose their
-    devices. Engines and trainer that share devices take turns.
+
+def _shortage(
+    config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0, parts: Collection[str] = ()
+) -> tuple[str, str] | None:
+    """What the run needs more of than a share of a memory, and the largest part; None: it fits.
+
+    Args:
+        parts: that count; empty: all.
     """
-    in_turns = config.placement.kind != "disaggregated"
-    server = None if isinstance(config.engine, NativeEngineSettings) else config.engine
-    placement, ranks = config.placement, config.trainer.ranks
-    engines, trainer = (placement.engines, placement.trainer) if placement.devices == "gpus" else ((), ())
-    numbers = {
-        "engine": [gpu for gpus in engines for gpu in (gpus if server else gpus[:1])],
-        "trainer": [gpus[0] for gpus in trainer],
-        "trainer rank": [gpus[rank * len(gpus) // ranks] for gpus in trainer for rank in range(1, ranks)],
-    }
-    found: defaultdict[int, list[ProcessMemory]] = defaultdict(list)
-    for each in (each for each in processes if each.device != "cpu"):
-        if each.name == "engine" and server:
-            if not in_turns:
-                yield [each], False
-                continue
-            room = int(server.memory_share * machine.gpu_memory) - each.on_device["weights"]
-            taken = {"KV cache": max(room, each.on_device["KV cache"])}
-            each = replace(each, on_device={**each.on_device, **taken})
-        unlisted = [int(each.device.partition(":")[2] or 0)] * each.num
-        for gpu in numbers.get(each.name) or unlisted:
-            found[gpu].append(each)
-    for beside in found.values():
-        for turn, present in (in_turn(beside) if in_turns else {"": beside}).items():
-            yield present, turn == "generating" and server is not None
-
-
-def _need(where: str, needed: int, limit: int, largest: ProcessMemory) -> str:
-    parts = dict(largest.on_device) or dict(largest.in_host)
-    named = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    return (
-        f"the run needs {gib(needed)} of {where}, and this machine has {gib(limit)}; "
-        f"the largest part is {largest.num} x {largest.name}: {named}"
-    )
-
-
-def _refusal(given: RunConfig, config: RunConfig, machine: Machine, prompt_tokens: int) -> ConfigError:
-    """The error of a run that does not fit with the least that may be chosen, as in `config`. It names each
-    change with which the run fits, or all of them."""
-    assert config.model
-    problem = _shortage(config, machine, prompt_tokens)
-    remedies = _remedies(config, prompt_tokens)
-    alone: dict[str, Any] = {}
-    for key, values in remedies.items():
-        fits = (each for each in values if not _shortage(_with(config, {key: each}), machine, prompt_tokens))
-        if (value := next(fits, None)) is not None:
-            alone[key] = value
-    least = {key: values[-1] for key, values in remedies.items()}
-    if alone:
-        remedy = f"set {', or '.join(_words(key, value) for key, value in alone.items())}"
-    else:
-        together = " and ".join(_words(key, value) for key, value in least.items())
-        short = _shortage(_with(config, least), machine, prompt_tokens).partition(";")[0]
-        remedy = f"choose a smaller model: with {together}, {short}" if short else f"set {together}"
-    if _TOKENS in alone and not _is_unset(given, _TOKENS):
-        return ConfigError(_TOKENS, config.trainer.max_tokens_per_microbatch, problem, remedy)
-    return ConfigError("model.path", str(config.model.path), problem, remedy)
-
-
-def _remedies(config: RunConfig, prompt_tokens: int) -> dict[str, list[Any]]:
-    """Settings that save memory, with the values to try, the smallest change first."""
-    trainer, engine = config.trainer, config.engine
-    is_mixture = isinstance(config.data, MixtureSettings)
-    found: dict[str, list[Any]] = {
-        _TOKENS: _powers(trainer.max_tokens_per_microbatch - 1, MICROBATCH_LEAST),
-        "trainer.activation_checkpointing": [] if trainer.activation_checkpointing else [True],
-        "data.max_prompt_tokens": [] if is_mixture else _powers(prompt_tokens - 1, 64),
-        "trainer.async_checkpoints": [False] if trainer.async_checkpoints else [],
-        "trainer.lora": [] if trainer.lora else [LoraSettings()],
-    }
-    if config.placement.kind != "disaggregated" and trainer.kept_asleep():
-        place: Place = "disk" if trainer.device == "cpu" else "host"
-        found["trainer.offload"] = [OffloadSettings(weights=place, gradients=place, optimizer=place)]
-    if isinstance(engine, NativeEngineSettings):
-        found[_KV] = _powers(engine.kv_cache_tokens - 1, longest_sample(config, prompt_tokens))
-        found["engine.max_num_seqs"] = _powers(engine.max_num_seqs - 1, 1)
-    if config.sampling:
-        found["sampling.max_completion_tokens"] = _powers(config.sampling.max_completion_tokens - 1, 64)
-    return {key: values for key, values in found.items() if values}
-
-
-def _words(key: str, value: Any) -> str:
-    if isinstance(value, LoraSettings):
-        return f"[{key}] rank = {value.rank}"
-    if isinstance(value, OffloadSettings):
-        return f"weights, gradients and optimizer of [{key}] = '{value.weights}'"
-    return f"{key} = {str(value).lower()}"
+    for where, limit, present in held_at_once(config, list(run_memory(config, prompt_tokens)), machine):
+        sizes = {
+            (each.num, each.name, part): each.num * size
+            for each in present
+            for part, size in each.on_device.items()
+            if not parts or part in parts
+        }
+        if (needed := sum(sizes.values())) > share * limit:
+            num, name, part = max(sizes, key=sizes.__getitem__)
+            largest = f"the largest part is {num} x {name}: {part} {gib(sizes[num, name, part])}"
+            return f"{gib(needed)} of {where}, and this machine has {gib(limit)}; {largest}", part
+    return None
 
 
 def _is_unset(config: RunConfig, key: str) -> bool:
@@ -308,31 +269,23 @@ def _with(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def _table(
-    config: RunConfig, machine: Machine, processes: Sequence[ProcessMemory], reasons: Mapping[str, str]
-) -> str:
+def _table(config: RunConfig, machine: Machine, prompt_tokens: int, reasons: Mapping[str, str]) -> str:
     """Processes with devices, threads, types, micro-batch and estimated memory, and why; 77 columns wide."""
-
-    def row(*cells: object) -> str:
-        return "{:31} {:>6} {:>7} {:>8} {:>11} {:>9}".format(*map(str, cells)).rstrip()
-
-    rows = [row("process", "device", "threads", "dtype", "micro-batch", "memory")]
+    layout, processes = "{:31} {:>6} {:>7} {:>8} {:>11} {:>9}", list(run_memory(config, prompt_tokens))
+    rows = [layout.format("process", "device", "threads", "dtype", "micro-batch", "memory")]
     for each in processes:
         computes = each.name.startswith(("trainer", "reference"))
         settings = config.engine if each.name == "engine" else config.trainer if computes else None
         cells = [getattr(settings, name, "") for name in ("threads", "dtype", "max_tokens_per_microbatch")]
         cells[2] = f"{cells[2]:,}" if cells[2] else ""
+        held = sum(each.host_parts.values()) if each.device == "cpu" else each.device_bytes
         number = f" x {each.num}" if each.num > 1 else ""
-        rows.append(row(f"{each.name}{number}", each.device, *cells, gib(each.device_bytes)))
-        if each.in_host:
-            rows.append(row("  its host memory", "cpu", "", "", "", gib(sum(each.in_host.values()))))
-        if config.placement.kind != "disaggregated" and each.asleep:
-            rows.append(row("  asleep", each.device, "", "", "", gib(sum(each.asleep.values()))))
-    needed = host_bytes(config, processes)
-    rows.append(f"host memory, estimated: {gib(needed)} of {gib(machine.memory)}")
-    beside = on_each_gpu(config, processes, machine) if machine.gpu_memory else ()
-    if gpus := [sum(each.device_bytes for each in present) for present, _ in beside]:
-        rows.append(f"memory of a GPU, estimated: {gib(max(gpus))} of {gib(machine.gpu_memory)}")
+        rows.append(layout.format(f"{each.name}{number}", each.device, *cells, gib(held)))
+    most: dict[str, tuple[int, int]] = {}
+    for where, limit, present in held_at_once(config, processes, machine):
+        held = sum(each.num * each.device_bytes for each in present)
+        most[where] = max(most.get(where, (0, limit)), (held, limit))
+    rows += [f"{where}, at most: {gib(held)} of {gib(limit)}" for where, (held, limit) in most.items()]
     for key, reason in reasons.items():
         value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value

@@ -1,6 +1,5 @@
 """Settings of the rollout engines and of sampling."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -98,14 +97,6 @@ class ServerEngineSettings(ReplicaSettings):
     def num_engines(self) -> int:
         """Engines of the run."""
         return len(self.urls) or self.replicas
-
-    @property
-    def memory_share(self) -> float:
-        """Of a GPU, what a server takes for weights and KV cache, by its arguments or its own default."""
-        words = [word for arg in self.args for word in arg.split("=")]
-        keys = ("--gpu-memory-utilization", "--mem-fraction-static")
-        given = [after for word, after in pairwise(words) if word in keys]
-        return float(given[-1]) if given and given[-1].replace(".", "", 1).isdigit() else 0.9
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace.errors import ConfigError
-from tailrace.memory import ITEM_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
+from tailrace.memory import ITEM_BYTES, MIB, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import check_files, read_config
 from tailrace.reward.judge_settings import LocalJudgeSettings
 
@@ -19,7 +19,6 @@ IN_TRANSIT = 2
 """Layers on the device that do not stay there."""
 REWARD_MODEL, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
 """How the architectures of config.json end."""
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class LayerBudget:
     @classmethod
     def of(cls, shape: ModelShape, settings: LocalJudgeSettings) -> "LayerBudget":
         size = ITEM_BYTES[settings.dtype]
-        kv_bytes = 2 * size * shape.num_layers * shape.kv_size if settings.answer_tokens else 0
+        kv_bytes = shape.kv_bytes(size) if settings.answer_tokens else 0
         wide = 4 * shape.hidden_size + 3 * shape.mlp_size + 2 * (shape.query_size + shape.kv_size)
         return cls(
             total_bytes=settings.memory_mib * MIB if settings.memory_mib else None,
@@ -94,8 +93,7 @@ def judge_memory(settings: LocalJudgeSettings) -> ProcessMemory:
     host = {"process": TRANSFORMERS_BYTES}
     if settings.device != "cpu":
         host["layers"] = ITEM_BYTES[settings.dtype] * shape.num_layers * shape.block_parameters
-    parts = (on_device | host, {}) if settings.device == "cpu" else (on_device, host)
-    return ProcessMemory(f"judge {settings.name}", settings.device, *parts)
+    return ProcessMemory(f"judge {settings.name}", settings.device, on_device, host)
 
 
 def is_reward_model(config: Mapping[str, Any]) -> bool:

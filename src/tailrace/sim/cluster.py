@@ -10,14 +10,13 @@ them is reached.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log2
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.errors import ConfigError
 from tailrace.memory import STATE_BYTES, ModelShape, ProcessMemory, gib, in_turn
-from tailrace.model_folder import context_length, read_config
 from tailrace.settings import Settings
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimClusterSettings, SimSettings
 from tailrace.trainer.base import OffloadSettings, Place
@@ -85,91 +84,26 @@ PROFILES: Mapping[str, DeviceProfile] = {
 """Devices by the name that `sim.cluster.device` gives."""
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageModel:
-    """A causal language model, as the time and memory of a cluster depend on it.
-
-    Args:
-        num_parameters: a head that is tied to the embedding counts once.
-        head_size: dimensions of one attention head.
-        mlp_size: width of the feed-forward layer; the sum over the experts that one token reaches.
-        context_tokens: the longest sequence, prompt included.
-    """
-
-    num_parameters: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    mlp_size: int
-    vocabulary: int
-    context_tokens: int
-
-    @classmethod
-    def read(cls, path: Path) -> "LanguageModel":
-        """Read a Hugging Face model folder. Raises a ConfigError if a file is missing or damaged."""
-        shape, config = ModelShape.read(path), read_config(path)
-        num_heads = config["num_attention_heads"]
-        head_size = shape.query_size // num_heads
-        return cls(
-            num_parameters=shape.num_parameters,
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=shape.kv_size // head_size,
-            head_size=head_size,
-            mlp_size=shape.mlp_size,
-            vocabulary=shape.vocabulary,
-            context_tokens=context_length(path),
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        return BYTES_PER_WEIGHT * self.num_parameters
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of one position: a key and a value in each layer."""
-        return BYTES_PER_WEIGHT * 2 * self.num_layers * self.num_kv_heads * self.head_size
-
-    @property
-    def block_parameters(self) -> int:
-        """Of the matrices of one layer."""
-        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.mlp_size
-
-    @property
-    def multiplied_parameters(self) -> int:
-        """Parameters that each token is multiplied with: all matrices but the embedding of its input."""
-        return self.num_layers * self.block_parameters + self.hidden_size * self.vocabulary
-
-    @property
-    def shape(self) -> ModelShape:
-        """Its shape, with a head of its own."""
-        outside = 2 * self.vocabulary * self.hidden_size
-        return ModelShape(
-            num_parameters=self.num_parameters,
-            block_parameters=self.block_parameters,
-            outside_parameters=outside,
-            tensor_parameters=outside // 2,
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            query_size=self.num_heads * self.head_size,
-            kv_size=self.num_kv_heads * self.head_size,
-            mlp_size=self.mlp_size,
-            vocabulary=self.vocabulary,
-            stored_bytes=self.weight_bytes,
-        )
+def multiplied_parameters(model: ModelShape) -> int:
+    """Of the matrices of one layer that each token is multiplied with."""
+    attention = 2 * model.hidden_size * (model.query_size + model.kv_size)
+    return attention + 3 * model.hidden_size * model.mlp_size
 
 
-MODELS: Mapping[str, LanguageModel] = {
-    "Qwen2.5-7B": LanguageModel(7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152_064, 131_072),
-    "Qwen2.5-14B": LanguageModel(14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152_064, 131_072),
-    "Qwen2.5-32B": LanguageModel(32_763_876_352, 64, 5120, 40, 8, 128, 27648, 152_064, 131_072),
-    "Qwen3-1.7B": LanguageModel(1_720_574_976, 28, 2048, 16, 8, 128, 6144, 151_936, 40_960),
-    "Qwen3-4B": LanguageModel(4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151_936, 40_960),
-    "Qwen3-8B": LanguageModel(8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151_936, 40_960),
+def _known(*sizes: int) -> ModelShape:
+    """A model without experts, with a head of its own."""
+    shape = ModelShape(*sizes)
+    outside = 2 * shape.vocabulary * shape.hidden_size
+    return replace(shape, block_parameters=multiplied_parameters(shape), outside_parameters=outside)
+
+
+MODELS: Mapping[str, ModelShape] = {
+    "Qwen2.5-7B": _known(7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152_064, 131_072),
+    "Qwen2.5-14B": _known(14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152_064, 131_072),
+    "Qwen2.5-32B": _known(32_763_876_352, 64, 5120, 40, 8, 128, 27648, 152_064, 131_072),
+    "Qwen3-1.7B": _known(1_720_574_976, 28, 2048, 16, 8, 128, 6144, 151_936, 40_960),
+    "Qwen3-4B": _known(4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151_936, 40_960),
+    "Qwen3-8B": _known(8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151_936, 40_960),
 }
 """The papers' models, from their published config.json; parameters as in their weight files."""
 
@@ -226,7 +160,7 @@ def device_of(cluster: SimClusterSettings) -> DeviceProfile:
     return PROFILES[cluster.device]
 
 
-def model_of(key: str, name: str | None) -> LanguageModel:
+def model_of(key: str, name: str | None) -> ModelShape:
     """Return a known model, or the one of a folder. Raises a ConfigError if there is no such model. `key`:
     that names it in the config."""
     if name is not None and name in MODELS:
@@ -234,7 +168,7 @@ def model_of(key: str, name: str | None) -> LanguageModel:
     if name is None or not Path(name).is_dir():
         problem = "it is neither the name of a known model nor a folder"
         raise ConfigError(key, name, problem, f"choose from {', '.join(MODELS)}, or name a model folder")
-    return LanguageModel.read(Path(name))
+    return ModelShape.read(Path(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +177,7 @@ class _Setup:
 
     cluster: SimClusterSettings
     device: DeviceProfile
-    model: LanguageModel
+    model: ModelShape
 
     @classmethod
     def of(cls, cluster: SimClusterSettings) -> "_Setup":
@@ -294,6 +228,17 @@ class _Setup:
         return in_turn([engine, trainer])
 
     @property
+    def weight_bytes(self) -> int:
+        """Of the model as engines hold it."""
+        return BYTES_PER_WEIGHT * self.model.num_parameters
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters that each token is multiplied with: all matrices but the embedding of its input."""
+        model = self.model
+        return model.num_layers * multiplied_parameters(model) + model.hidden_size * model.vocabulary
+
+    @property
     def engine_memory(self) -> float:
         return self.cluster.tensor_parallel * self.device.memory_bytes * self.cluster.memory_share
 
@@ -308,24 +253,24 @@ class _Setup:
         cluster, device, model = self.cluster, self.device, self.model
         size = cluster.tensor_parallel
         memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
-        arithmetic_s = 2 * model.multiplied_parameters / (size * device.flops)
+        arithmetic_s = 2 * self.multiplied / (size * device.flops)
         all_reduces = ALL_REDUCES * model.num_layers
         hop_s = all_reduces * device.link_latency_s
         reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2
         # Each device of an engine has at least one whole head of the KV cache.
-        kv_bytes = model.kv_bytes * max(1.0, size / model.num_kv_heads)
-        reload_s = model.weight_bytes / size / (device.host_bytes_per_s * cluster.link_efficiency)
+        kv_bytes = model.kv_bytes(BYTES_PER_WEIGHT) * max(1.0, size / model.num_kv_heads)
+        reload_s = self.weight_bytes / size / (device.host_bytes_per_s * cluster.link_efficiency)
         return {
             "count": self.generating // size,
-            "base_s": model.weight_bytes / memory,
+            "base_s": self.weight_bytes / memory,
             "compute_s": arithmetic_s / cluster.decode_efficiency,
             "context_s": kv_bytes / memory,
             "slope_s": reduced * (size - 1) / size / self.link(size),
             "reduce_s": reduced / self.link(size),
             "overhead_s": cluster.overhead_s + hop_s * log2(size),
             "communication_s": hop_s,
-            "kv_tokens": int((self.engine_memory - model.weight_bytes) / kv_bytes),
-            "weight_tokens": int(model.weight_bytes / kv_bytes),
+            "kv_tokens": int((self.engine_memory - self.weight_bytes) / kv_bytes),
+            "weight_tokens": int(self.weight_bytes / kv_bytes),
             "prefill_tokens_per_s": cluster.prefill_efficiency / arithmetic_s,
             "regroup_s": RESTART_S + reload_s,
             **self._switch_s(),
@@ -336,7 +281,7 @@ class _Setup:
         them when they wake."""
         if self.cluster.rollout_devices:
             return {"load_s": self._send_s()}
-        gather_s = self.model.weight_bytes / self.link(self.cluster.devices)
+        gather_s = self.weight_bytes / self.link(self.cluster.devices)
         return {"load_s": gather_s, "sleep_s": 0.0, "wake_s": gather_s}
 
     def _swap_s(self, *parts: str) -> float:
@@ -352,21 +297,21 @@ class _Setup:
     def _send_s(self) -> float:
         """Return the time in which the weights reach all engines, as a pipelined broadcast."""
         if self.cluster.transport == "filesystem":
-            return self.model.weight_bytes / self.cluster.filesystem_bytes_per_s
-        return self.model.weight_bytes / self.link(self.cluster.devices)
+            return self.weight_bytes / self.cluster.filesystem_bytes_per_s
+        return self.weight_bytes / self.link(self.cluster.devices)
 
     def trainer_rates(self) -> dict[str, float]:
         """All state is sharded over the trainer's devices. A step reduces gradients and gathers the
         weights."""
         cluster, device, model, num = self.cluster, self.device, self.model, self.training
-        flops = (8 if cluster.recompute_activations else 6) * model.multiplied_parameters
+        flops = (8 if cluster.recompute_activations else 6) * self.multiplied
         optimizer_s = (
             OPTIMIZER_BYTES * model.num_parameters / (num * device.bytes_per_s * cluster.bandwidth_efficiency)
         ) * (cluster.trainer_replicas or 1)
-        gather_s = model.weight_bytes / self.link(num) if num > 1 else 0.0
+        gather_s = self.weight_bytes / self.link(num) if num > 1 else 0.0
         write_s = self._send_s() if cluster.transport == "filesystem" else 0.0
         # gradients in float32, weights in bfloat16
-        exchange_s = 3 * model.weight_bytes / self.link(num) if num > 1 else 0.0
+        exchange_s = 3 * self.weight_bytes / self.link(num) if num > 1 else 0.0
         early = ("weights",) if self.offload.early_gradients else ("weights", "gradients")
         swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s(*early)}
         return ({} if cluster.rollout_devices else swaps) | {
@@ -397,7 +342,7 @@ class _Setup:
 
     def check_memory(self) -> None:
         key, name, device = "sim.cluster.model", self.cluster.model, self.cluster.device
-        weights, size, num = self.model.weight_bytes, self.cluster.tensor_parallel, self.training
+        weights, size, num = self.weight_bytes, self.cluster.tensor_parallel, self.training
         if weights >= self.engine_memory:
             room = f"an engine on {size} x {device} has {gib(self.engine_memory)}"
             raise ConfigError(
@@ -415,7 +360,7 @@ class _Setup:
                 raise ConfigError("sim.cluster.memory_share", self.cluster.memory_share, problem, remedy)
 
 
-def _check_lengths(settings: SimSettings, model: LanguageModel) -> None:
+def _check_lengths(settings: SimSettings, model: ModelShape) -> None:
     lengths = settings.lengths
     limit = lengths.max_tokens or DEFAULT_MAX_TOKENS
     total = lengths.prompt_tokens + limit

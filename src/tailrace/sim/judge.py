@@ -16,7 +16,7 @@ from tailrace.errors import ConfigError
 from tailrace.memory import gib
 from tailrace.reward.judge_memory import IN_TRANSIT, LayerBudget, batches, kept_layers
 from tailrace.reward.judge_settings import LocalJudgeSettings
-from tailrace.sim.cluster import device_of, model_of
+from tailrace.sim.cluster import BYTES_PER_WEIGHT, device_of, model_of, multiplied_parameters
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
 
@@ -89,7 +89,7 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
         raise ConfigError(f"{KEY}.max_tokens", judge.max_tokens, problem, f"set it to at least {longest}")
     limits = judge.model_dump(include={"memory_mib", "max_tokens", "answer_tokens"})
     local = LocalJudgeSettings(path=Path(judge.model), dtype="bfloat16", **limits)
-    budget = LayerBudget.of(model.shape, local)
+    budget = LayerBudget.of(model, local)
     key, remedy = f"{KEY}.memory_mib", "set it, or lower sim.cluster.memory_share"
     try:
         budget.resident_layers(judge.max_tokens)
@@ -107,11 +107,11 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
     return ForwardPass(
         budget=budget,
         max_tokens=judge.max_tokens,
-        token_s=2 * model.block_parameters / flops,
-        pair_s=2 * model.shape.query_size / flops,
+        token_s=2 * multiplied_parameters(model) / flops,
+        pair_s=2 * model.query_size / flops,
         read_s=budget.layer_bytes / bytes_per_s,
         copy_s=budget.layer_bytes / (device.host_bytes_per_s * cluster.link_efficiency),
-        kv_s=model.kv_bytes / model.num_layers / bytes_per_s,
+        kv_s=model.kv_bytes(BYTES_PER_WEIGHT) / model.num_layers / bytes_per_s,
         answer_tokens=written or 0,
     )
 

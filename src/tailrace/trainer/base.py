@@ -16,6 +16,10 @@ from tailrace.weights.base import Weights
 
 MAX_TOKENS = 2**31 - 1
 """Packed sequences are delimited by 32-bit offsets."""
+CHUNK_ELEMENTS = 1 << 26
+"""Logits that the trainer holds at once: 256 MiB in float32."""
+FILE_BYTES = 2**28
+"""Size of a rank's file of a checkpoint, about."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

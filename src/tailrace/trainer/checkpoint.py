@@ -35,12 +35,11 @@ from transformers import GenerationConfig
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.model_folder import folder_error
 from tailrace.trainer import checksums
+from tailrace.trainer.base import FILE_BYTES
 from tailrace.trainer.checksums import remedy
 from tailrace.trainer.distributed import Ranks, gather, scatter
 from tailrace.trainer.model import PolicyModel, read_model
 
-FILE_BYTES = 2**28
-"""Size of a rank's file, about."""
 V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
 

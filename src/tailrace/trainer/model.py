@@ -32,7 +32,7 @@ from transformers.initialization import no_init_weights
 from tailrace.devices import attention_kernels, for_fused_attention
 from tailrace.errors import ConfigError
 from tailrace.model_folder import folder_error, weights_defect
-from tailrace.trainer.base import TrainerSettings
+from tailrace.trainer.base import CHUNK_ELEMENTS, TrainerSettings
 from tailrace.trainer.batch import TrainingSample
 from tailrace.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
 from tailrace.trainer.packing import MicroBatch, pack, share
@@ -41,9 +41,6 @@ from tailrace.weights.base import DTYPE
 
 if TYPE_CHECKING:
     from tailrace.trainer.lora import Adapter
-
-CHUNK_ELEMENTS = 1 << 26
-"""Logits held at once: 256 MiB in float32."""
 
 
 class TokenLogProbs(NamedTuple):
