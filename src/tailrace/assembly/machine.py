@@ -137,16 +137,13 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
 
 
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
-    of_trainer, of_engines = config.trainer.device != "cpu", engines_on_gpu(config)
-    for key, is_gpu in (("trainer.dtype", of_trainer), ("engine.dtype", of_engines)):
-        if key == "engine.dtype" and _is_joined(config):
-            continue  # the server has a type already
-        if is_gpu:
-            yield key, "bfloat16" if machine.gpu_bfloat16 else "float32", "of the GPU"
-        elif machine.bfloat16:
-            yield key, "bfloat16", f"the processor has {machine.bfloat16}"
-        else:
-            yield key, "float32", f"the processor has neither {' nor '.join(BFLOAT16)}"
+    gpu = "bfloat16" if machine.gpu_bfloat16 else "float32", "of the GPU"
+    cpu = "float32", f"the processor has neither {' nor '.join(BFLOAT16)}"
+    if machine.bfloat16:
+        cpu = "bfloat16", f"the processor has {machine.bfloat16}"
+    yield "trainer.dtype", *(cpu if config.trainer.device == "cpu" else gpu)
+    if not _is_joined(config):  # such a server has a type already
+        yield "engine.dtype", *(gpu if engines_on_gpu(config) else cpu)
 
 
 def _is_joined(config: RunConfig) -> bool:
@@ -156,29 +153,25 @@ def _is_joined(config: RunConfig) -> bool:
 
 def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
     engine, trainer, placement = config.engine, config.trainer, config.placement
+    keys = ("engine.threads", "trainer.threads")
     num_engines = 0 if _is_joined(config) or engines_on_gpu(config) else engine.num_engines
-    num_trainers = trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0
+    nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
-    of_engines, of_trainer = (sum(map(len, each)) for each in lists)
-    for key, num, others, listed, other_listed in (
-        ("engine.threads", num_engines, num_trainers, of_engines, of_trainer),
-        ("trainer.threads", num_trainers, num_engines, of_trainer, of_engines),
-    ):
-        if listed:
-            cores, reason = listed, f"of the {listed} cores that [placement] lists"
-        elif others and overlaps:
-            other = "trainer.threads" if key == "engine.threads" else "engine.threads"
-            given = 0 if _is_unset(config, other) else others * (_value(config, other) or 0)
-            cores = max(1, machine.cores - (other_listed or given or machine.cores // 2))
-            reason = f"of {machine.cores} cores; the schedule trains while engines generate"
+    listed = [sum(map(len, each)) for each in lists]
+    for own, other in ((0, 1), (1, 0)):
+        key, cores, reason = keys[own], machine.cores, f"of {machine.cores} cores; "
+        if listed[own]:
+            cores, reason = listed[own], f"of the {listed[own]} cores that [placement] lists"
+        elif nums[other] and overlaps:
+            given = 0 if _is_unset(config, keys[other]) else nums[other] * (_value(config, keys[other]) or 0)
+            cores = max(1, cores - (listed[other] or given or cores // 2))
+            reason += "the schedule trains while engines generate"
+        elif nums[other]:
+            reason += "the schedule never trains while engines generate"
         else:
-            cores = machine.cores
-            alone = (
-                "the schedule never trains while engines generate" if others else "no other part needs them"
-            )
-            reason = f"of {machine.cores} cores; {alone}"
-        if num:
-            yield key, max(1, cores // num), reason
+            reason += "no other part needs them"
+        if nums[own]:
+            yield key, max(1, cores // nums[own]), reason
 
 
 def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
@@ -208,19 +201,14 @@ def held_at_once(
         yield "host memory", machine.memory, [replace(each, on_device=each.host_parts) for each in present]
     lists = {"engine": placement.engines, "trainer": placement.trainer} if placement.devices == "gpus" else {}
     on_gpus: defaultdict[object, list[ProcessMemory]] = defaultdict(list)
+    context = {"CUDA": CUDA_BYTES}
     for each in (each for each in processes if each.device != "cpu" and machine.gpu_memory):
         numbers: list[object] = [*chain(*lists.get(each.name, ()))]
         if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
             numbers = numbers or ["chosen by the server"]
+        one = replace(each, num=1, on_device={**context, **each.on_device}, asleep={**context, **each.asleep})
         for number in numbers or [int(each.device.partition(":")[2] or 0)] * each.num:
-            on_gpus[number].append(
-                replace(
-                    each,
-                    num=1,
-                    on_device={"CUDA": CUDA_BYTES, **each.on_device},
-                    asleep={"CUDA": CUDA_BYTES, **each.asleep},
-                )
-            )
+            on_gpus[number].append(one)
     for beside in on_gpus.values():
         for present in in_turn(beside).values() if takes_turns else [beside]:
             yield f"the memory of {beside[0].device}", machine.gpu_memory, present
