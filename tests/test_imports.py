@@ -81,6 +81,7 @@ INSIDES = {
         "tinker",
         "workers.trainer",
     ): "Tinker's API has the guard of the engine's server, and a run's trainer.",
+    ("tinker", "engine.stops"): "A stop string over the border of two requests ends a completion anywhere.",
     ("tinker", "trainer.checksums"): "A state at a service is a checkpoint of the run.",
     ("workers", "data.encoding"): "A worker process is where the insides of these rooms run.",
     ("workers", "engine"): "A worker process is where the insides of these rooms run.",

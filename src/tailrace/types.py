@@ -171,6 +171,11 @@ class Sample:
         return _hash(f"{self.seed} turn {number}") if number else self.seed
 
     @property
+    def request_seed(self) -> int:
+        """Seed of a request that continues it, 63 bits; servers count draws from the start of a request."""
+        return _hash(f"{self.seed} {self.num_tokens}")
+
+    @property
     def turn_ids(self) -> list[int]:
         """Completion tokens of the turn that is generated now."""
         return self.completion_ids[self.turn_start :]

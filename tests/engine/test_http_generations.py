@@ -26,6 +26,7 @@ from helpers.fakes.connect import (
     supervised,
 )
 from helpers.fakes.generations import GENERATIONS
+from helpers.fakes.model import text_of
 from helpers.fakes.server import FakeServer
 from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.engine import http
@@ -210,6 +211,104 @@ def test_a_cancelled_sample_keeps_every_token_and_goes_on_elsewhere(generation: 
             assert compare_with_records(samples, [one, two]).num_requests == 6
             seeds = {request.seed for request in [*one.model.requests, *two.model.requests][-6:]}
             assert seeds == {None} or len(seeds) == 6
+
+    run(main())
+
+
+@every_generation
+def test_a_stop_string_over_the_border_of_two_requests_ends_a_completion(
+    generation: str, model: Path
+) -> None:
+    """In its first turn and in a later one. The rest of the request is aborted and not counted."""
+
+    async def main() -> None:
+        with fake_server(generation, model, **SLOW) as fake:
+            for later in (False, True):
+                (whole,), (cut,) = distinct_samples(1), distinct_samples(1)
+                for sample in (whole, cut):
+                    sample.greedy = True
+                    if later:
+                        sample.extend([5] * 8, [-1.0] * 8, 0)
+                        sample.finish_reason = "stop"
+                        answer(sample, [6] * 4)
+                had = cut.num_tokens
+                async with connected(fake) as (engine,):
+                    await engine.generate(whole)
+                    task = asyncio.ensure_future(engine.generate(cut))
+                    await arrived([cut], had + 3)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                border = cut.num_tokens
+                assert had + 3 <= border < NUM_TOKENS - 20
+                stop = text_of(whole.completion_ids[border - 2 : border + 3])
+                assert stop not in text_of(whole.completion_ids[: border + 2])
+                sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS, stop=(stop,))
+                async with connected(fake, sampling=sampling) as (engine,):
+                    await engine.generate(cut)
+                    assert engine.usage().num_generated == 3
+                assert (cut.completion_ids, cut.finish_reason) == (whole.completion_ids[: border + 3], "stop")
+                assert cut.behavior_logprobs == whole.behavior_logprobs[: border + 3]
+                assert cut.spans == [Span(0, border + 3)]
+                last = fake.model.requests[-1]
+                assert last.finish == "abort" and 3 <= len(last.tokens) < NUM_TOKENS - border
+
+    run(main())
+
+
+@every_generation
+def test_the_stop_of_an_earlier_turn_does_not_end_a_later_one(generation: str, model: Path) -> None:
+    async def main() -> None:
+        stop = text_of([7, 8])
+        sampling = SamplingSettings(max_completion_tokens=NUM_TOKENS, stop=(stop,))
+        with fake_server(generation, model) as fake:
+            async with connected(fake, sampling=sampling) as (engine,):
+                (sample,) = distinct_samples(1)
+                sample.extend([5, 7, 8], [-1.0] * 3, 0)
+                sample.finish_reason = "stop"
+                answer(sample, [6] * 4)
+                await engine.generate(sample)
+            assert stop not in text_of(sample.completion_ids[3:])
+            assert (sample.num_tokens, sample.finish_reason) == (NUM_TOKENS, "length")
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
+@every_generation
+def test_a_stop_in_the_last_token_of_an_aborted_or_full_request_ends_a_completion(
+    generation: str, kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gives it the reason "abort" or "length". vLLM drops what is not out yet when it aborts."""
+    is_vllm = GENERATIONS[generation].server == "vllm"
+
+    async def main() -> None:
+        with fake_server(generation, model) as fake:
+            (whole,) = distinct_samples(1)
+            whole.greedy = True
+            async with connected(fake) as (engine,):
+                await engine.generate(whole)
+            ids = whole.completion_ids
+            num = next(n for n in range(40, NUM_TOKENS) if ids[n - 1] not in ids[: n - 1])
+            stop = {"stop": (text_of(ids[num - 3 : num]),), "stop_token_ids": (ids[num - 1],)}[kind]
+            step = fake.model._step
+
+            def step_after_abort() -> None:
+                for request in fake.model.running:
+                    if len(request.tokens) == num - 1:
+                        fake._abort(request)  # type: ignore[attr-defined]
+                step()
+
+            for by in ("length",) if is_vllm else ("length", "abort"):
+                (cut,) = distinct_samples(1)
+                cut.greedy = True
+                limit = num if by == "length" else NUM_TOKENS
+                sampling = SamplingSettings.model_validate({"max_completion_tokens": limit, kind: stop})
+                async with connected(fake, sampling=sampling) as (engine,):
+                    if by == "abort":
+                        monkeypatch.setattr(fake.model, "_step", step_after_abort)
+                    await engine.generate(cut)
+                assert fake.model.requests[-1].finish == ("stop" if is_vllm else by)
+                assert (cut.completion_ids, cut.finish_reason) == (ids[:num], "stop")
 
     run(main())
 

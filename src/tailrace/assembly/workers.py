@@ -17,6 +17,7 @@ from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.base import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
 from tailrace.engine.proof import probe_ids
 from tailrace.engine.settings import NativeEngineSettings, TinkerEngineSettings
+from tailrace.engine.stops import Decode
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, NotArrived, WorkerDied, first_cause
@@ -114,6 +115,10 @@ async def _rewards(
     return pool, tuple(judges)
 
 
+def _decode(tokenizer: Tokenizer) -> Decode:
+    return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+
+
 def _counter(folder: Path, name: str, life: int | None) -> TokenCounter:
     return TokenCounter(folder / COUNTS_FOLDER / f"{name}-{life}.count" if life else None)
 
@@ -139,9 +144,8 @@ async def _at_service(
             rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
             trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
             await _all_done(trainer.open(), *(worker.ready() for worker in started))
-            decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
             counter = _counter(folder, "engine-0", life)
-            served = TinkerEngine(service, engine, config.sampling, counter, decode)
+            served = TinkerEngine(service, engine, config.sampling, counter, _decode(tokenizer))
             async with ended_by_death(started):
                 yield Workers((served,), trainer, rewards, judges, None)
     finally:
@@ -229,6 +233,7 @@ async def _started(
                 devices=devices.engines,
                 min_context=longest(unbounded_prompt=1),
                 max_context=context if fills_context else max(longest(unbounded_prompt=context), room),
+                decode=_decode(tokenizer),
                 trainer=remote_trainer,
                 trainer_settings=trainer,
             )

@@ -167,16 +167,6 @@ class Capabilities:
     """It answers the probe of a publication."""
 
 
-def string_reached(
-    decode: Callable[[Sequence[int]], str], completion_ids: Sequence[int], strings: Sequence[str]
-) -> bool:
-    """Whether a stop string ends in the last token of a completion, or near before it."""
-    # A token is at least one byte of text, and a character at most four. Two more tokens, because the first
-    # tokens of a window may decode to other text than in their place.
-    text = decode(completion_ids[-4 * max(map(len, strings)) - 2 :])
-    return any(string in text for string in strings)
-
-
 class EngineVerbs(Protocol):
     """What an engine, and each life of it, can be asked."""
 

@@ -5,7 +5,7 @@ does the rest. A dialect is made by its own `detect`, from what the server says.
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -80,6 +80,8 @@ class Dialect(Protocol):
     server: str
     """Name and version, for messages."""
     sampling: SamplingSettings
+    stop_token_ids: Collection[int]
+    """Every token that ends a completion."""
     dtype: str | None
     """Such as "bfloat16"; None: the server does not say."""
     max_context: int | None

@@ -20,9 +20,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from hashlib import blake2b
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +33,7 @@ from tailrace.clock import ended, now, waiting
 from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.engine.proof import ProbeAnswer, Prover
+from tailrace.engine.stops import Decode, first_stop, stop_window
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, VersionGone
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import (
@@ -139,32 +139,14 @@ class Connection:
 
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""
-        seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
-        return self.probe(
-            sample.context_ids,
-            max_tokens,
-            seed=int.from_bytes(seed, "little") >> 1,
-            greedy=sample.greedy,
-            salt=str(version),
-            temperature=sample.temperature,
-            version=version,
-        )
+        asked = self.probe(sample.context_ids, max_tokens, seed=sample.request_seed, salt=str(version))
+        return replace(asked, greedy=sample.greedy, temperature=sample.temperature, version=version)
 
-    def probe(
-        self,
-        ids: Sequence[int],
-        max_tokens: int,
-        *,
-        seed: int,
-        greedy: bool = False,
-        salt: str,
-        temperature: float | None = None,
-        version: int | None = None,
-    ) -> Attempt:
+    def probe(self, ids: Sequence[int], max_tokens: int, *, seed: int, salt: str) -> Attempt:
         """Any request, with an id that was not used before."""
         self._num_attempts += 1
-        id = f"{self._address}-{self._num_attempts:09d}"
-        return Attempt(id, ids, max_tokens, seed, greedy, f"{self._address}-{salt}", temperature, version)
+        id, salt = f"{self._address}-{self._num_attempts:09d}", f"{self._address}-{salt}"
+        return Attempt(id, ids, max_tokens, seed, greedy=False, salt=salt)
 
     async def stream(self, attempt: Attempt) -> AsyncGenerator[Chunk]:
         """Send a request and yield what arrives; the last chunks have `finish`.
@@ -251,6 +233,7 @@ class HttpEngine(EngineLife):
         check: the self-tests at the start (engine/self_test.py).
         send: the trainer's half of a transfer.
         expected: the tensors of the model; anything else is refused before the server is touched.
+        decode: as the server does.
         dtype: of the server.
         adapter: it gets adapters in place of whole weights.
         num_ranks: processes of the server that receive weights.
@@ -267,6 +250,7 @@ class HttpEngine(EngineLife):
         check: Callable[["HttpEngine"], Awaitable[None]],
         send: Send,
         expected: Sequence[TensorInfo],
+        decode: Decode,
         dtype: DTYPE = "float32",
         adapter: bool = False,
         num_ranks: int = 1,
@@ -276,7 +260,7 @@ class HttpEngine(EngineLife):
         self.capabilities = Capabilities()
         self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
-        self._send, self._expected = send, expected
+        self._send, self._expected, self._decode = send, expected, decode
         self._new_prover = partial(Prover, exact=False, dtype=dtype, adapter=adapter)
         self._prover: Prover | None = None
         self.arrival: Arrival | None = None
@@ -442,24 +426,40 @@ class HttpEngine(EngineLife):
                 await self._before_retry(request)
 
     async def _receive(self, request: Request, attempt: Attempt) -> None:
-        """Put what arrives into the sample, until the request has ended. Raises Evicted if the server ended
-        it unasked."""
-        sample, ended = request.sample, False
+        """Put what arrives into the sample, until the request has ended. Tokens after the end of the turn are
+        dropped, and not counted. Raises Evicted if the server ended it unasked."""
+        sample, ended, num_dropped = request.sample, False, 0
         async with aclosing(self.connection.stream(attempt)) as chunks:
             async for chunk in chunks:
                 self._num_prefilled -= chunk.num_cached or 0
-                if chunk.ids:
-                    self.counter.add(len(chunk.ids))
-                    sample.extend(chunk.ids, chunk.logprobs, self._version_of(sample))
+                end = 0 if sample.finish_reason else self._end_in(request, chunk)
+                num_dropped += len(chunk.ids) - len(ids := chunk.ids[:end])
+                if ids:
+                    self.counter.add(len(ids))
+                    sample.extend(ids, chunk.logprobs[:end], self._version_of(sample))
                 if chunk.spans:
-                    self._attribute(request, attempt, chunk.spans)
-                if chunk.finish in ("stop", "length"):
-                    sample.finish_reason = chunk.finish
+                    self._attribute(request, attempt, chunk.spans, num_dropped)
                 ended = ended or chunk.finish is not None
+                if end:
+                    sample.finish_reason = "stop"
+                    if not ended and not await self._send_abort(attempt):
+                        return
+                elif end is None and chunk.finish in ("stop", "length"):
+                    sample.finish_reason = chunk.finish
         if not ended:
             raise EngineDied(f"{self.name}: the stream of {sample.id} ended early")
         if sample.finish_reason is None and not request.cancelled and not self._num_loads:
             raise Evicted(f"{self.name} aborted {sample.id} unasked")
+
+    def _end_in(self, request: Request, chunk: Chunk) -> int | None:
+        """The tokens of a chunk up to the one that ends the turn; None: the server will say it. A server sees
+        the stop strings in its own attempt, and SGLang no stop where it aborts or the limit is reached."""
+        sample, strings = request.sample, self.dialect.sampling.stop
+        window = stop_window(strings)
+        if sample.num_tokens - request.start >= window and chunk.finish not in ("abort", "length"):
+            return None
+        before = sample.completion_ids[max(sample.turn_start, sample.num_tokens - window - 2) :]
+        return first_stop(self._decode, before, chunk.ids, strings, self.dialect.stop_token_ids)
 
     def _version_of(self, sample: Sample) -> int:
         return self._versions[-1] if sample.pin is None else sample.pin
@@ -473,12 +473,13 @@ class HttpEngine(EngineLife):
             await asyncio.gather(*map(self._send_abort, attempts))
             await asyncio.sleep(ABORTED_S)
 
-    def _attribute(self, request: Request, attempt: Attempt, spans: Sequence[Span]) -> None:
+    def _attribute(self, request: Request, attempt: Attempt, spans: Sequence[Span], num_dropped: int) -> None:
         """Correct the versions of an attempt's tokens by the server's own word."""
-        told, arrived = sum(span.num_tokens for span in spans), request.sample.num_tokens - request.start
-        if told != arrived:
+        told, num_tokens = sum(span.num_tokens for span in spans), request.sample.num_tokens
+        if told != (arrived := num_tokens - request.start + num_dropped):
             raise EngineDied(f"{self.name}: versions of {told} tokens came with {arrived} tokens")
         request.sample.attribute(request.start, spans)
+        request.sample.attribute(num_tokens, ())
         if min(span.version for span in spans) < (attempt.version or 0):
             self._end(f"{self.name} was started again: it has lost version {attempt.version}")
 

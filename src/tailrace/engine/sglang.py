@@ -41,7 +41,6 @@ class Sglang(Dialect):
     client: httpx.AsyncClient
     sampling: SamplingSettings
     stop_token_ids: list[int]
-    """Every token that ends a completion."""
     server: str
     dtype: str | None
     max_context: int | None

@@ -76,7 +76,6 @@ class Vllm(Dialect):
     client: httpx.AsyncClient
     sampling: SamplingSettings
     stop_token_ids: list[int]
-    """Every token that ends a completion."""
     server: str
     model_name: str
     dtype: str | None

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from math import inf, nan
 from pathlib import Path
@@ -29,8 +28,9 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage, string_reached
+from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
+from tailrace.engine.stops import Decode, first_stop, stop_window
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, VersionGone, WorkerDied
 from tailrace.trainer import checksums
 from tailrace.trainer.base import StepStats, Trainer, TrainerSettings
@@ -366,7 +366,7 @@ class TinkerEngine(OnOtherDevices, Engine):
         settings: TinkerEngineSettings,
         sampling: SamplingSettings,
         counter: TokenCounter,
-        decode: Callable[[Sequence[int]], str],
+        decode: Decode,
     ) -> None:
         self._decode = decode
         self.name, self.slots, self.versions = "engine-0", settings.max_num_seqs, 1
@@ -407,8 +407,9 @@ class TinkerEngine(OnOtherDevices, Engine):
                 raise
             return
         (sequence,) = reply.sequences
-        end = self._end_over_border(sample.completion_ids, sequence.tokens)
-        tokens, logprobs = list(sequence.tokens)[:end], list(sequence.logprobs or [])[:end]
+        ids, strings = list(sequence.tokens), self._sampling.stop  # the service saw these tokens only
+        end = first_stop(self._decode, sample.completion_ids, ids[: stop_window(strings)], strings, ())
+        tokens, logprobs = ids[:end], list(sequence.logprobs or [])[:end]
         self._num_prefilled += prompt.length
         self._counter.add(len(tokens))
         sample.extend(tokens, logprobs, version)
@@ -417,23 +418,12 @@ class TinkerEngine(OnOtherDevices, Engine):
         elif len(tokens) >= room:
             sample.finish_reason = "length"
 
-    def _end_over_border(self, before: Sequence[int], tokens: Sequence[int]) -> int | None:
-        """The tokens of a chunk up to the end of a stop string that began before it; None: there is none. The
-        service sees this chunk only."""
-        strings = self._sampling.stop
-        if strings and before:
-            for end in range(1, min(len(tokens), 4 * max(map(len, strings))) + 1):
-                if string_reached(self._decode, [*before, *tokens[:end]], strings):
-                    return end
-        return None
-
     def _params(self, sample: Sample, num_tokens: int) -> Any:
         given = self._sampling
-        seed = blake2b(f"{sample.seed} {sample.num_tokens}".encode(), digest_size=8).digest()
         temperature = given.temperature if sample.temperature is None else sample.temperature
         return types.SamplingParams(
             max_tokens=num_tokens,
-            seed=int.from_bytes(seed, "little") >> 33,
+            seed=sample.request_seed >> 32,
             temperature=0.0 if sample.greedy else temperature,
             top_p=given.top_p,
             top_k=given.top_k or -1,

@@ -23,6 +23,7 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
+from tailrace.engine.stops import Decode
 from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
@@ -42,6 +43,7 @@ class HttpEngines:
         devices: of each engine.
         min_context: tokens of a prompt and its completion that a server must take.
         max_context: those that a server which the run starts takes.
+        decode: as the servers do.
         trainer: publishes the weights. It may still be starting.
     """
 
@@ -55,11 +57,12 @@ class HttpEngines:
         devices: Sequence[Devices | None],
         min_context: int,
         max_context: int,
+        decode: Decode,
         trainer: RemoteTrainer,
         trainer_settings: TrainerSettings,
     ) -> None:
         self._model, self._settings, self._sampling = model, settings, sampling
-        self._spawner, self._trainer = spawner, trainer
+        self._spawner, self._trainer, self._decode = spawner, trainer, decode
         self._devices, self._max_context = devices, max_context
         self._end_of_text = end_of_text_ids(model)
         vocabulary = read_config(model)["vocab_size"]
@@ -96,6 +99,7 @@ class HttpEngines:
             check=self._check,
             send=self._trainer.send,
             expected=self._tensors,
+            decode=self._decode,
             dtype=settings.dtype,
             adapter=self._adapter is not None,
             num_ranks=settings.tensor_parallel_size,

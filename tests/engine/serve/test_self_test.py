@@ -102,6 +102,7 @@ def checked(
             check=check,
             send=in_files,
             expected=expected_tensors(folder / served_dtype, served_dtype),
+            decode=str,
         )
         try:
             await engine.ready()

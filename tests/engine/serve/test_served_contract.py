@@ -77,6 +77,7 @@ class Joined:
                     check=check,
                     send=in_files,
                     expected=expected_tensors(folder / "model", "float32"),
+                    decode=str,
                 )
 
             return SupervisedEngine(name, 128, begin, TokenCounter())

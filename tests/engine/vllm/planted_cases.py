@@ -67,6 +67,7 @@ async def opened(
         check=no_check,
         send=in_files,
         expected=adapter_tensors(model, lora) if lora else expected_tensors(model, "float32"),
+        decode=str,
         adapter=lora is not None,
     )
     try:

@@ -102,6 +102,7 @@ async def opened(folder: Path, num_adapters: int) -> AsyncIterator[tuple[Publica
             check=check,
             send=in_files,
             expected=adapter_tensors(published.model, LORA),
+            decode=str,
         )
 
     engine = SupervisedEngine("vllm", SETTINGS.max_num_seqs, begin, TokenCounter(), num_adapters)

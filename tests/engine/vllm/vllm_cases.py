@@ -159,6 +159,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
                 check=check,
                 send=in_files,
                 expected=expected_tensors(models.folders[0], "float32"),
+                decode=str,
             )
 
         return SupervisedEngine(name, SETTINGS.max_num_seqs, begin, TokenCounter())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.fakes.generations import GENERATIONS
-from helpers.fakes.model import Request
+from helpers.fakes.model import Request, text_of
 from helpers.fakes.server import FakeServer
 from helpers.fakes.sglang import FakeSglang
 from helpers.fakes.vllm import FakeVllm
@@ -58,6 +58,7 @@ def http_engine(
         check=lambda engine: check_server(engine.connection, expected),
         send=_is_in_files,
         expected=adapter_tensors(fake.folder, lora) if lora else expected_tensors(fake.folder, "float32"),
+        decode=text_of,
     )
 
 

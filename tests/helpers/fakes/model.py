@@ -1,6 +1,7 @@
 """The model and the scheduler of a fake server.
 
 A token is a checksum of all tokens before it, of the weights, and of the request's seed unless it is greedy.
+Each has a text of one character.
 """
 
 import asyncio
@@ -15,12 +16,18 @@ BLOCK = 4
 _order = itertools.count()
 
 
+def text_of(ids: Sequence[int]) -> str:
+    """The text of tokens."""
+    return "".join(chr(ord("0") + id) for id in ids)
+
+
 @dataclass(eq=False)
 class Request:
     """What a server was asked, and its own record of what it answered.
 
     Args:
         ids: the prompt.
+        stop: strings that end it; they are looked for in its own tokens.
         tokens, logprobs: what it has generated.
         weights: for each token, the version of the weights that generated it.
         labels: for each token, what the server was told to call these weights.
@@ -31,6 +38,7 @@ class Request:
     ids: list[int]
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
     salt: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +80,9 @@ class Model:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.ending: list[Request] = []
-        """Running requests that were aborted and end with the next step."""
+        """Running requests that were aborted and end with their next token."""
+        self.limits_first = False
+        """An abort, and the limit, are looked at before the stops."""
         self._stopped = False
         self.has_weights = True
         """False while an update is under way, and after a sleep that gave them up."""
@@ -117,10 +127,6 @@ class Model:
         self._cache.clear()
 
     def _step(self) -> None:
-        while self.ending:
-            self.abort(self.ending.pop())
-        if not self.running and not self.waiting:
-            return
         if not self.has_weights:
             self.violations.append("tokens were generated without weights")
         while self.waiting and len(self.running) < self.slots:
@@ -132,9 +138,15 @@ class Model:
             request.weights.append(self.version)
             request.labels.append(self.label)
             request.checksum = _checksum([token], request.checksum)
-            if token in request.stop_ids:
+            text = text_of(request.tokens) if request.stop else ""
+            stops = token in request.stop_ids or any(string in text for string in request.stop)
+            is_full = len(request.tokens) >= request.max_tokens
+            if request in self.ending:
+                self.ending.remove(request)
+                self._end(request, "abort")
+            elif stops and not (is_full and self.limits_first):
                 self._end(request, "stop")
-            elif len(request.tokens) >= request.max_tokens:
+            elif is_full:
                 self._end(request, "length")
             elif len(request.tokens) % self._report_every == 0:
                 request.changed.set()

@@ -44,7 +44,7 @@ class FakeSglang(FakeServer):
             memory_saver,
             lies,
         )
-        self.model_path = model
+        self.model_path, self.model.limits_first = model, True
         self.paused: str | None = None
         self.released = False
         self.known: dict[str, Request] = {}
@@ -84,7 +84,8 @@ class FakeSglang(FakeServer):
         )
         seed = None if sampling.get("temperature") == 0 else sampling.get("sampling_seed")
         salt = body.get("cache_salt") or body.get("extra_key") or ""
-        request = Request(rid, ids, sampling.get("max_new_tokens", 128), stop_ids, seed, salt)
+        strings = tuple(sampling.get("stop") or ())
+        request = Request(rid, ids, sampling.get("max_new_tokens", 128), stop_ids, strings, seed, salt)
         return self.generation_reply(request, self._events(request))
 
     async def _events(self, request: Request) -> AsyncIterator[Any]:
@@ -127,9 +128,9 @@ class FakeSglang(FakeServer):
         return Response()
 
     def _abort(self, request: Request) -> None:
-        """A running request ends with the next step, and there is none in a paused server."""
-        if request in self.model.running and self.model.stopped:
-            self.model.ending.append(request)
+        """A running request ends with its next token, and there is none in a paused server."""
+        if request in self.model.running:
+            self.model.ending += [] if request in self.model.ending else [request]
         else:
             self.model.abort(request)
 
@@ -139,6 +140,8 @@ class FakeSglang(FakeServer):
         self.paused = body.get("mode", "abort")
         if self.paused == "abort":
             await self.abort_request({"abort_all": True}, {})
+            while self.model.running:  # noqa: ASYNC110  # it waits for the lock
+                await asyncio.sleep(self.model.step_s)
         else:
             self.model.stopped = True
         if self.paused == "retract":

@@ -133,7 +133,8 @@ class FakeVllm(FakeServer):
             raise Refusal(400, {"error": {"message": "the context is too long", "code": 400}})
         seed = None if sampling.get("temperature") == 0 else sampling.get("seed")
         stop_ids = frozenset(sampling.get("stop_token_ids") or ())
-        request = Request(id, list(ids), max_tokens, stop_ids, seed, body.get("cache_salt") or "")
+        strings = tuple(sampling.get("stop") or ())
+        request = Request(id, list(ids), max_tokens, stop_ids, strings, seed, body.get("cache_salt") or "")
         self.model.add(request)
         return request
 

@@ -22,12 +22,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tailrace.devices import attention_kernels
-from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage, string_reached
+from tailrace.engine.base import DecodeSums, GenerationOutput, GenerationRequest, Usage
 from tailrace.engine.native.cache import Block, Cache, Sequence
 from tailrace.engine.native.model import CausalLM, ContinuedAttention, DecodeAttention, Lora, PrefillAttention
 from tailrace.engine.native.sampler import draw, noise, noise_stream
 from tailrace.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.engine.stops import string_reached
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import KV, FinishReason, SamplingParams
 
