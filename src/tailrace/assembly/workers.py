@@ -17,7 +17,7 @@ from tailrace.devices import DeviceMap, Devices
 from tailrace.engine.base import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
 from tailrace.engine.proof import probe_ids
 from tailrace.engine.settings import NativeEngineSettings, TinkerEngineSettings
-from tailrace.engine.stops import Decode
+from tailrace.engine.stops import Decoder
 from tailrace.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.environments.settings import EpisodeSettings
 from tailrace.errors import EnginesLost, NotArrived, WorkerDied, first_cause
@@ -115,7 +115,7 @@ async def _rewards(
     return pool, tuple(judges)
 
 
-def _decode(tokenizer: Tokenizer) -> Decode:
+def _decode(tokenizer: Tokenizer) -> Decoder:
     return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
 
 

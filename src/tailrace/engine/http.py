@@ -33,7 +33,7 @@ from tailrace.clock import ended, now, waiting
 from tailrace.engine.base import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
 from tailrace.engine.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.engine.proof import ProbeAnswer, Prover
-from tailrace.engine.stops import Decode, first_stop, stop_window
+from tailrace.engine.stops import Decoder, first_stop, stop_window
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, VersionGone
 from tailrace.types import KV, Sample, Span
 from tailrace.weights.base import (
@@ -250,7 +250,7 @@ class HttpEngine(EngineLife):
         check: Callable[["HttpEngine"], Awaitable[None]],
         send: Send,
         expected: Sequence[TensorInfo],
-        decode: Decode,
+        decode: Decoder,
         dtype: DTYPE = "float32",
         adapter: bool = False,
         num_ranks: int = 1,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-Decode = Callable[[Sequence[int]], str]
+Decoder = Callable[[Sequence[int]], str]
 """From token ids to text, with special tokens."""
 
 
@@ -11,7 +11,7 @@ def stop_window(strings: Sequence[str]) -> int:
     return 4 * max(map(len, strings), default=0)
 
 
-def string_reached(decode: Decode, completion_ids: Sequence[int], strings: Sequence[str]) -> bool:
+def string_reached(decode: Decoder, completion_ids: Sequence[int], strings: Sequence[str]) -> bool:
     """Whether a stop string ends in the last token of a completion, or near before it."""
     # Two more tokens, because the first tokens of a window may decode to other text than in their place.
     text = decode(completion_ids[-stop_window(strings) - 2 :])
@@ -19,7 +19,7 @@ def string_reached(decode: Decode, completion_ids: Sequence[int], strings: Seque
 
 
 def first_stop(
-    decode: Decode, before: Sequence[int], ids: Sequence[int], strings: Sequence[str], stop: Collection[int]
+    decode: Decoder, before: Sequence[int], ids: Sequence[int], strings: Sequence[str], stop: Collection[int]
 ) -> int | None:
     """The new tokens, `ids`, up to the first that ends a completion: a `stop`, or the end of a string."""
     before = before[-stop_window(strings) - 2 :]

@@ -30,7 +30,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
 from tailrace.engine.base import Capabilities, Engine, EngineState, TokenCounter, Usage
 from tailrace.engine.settings import SamplingSettings, TinkerEngineSettings
-from tailrace.engine.stops import Decode, first_stop, stop_window
+from tailrace.engine.stops import Decoder, first_stop, stop_window
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, VersionGone, WorkerDied
 from tailrace.trainer import checksums
 from tailrace.trainer.base import StepStats, Trainer, TrainerSettings
@@ -366,7 +366,7 @@ class TinkerEngine(OnOtherDevices, Engine):
         settings: TinkerEngineSettings,
         sampling: SamplingSettings,
         counter: TokenCounter,
-        decode: Decode,
+        decode: Decoder,
     ) -> None:
         self._decode = decode
         self.name, self.slots, self.versions = "engine-0", settings.max_num_seqs, 1

@@ -23,7 +23,7 @@ from tailrace.engine.settings import (
     SglangEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.engine.stops import Decode
+from tailrace.engine.stops import Decoder
 from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.model_folder import end_of_text_ids, read_config
 from tailrace.trainer.adapter import adapter_tensors
@@ -57,7 +57,7 @@ class HttpEngines:
         devices: Sequence[Devices | None],
         min_context: int,
         max_context: int,
-        decode: Decode,
+        decode: Decoder,
         trainer: RemoteTrainer,
         trainer_settings: TrainerSettings,
     ) -> None:
