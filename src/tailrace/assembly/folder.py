@@ -38,7 +38,7 @@ from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
-from tailrace.trainer.checksums import CHECKSUMS_FILE, seal_model
+from tailrace.trainer.checksums import CHECKSUMS_FILE, replacing, seal_model
 
 ONLY_OF_THE_TRAINER = "trainer"
 """What of a checkpoint is not part of the model (trainer/checkpoint.py)."""
@@ -135,13 +135,10 @@ class RunFolder:
 
         Weights are hard links where the file system has them. Small files are copies: a user may edit them.
         """
-        partial = self.model.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
         ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
-        shutil.copytree(checkpoint, partial, ignore=ignore, copy_function=_link_weights)
-        seal_model(partial, checkpoint)
-        shutil.rmtree(self.model, ignore_errors=True)
-        partial.rename(self.model)
+        with replacing(self.model) as new:
+            shutil.copytree(checkpoint, new, ignore=ignore, copy_function=_link_weights, dirs_exist_ok=True)
+            seal_model(new, checkpoint)
         return self.model
 
 

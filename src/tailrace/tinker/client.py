@@ -11,7 +11,6 @@ What a service cannot do, and what stands in for it:
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -286,17 +285,13 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     @override
     async def save(self, folder: Path) -> Awaitable[None]:
-        partial = folder.with_name(f"{folder.name}.partial")
         saved = await self._service.asked(
             "save_state", lambda: self._training.save_state(folder.name, overwrite=True)
         )
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         state = {"path": saved.path, "steps": self._num_steps}
-        (partial / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-        checksums.seal(partial, self._num_steps)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with checksums.replacing(folder) as new:
+            (new / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            checksums.seal(new, self._num_steps)
         return asyncio.sleep(0)
 
     @override

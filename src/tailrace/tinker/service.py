@@ -34,6 +34,7 @@ from tailrace.rollout.router import Router
 from tailrace.tinker.wire import NotOffered, Pass, pass_bytes, sample_bytes
 from tailrace.trainer.base import LoraSettings
 from tailrace.trainer.batch import AdamStep, LossDatum, TokenLoss
+from tailrace.trainer.checksums import PARTIAL, replacing
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, SamplingParams, noise_seed
 from tailrace.weights.base import Weights
 from tailrace.workers.trainer import RemoteTrainer
@@ -46,7 +47,7 @@ MAX_SESSIONS, MAX_OPEN, BYTES_OF_ONE = 256, 4096, 2**15
 result yet. A request with a large body counts as several."""
 KEPT_BYTES, KEPT_S = 2**26, 600.0
 """Results that a session keeps, should its client ask again, and how long."""
-BASE, SNAPSHOTS, PARTIAL = "base", "snapshots", ".partial"
+BASE, SNAPSHOTS = "base", "snapshots"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}(?<!{re.escape(PARTIAL)})")
 _PATH = re.compile(rf"tinker://([\w:.-]{{1,128}})/(weights|sampler_weights)/({_NAME.pattern})")
 
@@ -444,10 +445,8 @@ class TinkerService:
         """Publish the trainer's weights, and keep them in a folder of ours, which is whole or not there."""
         self._version += 1
         self._infos = await self._trainer.publish(self._version)
-        partial = folder.with_name(folder.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self._infos.location, partial, copy_function=os.link)
-        partial.rename(folder)
+        with replacing(folder) as new:
+            shutil.copytree(self._infos.location, new, copy_function=os.link, dirs_exist_ok=True)
 
     def _check_base(self, name: str) -> None:
         if name != self.policy.name:

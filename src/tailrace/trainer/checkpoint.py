@@ -18,7 +18,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -202,14 +202,12 @@ def writing(
         copied_from: the folder whose tokenizer and generation_config.json are copied.
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    is_first = ranks.rank == 0
+    partial, is_first = folder.with_name(folder.name + checksums.PARTIAL), ranks.rank == 0
 
     def prepare() -> None:
         if is_first:
             with _explained(folder):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                checksums.begin(folder)
 
     ranks.together(prepare)
     num_steps = int(state["policy.counts"][0])
@@ -218,28 +216,18 @@ def writing(
     factors = {n: gather(each).to("cpu", copy=copied) for n, each in policy.factors().items()}
 
     def write() -> None:
-        write_state()  # returns when all ranks have written
-        if not is_first:
-            return
-        policy.model.save_pretrained(partial, state_dict=model)
-        if policy.adapter:
-            policy.adapter.save(partial / ADAPTER_FOLDER, factors)
-        for pattern in COPIED_FILES:
-            for file in filter(Path.is_file, copied_from.glob(pattern)):
-                shutil.copy(file, partial)
-        checksums.seal(partial, num_steps)
-        _put_in_place(partial, folder)
-
-    def write_or_clear() -> None:
-        try:
-            with _explained(folder):
-                write()
-        except CheckpointError:
+        with _explained(folder), checksums.replacing(folder, partial) if is_first else nullcontext():
+            write_state()  # returns when all ranks have written
             if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+                policy.model.save_pretrained(partial, state_dict=model)
+                if policy.adapter:
+                    policy.adapter.save(partial / ADAPTER_FOLDER, factors)
+                for pattern in COPIED_FILES:
+                    for file in filter(Path.is_file, copied_from.glob(pattern)):
+                        shutil.copy(file, partial)
+                checksums.seal(partial, num_steps)
 
-    return write_or_clear
+    return write
 
 
 def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks) -> State:
@@ -260,17 +248,6 @@ def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None,
     if critic is not None:
         scatter(section("critic.weight.", state), critic)
     return state
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its name. One that is there stays, under another name, until then."""
-    old = folder.with_name(folder.name + ".old.partial")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.is_dir():
-        folder.rename(old)
-    partial.rename(folder)
-    checksums.synchronize(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

@@ -5,8 +5,10 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 """
 
 import os
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +16,7 @@ import msgspec
 
 from tailrace.errors import CheckpointError
 
-CHECKSUMS_FILE = "checksums.json"
+CHECKSUMS_FILE, PARTIAL = "checksums.json", ".partial"
 CHUNK_BYTES = 2**20
 WEIGHTS = ".safetensors"
 
@@ -91,6 +93,32 @@ def _read(file: Path) -> Checksums:
     if known is None or _encode(known) != content:
         raise CheckpointError(f"{file} is damaged")
     return known
+
+
+def begin(folder: Path) -> Path:
+    """Make an empty folder that `replacing` puts in the place of another one."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+@contextmanager
+def replacing(folder: Path, partial: Path | None = None) -> Iterator[Path]:
+    """Put what the block writes in the place of a folder, which stays until then. If the block raises, what
+    it has written is removed. `partial`: from `begin`; None: an empty one."""
+    partial, old = partial or begin(folder), folder.with_name(f"{folder.name}.old{PARTIAL}")
+    try:
+        yield partial
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.is_dir():
+            folder.rename(old)
+        partial.rename(folder)
+        synchronize(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def synchronize(path: Path) -> None:
