@@ -63,11 +63,8 @@ class Episode(Policy):
         self._written = written
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
         self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
-        self._parking_timeout_s, self._max_branches, self._rewritten = (
-            parking_timeout_s,
-            max_branches,
-            rewritten,
-        )
+        self._parking_timeout_s, self._rewritten = parking_timeout_s, rewritten
+        self._max_branches = max_branches
         self.id = sample.id
         self._num_turns = self._num_calls = 0
         """Turns, and calls after the last of them, that the environment has seen."""

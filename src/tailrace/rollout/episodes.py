@@ -5,6 +5,7 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from tailrace.clock import now
@@ -53,17 +54,15 @@ class Episodes:
         history: Callable[[Prompt], Rewritten] | None = None,
     ) -> None:
         self._environment, self._observe, self._decode = environment, observe, decode
-        self._limits = {
-            "max_completion_tokens": max_completion_tokens,
-            "max_context_tokens": max_context_tokens,
-        }
-        self._parking_timeout_s, self._max_failures, self._reference = (
-            parking_timeout_s,
-            max_failures,
-            reference,
+        self._episode = partial(
+            Episode,
+            max_completion_tokens=max_completion_tokens,
+            max_context_tokens=max_context_tokens,
+            parking_timeout_s=parking_timeout_s,
+            max_branches=max_branches,
         )
+        self._max_failures, self._reference, self._history = max_failures, reference, history
         self._episode_timeout_s, self._must_reward = episode_timeout_s, must_reward
-        self._max_branches, self._history = max_branches, history
         self._num_failures, self._first_failure = 0, ""
 
     async def play(
@@ -90,15 +89,12 @@ class Episodes:
 
         sample.in_episode = True
         is_stored = sample.id.prompt >= 0  # not one of an evaluation
-        episode = Episode(
+        episode = self._episode(
             sample,
             generate,
             self._observe,
             self._decode,
-            **self._limits,
-            parking_timeout_s=self._parking_timeout_s,
             written=lambda: kept(written() if is_stored else not_written()),
-            max_branches=self._max_branches,
             rewritten=self._history and self._history(sample.prompt),
         )
         detail = ""

@@ -376,11 +376,10 @@ class TinkerEngine(OnOtherDevices, Engine):
 
     @override
     async def generate(self, sample: Sample) -> None:
-        limit = min(self._sampling.max_completion_tokens, sample.turn_limit)
         self._num_running += 1
         try:
             while sample.finish_reason is None:
-                await self._extend(sample, int(limit) - sample.num_tokens)
+                await self._extend(sample, sample.room(self._sampling.max_completion_tokens))
         finally:
             self._num_running -= 1
 

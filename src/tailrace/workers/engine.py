@@ -324,18 +324,18 @@ class RemoteEngine(EngineClient):
     async def generate(self, sample: Sample) -> None:
         """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
         are in the sample. Cancelling it again in the meantime has no effect."""
-        id = str(sample.id)
-        limit = min((sample.sampling or self.job.sampling).max_completion_tokens, sample.turn_limit)
+        id, ids = str(sample.id), sample.turn_ids
+        limit = (sample.sampling or self.job.sampling).max_completion_tokens
         with _deaths():
             request = GenerationRequest(
                 id,
                 sample.turn_context_ids,
-                sample.turn_ids,
+                ids,
                 sample.turn_seed,
                 sample.greedy,
                 sampling=sample.sampling,
                 temperature=sample.temperature,
-                max_completion_tokens=int(limit) - sample.turn_start,
+                max_completion_tokens=len(ids) + sample.room(limit),
                 pin=sample.pin,
             )
             self.worker.send(EngineWorker.submit, request)
