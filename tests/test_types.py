@@ -132,3 +132,11 @@ def test_an_episode_as_chat_messages() -> None:
         tool,
         {"role": "assistant", "content": "It is 7."},
     ]
+
+
+def test_the_room_of_a_turn_ends_at_its_own_limit_or_at_that_of_the_completion() -> None:
+    sample = Sample(SampleId(0, 0, 0), Group(Prompt(0, [1, 2]), 1, []))
+    sample.grow(3, version=0)
+    assert sample.room(10) == 7 and sample.room(3) == 0
+    sample.turn_limit = 5
+    assert sample.room(10) == 2

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.trainer import checkpoint
 from tailrace.trainer.base import StepStats, TrainerSettings
-from tailrace.trainer.checksums import verify
+from tailrace.trainer.checksums import replacing, verify
 from tailrace.trainer.model import PolicyModel
 from tailrace.trainer.trainer import TorchTrainer
 
@@ -235,3 +235,15 @@ def test_a_checkpoint_has_the_state_at_its_beginning_though_training_goes_on(
     assert [(s.num_steps, s.loss, s.grad_norm) for s in got] == [
         (s.num_steps, s.loss, s.grad_norm) for s in wanted
     ]
+
+
+def test_a_folder_is_replaced_as_a_whole_or_stays_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for number in range(2):
+        with replacing(folder) as new:
+            (new / f"{number}.json").write_text("{}")
+            assert [path.name for path in folder.glob("*")] == ["0.json"][:number]
+    with pytest.raises(OSError, match="no room"), replacing(folder) as new:
+        (new / "2.json").write_text("{}")
+        raise OSError("no room")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/1.json"]
