@@ -11,6 +11,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tailrace.record.bounds import RoundBound
 from tailrace.record.events import (
     Accumulated,
     Event,
@@ -139,14 +140,17 @@ def play(events: list[Event], *sinks: Sink, earlier: Sequence[Row] = (), close: 
 
 
 class Collector:
-    """Sink: keeps the rows."""
+    """Sink: keeps the rows, and the bounds of rounds."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.bounds: list[RoundBound] = []
 
     def on(self, event: Event) -> None:
         if isinstance(event, dict):
             self.rows.append(event)
+        elif isinstance(event, RoundBound):
+            self.bounds.append(event)
 
     def close(self) -> None: ...
 

@@ -101,8 +101,9 @@ def test_an_advisory_appears_once_and_not_after_a_single_step() -> None:
 
 
 def test_a_resumed_run_does_not_say_again_what_its_earlier_life_has_said() -> None:
-    steps = [WORTHLESS | {"step": n} for n in range(1, 5)]
-    assert Advisor(steps).add(WORTHLESS | {"step": 5.0}) == []
+    summary = Summary(earlier=[WORTHLESS | {"step": n} for n in range(1, 5)])
+    assert summary._advisor.add(WORTHLESS | {"step": 5.0}) == []
+    assert summary._advisor.found["groups without variance"].startswith("step 3: ")
 
 
 def test_the_terminal_says_what_the_page_says_and_the_summary_keeps_it() -> None:

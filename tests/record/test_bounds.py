@@ -9,14 +9,13 @@ import random
 from functools import partial
 
 import pytest
-from record_story import Story, make_group, play
+from record_story import Collector, Story, make_group, play
 
 from helpers.virtual import EXACT, NEVER_STOP, SCHEDULES_BY_NAME, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.figures import Row
-from tailrace.record.summary import Summary
+from tailrace.record.figures import Row, rounds_of
 from tailrace.rollout.admission import Frontier
 from tailrace.rollout.placement import Kind, Shared
 from tailrace.schedules.april import april
@@ -38,8 +37,8 @@ ONE_BY_ONE = change(EXACT, engines=change(EXACT.engines, slots=2))
 
 
 def bounded(outcome: Outcome) -> list[tuple[Row, RoundBound]]:
-    play(outcome.events, summary := Summary())
-    return summary.bounds
+    play(outcome.events, collector := Collector())
+    return list(zip(rounds_of(collector.rows), collector.bounds, strict=True))
 
 
 def main_time_and_bound(row: Row) -> tuple[float, float]:
@@ -137,8 +136,8 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
         story.request(sample, 26.0, 27.0)
     story.train(fast, 27.0, 27.0, 32.0)
     story.tell(RoundEnded(32.0, 1))
-    play(story.events, summary := Summary())
-    assert [main_time_and_bound(row) for row, _ in summary.bounds] == [(25, 25), (6, 6)]
+    play(story.events, collector := Collector())
+    assert [main_time_and_bound(row) for row in rounds_of(collector.rows)] == [(25, 25), (6, 6)]
 
 
 @pytest.mark.parametrize(

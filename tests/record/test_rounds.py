@@ -49,7 +49,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
             "round/last_step_length": 15.0,
         }
     ]
-    assert [bound for _, bound in summary.bounds] == [
+    assert [summary.bound] == [
         RoundBound(
             time_s=24.0,
             gap="round 0: 14.0 s, bound 9.0 s (its longest response); "

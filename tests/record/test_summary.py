@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
-from record_story import Story, pipelined_round, play
+from record_story import Collector, Story, pipelined_round, play
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
+from tailrace.record.bounds import RoundBound
 from tailrace.record.events import (
     Evaluated,
     Event,
@@ -145,6 +147,21 @@ def test_a_run_that_did_nothing_has_nothing_to_say() -> None:
     result = summary.summary()
     assert (result.eval, result.reward, result.rounds, result.steps) == (None, None, 0, 0)
     assert result.round["main_time_s"] is None
+
+
+def test_a_long_run_is_kept_in_little_more_than_its_numbers() -> None:
+    play(told().events, collector := Collector())
+    summary, num_values = Summary(), 0
+    tracemalloc.start()
+    for number in range(1, 501):
+        for row in collector.rows:
+            num_values += len(row)
+            summary.on({name: value + 0.1 * number for name, value in row.items()})
+        summary.on(RoundBound(1.0, f"round {number}", 1.0, 1.0))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 10 * num_values
+    assert summary.rows[-1] == {name: value + 50.0 for name, value in collector.rows[-1].items()}
 
 
 LONGER = change(SETTINGS, rounds=6)

@@ -5,7 +5,7 @@ import asyncio
 import faulthandler
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +42,6 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
 from tailrace.record.display import Display
 from tailrace.record.events import Recorder
-from tailrace.record.figures import Row
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
@@ -173,9 +172,7 @@ async def _train(
             store.commit(start.opening)
             folder.config.write_text(folder.kept(config).toml(), encoding="utf-8")
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
-        earlier = read_rows(folder.metrics)
-        start.best = best_evaluation(earlier, folder)
-        recorder, summary = _recorder(config, folder, start, earlier, interruption)
+        recorder, summary = _recorder(config, folder, start, interruption)
         with commits_on_thread(store) if store else nullcontext() as commit:
             journal = Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal()
             outcome = await _executed(
@@ -195,9 +192,10 @@ def _recorder(
     config: RunConfig,
     folder: RunFolder,
     start: StartingPoint,
-    earlier: Sequence[Row],
     interruption: Interruption,
 ) -> tuple[Recorder, Summary]:
+    earlier = read_rows(folder.metrics)
+    start.best = best_evaluation(earlier, folder)
     summary = Summary(folder.summary, earlier=earlier)
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own
     waits = partial(clock.who_waits, loop)

@@ -88,8 +88,8 @@ def simulate(
     parts = parts or partial(make, shared=shared, prices=prices)
     recorder = recorder_of(None, summary, *sinks)
     seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
-    _, bound = summary.bounds[-1]
-    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound.run_bound_s else 0.0
+    bound = summary.bound
+    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound and bound.run_bound_s else 0.0
     lap = summary.lap(warm_up_rounds)
     return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
 

@@ -5,6 +5,9 @@ from math import isfinite
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.trainer.base import StepStats
 
+KNOWN_VERSIONS = 1000
+"""The versions whose lag is known exactly; checkpoints save a number for each."""
+
 
 class RunState:
     """Starts where the last checkpoint of the run was saved."""
@@ -15,7 +18,7 @@ class RunState:
         whole, cut_before = divmod(base.cut_steps, per_round) if per_round else (0, base.cut_steps)
         self.round, self.version, self.num_steps = base.round + whole, base.version, base.step
         self.steps_at = dict(base.steps_at) or {self.version: self.num_steps}
-        """Optimizer steps before each publication, by version."""
+        """Optimizer steps before each of the last publications, by version."""
         self._cut_before, self._round_began_at = cut_before, self.num_steps
         self.loss, self.num_not_finite = 0.0, 0
         """Of the last step; steps since the last one with a finite loss and a finite gradient."""
@@ -48,6 +51,7 @@ class RunState:
         """The trainer has written the weights of a version."""
         self.version = version
         self.steps_at[version] = self.num_steps
+        self.steps_at.pop(version - KNOWN_VERSIONS, None)
 
     def lag(self, version: int) -> int:
         """Optimizer steps since a version was published (PipelineRL 2.2).

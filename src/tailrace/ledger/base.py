@@ -106,7 +106,7 @@ class MarkRow(LedgerRow, frozen=True, array_like=True):
     longest: dict[int, int] = {}
     """Longest response to each row of the data, in tokens, by row number."""
     steps_at: dict[int, int] = {}
-    """Optimizer steps before each publication, by version."""
+    """Optimizer steps before each of the last publications, by version."""
     anchors: dict[int, list[float]] = {}
     """Longest run of each test case among the correct responses to each prompt, in seconds, by row number."""
     undone: int | None = None

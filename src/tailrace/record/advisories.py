@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import fmean
 from typing import NamedTuple
 
-from tailrace.record.figures import CALLS, Row, steps_of
+from tailrace.record.figures import CALLS, Row
 
 NUM_STEPS = 5
 """The steps that are looked at."""
@@ -32,13 +32,10 @@ class Advisory(NamedTuple):
 class Advisor:
     """Reads the steps of a run one by one, and keeps the first advisory of each kind."""
 
-    def __init__(self, earlier: Sequence[Row] = ()) -> None:
-        """`earlier`: in a resumed run, the rows before that."""
+    def __init__(self) -> None:
         self.found: dict[str, str] = {}
         """The texts by kind, each with the step at which it appeared."""
         self._steps: list[Row] = []
-        for row in steps_of(earlier):
-            self.add(row)
 
     def add(self, row: Row) -> list[Advisory]:
         """Return what appears with a step."""

@@ -4,10 +4,14 @@ Both follow from the rows by the table in `figures.py`. A resumed run also count
 before it was killed.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
+from zlib import compress, decompress
 
 import msgspec
 
@@ -21,6 +25,7 @@ from tailrace.record.figures import (
     LAPS,
     Figure,
     Row,
+    Rows,
     counts_of,
     family,
     in_family,
@@ -112,25 +117,37 @@ class RunSummary:
 
 
 class Summary:
-    """Sink: keeps the rows of a run, and writes summary.json at the end if it has a path."""
+    """Sink: keeps the rows of a run, and writes summary.json at the end if it has a path. Rows are packed:
+    as dicts those of a long run would take ten times the memory."""
 
     def __init__(self, path: Path | None = None, *, earlier: Iterable[Row] = ()) -> None:
-        self._path = path
-        self.rows = list(earlier)  # in a resumed run, those before the resume
-        self._advisor = Advisor(self.rows)
-        self.bounds: list[tuple[Row, RoundBound]] = []
-        """The rounds of this process, with what is said of their bounds."""
-        self._bound: RoundBound | None = None
+        """`earlier`: in a resumed run, the rows before that."""
+        self._path, self._advisor = path, Advisor()
+        self._names, self._packed = list[tuple[str, ...]](), list[bytes]()
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.bound: RoundBound | None = None
+        """The last one of this process."""
+        self._worst = -inf, ""
+        for row in earlier:
+            self.on(row)
 
     def on(self, event: Event) -> None:
         if isinstance(event, RoundBound):
-            self._bound = event
+            self.bound = event
         elif isinstance(event, dict):
-            self.rows.append(event)
+            self._names.append(self._known.setdefault(tuple(event), tuple(event)))
+            self._packed.append(compress(array("d", event.values())))
             if "loss" in event:
                 self._advisor.add(event)
-            if self._bound and "round/time_s" in event:
-                self.bounds.append((event, self._bound))
+            if self.bound and "round/time_s" in event:
+                gap_s = event["round/main_time_s"] - event["round/bound_s"]
+                self._worst = max(self._worst, (gap_s, self.bound.gap), key=itemgetter(0))
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows so far, with floats as values."""
+        rows = (array("d", decompress(row)) for row in self._packed)
+        return [dict(zip(names, row, strict=True)) for names, row in zip(self._names, rows, strict=True)]
 
     def close(self) -> None:
         if self._path:
@@ -140,11 +157,12 @@ class Summary:
 
     def summary(self) -> RunSummary:
         """The summary of all rows so far; complete after `close`."""
-        steps, rounds = steps_of(self.rows), rounds_of(self.rows)
-        counts = {name: int(count) for name, count in counts_of(self.rows).items()}
+        rows = self.rows
+        steps, rounds = steps_of(rows), rounds_of(rows)
+        counts = {name: int(count) for name, count in counts_of(rows).items()}
         filtered, dropped = family(counts, "groups/filtered/"), family(counts, "groups/dropped/")
         return RunSummary(
-            eval=_first_last([row["eval/accuracy"] for row in self.rows if "eval/accuracy" in row]),
+            eval=_first_last([row["eval/accuracy"] for row in rows if "eval/accuracy" in row]),
             reward=_first_last([row["reward"] for row in steps]),
             rounds=len(rounds),
             steps=int(steps[-1]["step"]) if steps else 0,
@@ -167,8 +185,8 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
-            bias=self._totals(self.rows, BIASES),
-            cost=next((row["cost/total"] for row in reversed(self.rows) if "cost/total" in row), None),
+            bias=_totals(rows, BIASES),
+            cost=next((row["cost/total"] for row in reversed(rows) if "cost/total" in row), None),
             advisories=dict(self._advisor.found),
         )
 
@@ -176,27 +194,26 @@ class Summary:
         """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
-        return self._totals(rows, LAPS)
-
-    def _totals(self, rows: Sequence[Row], keys: Iterable[str]) -> dict[str, float]:
-        """Figures of LAPS over the rows, without those that the run does not measure."""
-        needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
-        measured = (key for key in keys if key not in needed or any(needed[key] in row for row in self.rows))
-        figures = ((key, LAPS[key]) for key in measured)
-        return {key: each.total(rows, each.name) for key, each in figures if each.total}
+        return _totals(rows, LAPS)
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
-        if not self.bounds:
+        if not (last := self.bound):
             return None
         times = [(row["round/bound_s"], row["round/main_time_s"]) for row in rounds if "round/bound_s" in row]
-        _, last = self.bounds[-1]
-        _, worst = max(self.bounds, key=lambda each: each[0]["round/main_time_s"] - each[0]["round/bound_s"])
         return BoundSummary(
             bound_s=median(bound_s for bound_s, _ in times),
             share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in times),
             run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
-            worst=worst.gap,
+            worst=self._worst[1],
         )
+
+
+def _totals(rows: Rows, keys: Iterable[str]) -> Row:
+    """Figures of LAPS over the rows, without those that the run does not measure."""
+    needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
+    measured = (key for key in keys if key not in needed or any(needed[key] in row for row in rows))
+    figures = ((key, LAPS[key]) for key in measured)
+    return {key: each.total(rows, each.name) for key, each in figures if each.total}
 
 
 def _kept_in(section: str) -> Iterator[tuple[str, Figure]]:
