@@ -72,28 +72,21 @@ def measure(rounds: int, every: int, words: tuple[str, ...] = ()) -> list[tuple[
     looks = []
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder), rounds)
-        command = [
-            sys.executable,
-            "-m",
-            "tailrace.cli",
-            "train",
-            str(config),
-            "--output-dir",
-            f"{folder}/run",
-        ]
-        process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
-        assert process.stdout
-        for line in process.stdout:
-            if not line.startswith("Step "):
-                print(line, end="", flush=True)
-                continue
-            round = int(line.split("Round ")[1].split("/")[0])
-            if round % every == 0:
-                controller, *others = map(resident_mb, tree(process.pid))
-                looks.append((round, controller, sum(others)))
-                print("round {}: controller {:.1f} MB, others {:.1f} MB".format(*looks[-1]), flush=True)
-        if code := process.wait():
-            sys.exit(code)
+        command = [sys.executable, "-m", "tailrace.cli", "train", str(config), *words]
+        command += ["--output-dir", f"{folder}/run"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if not line.startswith("Step "):
+                    print(line, end="", flush=True)
+                    continue
+                round = int(line.split("Round ")[1].split("/")[0])
+                if round % every == 0:
+                    controller, *others = map(resident_mb, tree(process.pid))
+                    looks.append((round, controller, sum(others)))
+                    print("round {}: controller {:.1f} MB, others {:.1f} MB".format(*looks[-1]), flush=True)
+        if process.returncode:
+            sys.exit(process.returncode)
     return looks
 
 
