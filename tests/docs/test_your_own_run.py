@@ -130,8 +130,3 @@ def test_the_output_folder_has_what_the_page_lists(folder: Path) -> None:
 @pytest.mark.parametrize("script", [block.title for block in blocks() if block.title.endswith("run.py")])
 def test_a_run_from_python(folder: Path, script: str) -> None:
     assert run(folder, script).stdout.splitlines()[-1] == "2"
-
-
-def test_a_schedule_of_your_own_from_python(folder: Path) -> None:
-    run(folder, "own_schedule.py")
-    assert (folder / "runs" / "own-schedule" / "summary.json").exists()

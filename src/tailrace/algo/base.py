@@ -82,9 +82,8 @@ class AlgorithmSettings(Settings):
     advantage: AdvantageName = "group"
     """group: reward minus the group's mean, divided by its standard deviation (GRPO). none: reward minus the
     group's mean (Dr. GRPO). rloo: reward minus the mean of the other samples. gae: generalised advantage
-    estimation for each token, with a critic that is trained beside the policy (PPO). batch: as group, over
-    all samples of the optimizer step, for `run.group_size = 1`. Gradients wait for the last sample of the
-    step, so a schedule that streams a batch trains it at its end. (algo/advantages.py)"""
+    estimation with a critic (PPO). batch: as group, over all samples of the optimizer step, for
+    `run.group_size = 1`; gradients then wait for the last sample of the step."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount a token, for gae."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
@@ -99,17 +98,14 @@ class AlgorithmSettings(Settings):
     """Subtracted from the reward of a sample that reaches the length limit."""
 
     old_policy: Literal["recorded", "recomputed"] | None = None
-    """pi_old of the ratio. Left out: as the schedule's paper has it, which is recomputed for april and
-    april_dapo, and recorded for all others. recorded: the log-probs that the engine recorded when it
-    generated the token. recomputed: the trainer computes them with the weights of the last publication, also
-    for tokens that older weights generated (APRIL's code). This is free until the first optimizer step after
-    a publication; then it costs a copy of the weights and one more forward pass. Not with reinforce, which
-    has no ratio."""
+    """pi_old of the ratio. Left out: recomputed for april and april_dapo, recorded for all others. recorded:
+    the log-probs of the engine. recomputed: those of the trainer with the weights of the last publication,
+    also for tokens of older weights (APRIL's code); after the first optimizer step of a publication this
+    costs a copy of the weights and one more forward pass. Not with reinforce, which has no ratio."""
     correction: Correction = "none"
     """Importance weights w for tokens that another policy mu generated. w is pi_old / mu, or pi / mu under
-    reinforce. truncate: min(cap, w) for each token, which is an interpretation of PipelineRL eq. 5. mask: w,
-    or 0 above the cap. sequence: min(cap, product of a sample's w) for all of its tokens, which is that
-    equation as it is printed. (algo/losses.py)"""
+    reinforce. truncate: min(cap, w) for each token (a reading of PipelineRL eq. 5). mask: w, or 0 above the
+    cap. sequence: min(cap, product of a sample's w) for all of its tokens (eq. 5 as printed)."""
     correction_cap: float = Field(default=5.0, gt=0)
     """Cap of the importance weights."""
     mask_carried: bool = False

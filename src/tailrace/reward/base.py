@@ -18,7 +18,7 @@ class TimeoutSettings(Settings):
     """The time limit of a test case: min(max(min_s, factor * anchor), max_s) (RollPacker 4.3).
 
     The anchor is the longest run of this test case among the correct responses to the prompt so far. Without
-    one the limit is max_s. Evaluations have the limit max_s and set no anchor.
+    one, and in evaluations, the limit is max_s.
     """
 
     adaptive: bool = True

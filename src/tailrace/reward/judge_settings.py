@@ -105,10 +105,9 @@ class LocalJudgeSettings(AnswerSettings):
     """A model that a process of this run loads, on a device that it may share with an engine.
 
     A reward model (one output) scores the conversation. A causal language model scores the template with the
-    probability of `labels[0]` among the labels as the next token. With `answer_tokens` it writes an answer of
-    the likeliest tokens instead, in which the score is read as in an endpoint's. Layers that do not fit
-    `memory_mib` stay in host memory and are copied to the device while the layers before them compute
-    (RollPacker 4.3); for a written answer, once for each token.
+    probability of `labels[0]` among the labels as the next token; with `answer_tokens` it writes an answer,
+    which is read as an endpoint's. Layers that do not fit `memory_mib` are copied from host memory while
+    others compute (RollPacker 4.3); for a written answer, once a token.
     """
 
     kind: Literal["local"] = "local"

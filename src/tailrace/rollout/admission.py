@@ -73,9 +73,7 @@ class Frontier(Settings):
 class FrontierFirst(Settings):
     """Frontier-group dispatch in which later groups fill the slots that the frontier leaves free.
 
-    As many requests are in service as `groups` whole groups have. Because the queue is in the order of
-    launch, this admits the same requests as a FIFO queue with a cap of groups * K requests in all; the cap is
-    only given in another unit.
+    As many requests are in service as `groups` whole groups have: a FIFO queue with a cap of groups * K.
     """
 
     kind: Literal["frontier_first"] = "frontier_first"

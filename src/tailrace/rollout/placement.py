@@ -110,9 +110,8 @@ class PlacementSettings(Settings):
 
     kind: Kind = "disaggregated"
     """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same
-    devices, in turn, and what `[trainer.offload]` says leaves them meanwhile. "elastic": as colocated, but in
-    mid-round half of the engines give their devices to the first half of the trainer's replicas (RollPacker's
-    stream trainer); it needs an even trainer.replicas."""
+    devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to the
+    first half of the trainer's replicas (RollPacker's stream trainer)."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """What the numbers in `engines` and `trainer` are: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
