@@ -94,7 +94,7 @@ INSIDES = {
 CONTRACTS = {"record.events", "engine.settings"}
 """Files beside `base.py` that are contracts."""
 
-MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 41_615, 13, 1_300
+MAX_PACKAGE_LINES, MAX_ROOT_FILES, MAX_ENGINE_LINES = 42_640, 13, 1_300
 
 
 def modules() -> dict[str, Path]:
