@@ -53,7 +53,7 @@ test: $(VENV)/dev.stamp
 	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
 
 test-slow: $(VENV)/dev.stamp
-	$(IN_TWO) -m slow
+	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers"
 	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
 test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray install-check
