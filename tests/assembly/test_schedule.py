@@ -110,7 +110,7 @@ NOT_DIVISIBLE = "schedule.groups_per_step = 3: groups_per_round = 8 is not divis
         (
             "serial",
             {"groups_per_round": 8},
-            "None: the schedule serial needs it, and it is missing; set it, or",
+            "schedule.groups_per_step = None: the schedule serial needs it, and it is missing; set it, or",
         ),
         (
             "serial",
