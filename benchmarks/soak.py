@@ -74,7 +74,7 @@ def measure(rounds: int, every: int, words: tuple[str, ...] = ()) -> list[tuple[
         config = write_config(Path(folder), rounds)
         command = [sys.executable, "-m", "tailrace.cli", "train", str(config), *words]
         command += ["--output-dir", f"{folder}/run"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
             assert process.stdout
             for line in process.stdout:
                 if not line.startswith("Step "):
