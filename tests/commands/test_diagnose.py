@@ -20,7 +20,7 @@ async def kept(run, groups: int, kv="keep"):
         finished = await run.pool.take(len(run.pool))
         brief, *long = run.prompts(1 + groups)
         for group in (brief, *long):
-            limit = SamplingParams(1 if group is brief else 48, ignore_end_of_text=True)
+            limit = SamplingParams(1 if group is brief else 320, ignore_end_of_text=True)
             for sample in group.samples:
                 sample.sampling = limit
         run.pool.launch([brief, *long])
@@ -70,12 +70,12 @@ def test_numerics_of_a_bfloat16_engine_are_named(
 @pytest.mark.slow
 def test_a_kept_kv_cache_is_named(tmp_path: Path) -> None:
     """Long prompts, whose keys and values are those of older weights."""
-    config = with_schedule(write_small_run(tmp_path), 'name = "kept.py:kept"\ngroups = 4')
+    config = with_schedule(write_small_run(tmp_path), 'name = "kept.py:kept"\ngroups = 24')
     (tmp_path / "kept.py").write_text(KEPT)
-    terms = [[str((7 * n * k + k) % 10) for k in range(1, 20)] for n in range(60)]
+    terms = [[str((7 * n * k + k) % 10) for k in range(1, 40)] for n in range(60)]
     rows = [json.dumps({"prompt": f"{' + '.join(each)} =\n"}) for each in terms]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    words = ["--rounds", "5", "--trainer.learning_rate", "3e-3", "--sampling.max_completion_tokens", "48"]
+    words = ["--rounds", "4", "--trainer.learning_rate", "3e-3", "--sampling.max_completion_tokens", "320"]
     figures = diagnosed(config, *words)
     whole = figures["tenths"]["all"]
     assert figures["cause"].startswith("kv") and "schedule.kv" in figures["set"]
