@@ -4,10 +4,10 @@ Its presence lets the tests import the helpers that stand beside it.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 TESTS = Path(__file__).parent
 SLOW = ("benchmarks", "reproductions")
@@ -26,9 +26,12 @@ LONG = (
 """Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one
 that began last would leave the other core idle."""
 
-settings.register_profile("few", max_examples=60)
-settings.register_profile("many", max_examples=300)
-settings.load_profile("few")
+with suppress(ModuleNotFoundError):  # `make install-check` has pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("few", max_examples=60)
+    settings.register_profile("many", max_examples=300)
+    settings.load_profile("few")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
