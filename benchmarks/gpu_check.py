@@ -289,7 +289,7 @@ def publication(folder: Path, device: str) -> str | None:
     try:
         publisher = Publisher(sender, "bfloat16", trainer.weights())
         started = time.perf_counter()
-        publisher.publish(trainer.publish(), 1)
+        publisher.publish(trainer.export_weights(), 1)
         seconds = time.perf_counter() - started
     finally:
         sender.close()

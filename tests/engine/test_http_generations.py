@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def publish(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Publish:
     sender = FilesystemSender(tmp_path_factory.mktemp("weights") / "weights", model, 10**9)
     tensors = load_file(model / "model.safetensors")
-    return lambda version: sender.publish(tensors, version)
+    return lambda version: sender.store(tensors, version)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -48,7 +48,7 @@ def publish(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Publish:
     sender = FilesystemSender(folder, model, 10**9, peft_config(model, LORA))
     torch.manual_seed(0)
     tensors = {each.name: torch.randn(each.shape) for each in adapter_tensors(model, LORA)}
-    return lambda version: sender.publish(tensors, version)
+    return lambda version: sender.store(tensors, version)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -136,7 +136,9 @@ def test_a_restored_critic_goes_on_bit_for_bit_and_is_never_published(
     got = ppo_steps(restored, 3)
     assert [stats.value_loss for stats in got] == [stats.value_loss for stats in wanted]
     assert [stats.loss for stats in got] == [stats.loss for stats in wanted]
-    assert not [name for name in original.publish() if "head." in name and not name.startswith("lm_head")]
+    assert not [
+        name for name in original.export_weights() if "head." in name and not name.startswith("lm_head")
+    ]
 
 
 # -- the old policy ------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_with_a_recomputed_old_policy_the_ratio_is_one_until_the_weights_change(
     advantages = [s.advantage if s.completion_ids else 0.0 for unit in units for s in unit]
     assert losses[0].loss == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
     assert losses[0].clip_ratio == 0 and losses[1].clip_ratio > 0
-    trainer.publish()
+    trainer.export_weights()
     trainer.accumulate(units)
     assert trainer.step().clip_ratio == 0
 

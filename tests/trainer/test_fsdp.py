@@ -92,7 +92,7 @@ def run(trainer: TorchTrainer, replicas: list[int], folder: Path, *, sleeps: boo
     if writer:
         writer.result()
     assert trainer.logprobs(UNITS[0][0]) == trainer.logprobs(UNITS[0][0])
-    return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.publish()})
+    return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.export_weights()})
 
 
 def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
@@ -127,7 +127,7 @@ def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], f
 def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
     trainer.restore(folder)
     trainer.accumulate([UNITS[4]])
-    return Outcome([trainer.step()], 0.0, dict(trainer.publish()))
+    return Outcome([trainer.step()], 0.0, dict(trainer.export_weights()))
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def trained(trainer: TorchTrainer, *, sleeps: bool) -> dict[str, Tensor]:
             trainer.sleep()
             trainer.wake()
         trainer.step()
-    return {name: tensor.clone() for name, tensor in trainer.publish()}
+    return {name: tensor.clone() for name, tensor in trainer.export_weights()}
 
 
 @pytest.mark.parametrize("early_gradients", [False, True])
@@ -105,10 +105,10 @@ def test_a_trainer_asleep_publishes_and_saves_and_sleeps_on(make_trainer: Make, 
     trainer = make_trainer(offload=DISK, learning_rate=1e-3)
     trainer.accumulate(UNITS[:1])
     trainer.step()
-    awake = {name: tensor.clone() for name, tensor in trainer.publish()}
+    awake = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     trainer.sleep()
     with trainer.present("weights", "optimizer"):
-        published = {name: tensor.clone() for name, tensor in trainer.publish()}
+        published = {name: tensor.clone() for name, tensor in trainer.export_weights()}
         trainer.save(tmp_path / "checkpoint")()
     assert all(torch.equal(published[name], awake[name]) for name in awake)
     assert held_bytes(trainer, "weights") == held_bytes(trainer, "optimizer") == 0

@@ -62,7 +62,7 @@ def test_what_waits_when_weights_are_published_has_the_old_policy_of_before(make
     trainer.step()
     trainer.accumulate([unit])
     assert not trainer_gradient(trainer).any()
-    trainer.publish()
+    trainer.export_weights()
     assert trainer_gradient(trainer).any()
 
 
@@ -286,7 +286,7 @@ def test_the_mismatch_with_the_engine_is_measured_on_samples_of_the_published_we
     assert first.kl > first.engine_mismatch_kl
     trainer.accumulate([shifted])
     assert trainer.step().engine_mismatch_kl is None, "the weights are no longer the published ones"
-    trainer.publish()
+    trainer.export_weights()
     trainer.accumulate([older])
     assert trainer.step().engine_mismatch_kl is None, "older weights generated some of the tokens"
 

@@ -50,7 +50,7 @@ def read(weights: Weights) -> dict[str, Tensor]:
 def test_a_version_is_a_model_that_transformers_loads_bit_for_bit(
     sender: FilesystemSender, served: Path, trained: PreTrainedModel, tmp_path: Path
 ) -> None:
-    weights = sender.publish(tensors_of(trained), 3)
+    weights = sender.store(tensors_of(trained), 3)
     assert weights.location == str(tmp_path / "weights" / "version-3")
     loaded = AutoModelForCausalLM.from_pretrained(weights.location).state_dict()
     assert loaded.keys() == trained.state_dict().keys()
@@ -65,7 +65,7 @@ def test_the_config_of_a_version_says_the_type_of_its_tensors(
     sender: FilesystemSender, trained: PreTrainedModel
 ) -> None:
     halves = {name: tensor.bfloat16() for name, tensor in tensors_of(trained).items()}
-    weights = sender.publish(halves, 1)
+    weights = sender.store(halves, 1)
     config = json.loads((Path(weights.location) / "config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
     assert AutoModelForCausalLM.from_pretrained(weights.location).dtype == torch.bfloat16
@@ -75,7 +75,7 @@ def test_the_last_two_versions_are_kept_and_one_written_again_replaces_itself(
     sender: FilesystemSender, tmp_path: Path
 ) -> None:
     for version, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 4.0)):
-        weights = sender.publish({"a": torch.tensor([value])}, version)
+        weights = sender.store({"a": torch.tensor([value])}, version)
     assert sorted(path.name for path in (tmp_path / "weights").glob("[a-z]*")) == ["version-2", "version-3"]
     assert read(weights)["a"].tolist() == [4.0]
 
@@ -102,9 +102,9 @@ import torch
 from tailrace.weights import filesystem
 
 sender = filesystem.FilesystemSender(Path(sys.argv[1]), Path(sys.argv[2]), 10**9)
-sender.publish({"a": torch.zeros(3)}, 1)
+sender.store({"a": torch.zeros(3)}, 1)
 filesystem._synchronize = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-sender.publish({"a": torch.ones(3)}, 2)
+sender.store({"a": torch.ones(3)}, 2)
 """
 
 
@@ -124,7 +124,7 @@ def test_a_trainer_killed_while_it_writes_leaves_no_version_and_the_next_one_cle
 
 def test_a_version_without_one_of_its_files_is_not_read(tmp_path: Path, served: Path) -> None:
     sender = FilesystemSender(tmp_path / "weights", served, 100)
-    weights = sender.publish({"a": torch.zeros(30), "b": torch.zeros(30)}, 1)
+    weights = sender.store({"a": torch.zeros(30), "b": torch.zeros(30)}, 1)
     first, _ = sorted(Path(weights.location).glob("*.safetensors"))
     whole = first.read_bytes()
     first.write_bytes(whole[:-1])
@@ -138,7 +138,7 @@ def test_a_version_without_one_of_its_files_is_not_read(tmp_path: Path, served: 
 
 def test_files_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path, served: Path) -> None:
     sender = FilesystemSender(tmp_path / "weights", served, 10**9)
-    weights = sender.publish({"a": torch.zeros(30)}, 1)
+    weights = sender.store({"a": torch.zeros(30)}, 1)
     sender.close()
     other = Weights(1, weights.location, (TensorInfo("a", (31,), "float32"),))
     with pytest.raises(WeightsRefused, match=r"1 of another shape: a \[30\] in place of \[31\]"):

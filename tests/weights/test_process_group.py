@@ -58,7 +58,7 @@ def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroup
     ):
         for version in (1, 2, 3):
             tensors = some_tensors(version)
-            weights = sender.publish(tensors, version)
+            weights = sender.store(tensors, version)
             for connection, link in zip((one, two), links, strict=True):
                 connection.send((weights, link))
             list(pool.map(sender.send, [version] * 2, links))
@@ -68,7 +68,7 @@ def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroup
 
 
 def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> None:
-    weights, link = sender.publish(some_tensors(0), 1), new_link("engine-0", num_ranks=2)
+    weights, link = sender.store(some_tensors(0), 1), new_link("engine-0", num_ranks=2)
     with process(receive_all, 1) as (_, one), process(receive_all, 2) as (_, two):
         one.send((weights, link))
         two.send((weights, link))
@@ -78,7 +78,7 @@ def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> 
 
 def test_tensors_that_change_after_the_publication_are_sent_as_they_were(sender: ProcessGroupSender) -> None:
     tensors, link = some_tensors(0), new_link("engine-0")
-    weights = sender.publish(tensors, 1)
+    weights = sender.store(tensors, 1)
     for tensor in tensors.values():
         tensor.zero_()
     with process(receive_all, 1) as (_, connection):
@@ -88,7 +88,7 @@ def test_tensors_that_change_after_the_publication_are_sent_as_they_were(sender:
 
 
 def test_the_last_two_versions_can_be_sent_any_number_of_times(sender: ProcessGroupSender) -> None:
-    published = [sender.publish(some_tensors(version), version) for version in range(3)]
+    published = [sender.store(some_tensors(version), version) for version in range(3)]
     link = new_link("engine-0")
     with process(receive_all, 1) as (_, connection):
         for version in (2, 1, 2):
@@ -98,7 +98,7 @@ def test_the_last_two_versions_can_be_sent_any_number_of_times(sender: ProcessGr
 
 
 def test_a_version_that_is_no_longer_kept_fails_at_both_ends_at_once(sender: ProcessGroupSender) -> None:
-    published = [sender.publish(some_tensors(version), version) for version in range(3)]
+    published = [sender.store(some_tensors(version), version) for version in range(3)]
     link = new_link("engine-0")
     with ThreadPoolExecutor() as pool:
         receiving = pool.submit(WeightReceiver().receive, published[0], link)
@@ -112,7 +112,7 @@ def test_an_engine_that_dies_in_mid_transfer_is_named_and_its_next_life_gets_the
     sender: ProcessGroupSender,
 ) -> None:
     tensors = many_megabytes()
-    weights, link = sender.publish(tensors, 1), new_link("engine-0")
+    weights, link = sender.store(tensors, 1), new_link("engine-0")
     with (
         process(receive_one_part_and, signal.SIGKILL, weights, link) as (engine, _),
         pytest.raises(TransferFailed, match="engine-0 did not take version 1 of the weights: "),
@@ -129,7 +129,7 @@ def test_an_engine_that_dies_in_mid_transfer_is_named_and_its_next_life_gets_the
 def test_an_engine_that_stops_in_mid_transfer_is_named_after_the_time_limit(
     hasty: ProcessGroupSender,
 ) -> None:
-    weights, link = hasty.publish(many_megabytes(), 1), new_link("engine-0")
+    weights, link = hasty.store(many_megabytes(), 1), new_link("engine-0")
     with (
         process(receive_one_part_and, signal.SIGSTOP, weights, link),
         pytest.raises(TransferFailed, match="engine-0 did not take version 1 of the weights: "),
@@ -138,7 +138,7 @@ def test_an_engine_that_stops_in_mid_transfer_is_named_after_the_time_limit(
 
 
 def test_an_engine_that_never_connects_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
-    hasty.publish(some_tensors(0), 1)
+    hasty.store(some_tensors(0), 1)
     with pytest.raises(TransferFailed, match="engine-7 did not take version 1 of the weights: "):
         hasty.send(1, new_link("engine-7"))
 
@@ -157,7 +157,7 @@ def test_a_trainer_that_dies_in_mid_transfer_is_named_and_another_one_can_be_rec
             list(parts)
         with pytest.raises(TransferFailed, match=r"the trainer at gloo://\S+ .*(refused|timed out)"):
             receiver.receive(weights, new_link("engine-0"))
-    weights, link = sender.publish(some_tensors(5), 2), new_link("engine-0")
+    weights, link = sender.store(some_tensors(5), 2), new_link("engine-0")
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(sender.send, 2, link)
         assert digest(receiver.receive(weights, link)) == digest(some_tensors(5))
@@ -165,7 +165,7 @@ def test_a_trainer_that_dies_in_mid_transfer_is_named_and_another_one_can_be_rec
 
 
 def test_a_trainer_that_does_not_send_is_named_after_the_time_limit(hasty: ProcessGroupSender) -> None:
-    weights = hasty.publish(some_tensors(0), 1)
+    weights = hasty.store(some_tensors(0), 1)
     with pytest.raises(TransferFailed, match=r"the trainer at gloo://\S+ did not send version 1: .*timeout"):
         WeightReceiver().receive(weights, new_link("engine-0"))
 
@@ -243,7 +243,7 @@ def test_nccl_gets_the_process_s_device_and_one_bucket_raises_its_errors_and_is_
     sender = ProcessGroupSender(
         ProcessGroupSettings(backend="nccl", bucket_bytes=1000, message_timeout_s=9), "meta"
     )
-    link, address = new_link("engine-0"), sender.publish(some_tensors(0), 1)
+    link, address = new_link("engine-0"), sender.store(some_tensors(0), 1)
     with ThreadPoolExecutor() as pool:
         receiving = pool.submit(WeightReceiver(device="meta").receive, address, link)
         with pytest.raises(
@@ -267,7 +267,7 @@ def test_nccl_gets_the_process_s_device_and_one_bucket_raises_its_errors_and_is_
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs /proc")
 def test_on_loopback_nothing_listens_to_other_machines(sender: ProcessGroupSender) -> None:
-    weights, link = sender.publish(some_tensors(0), 1), new_link("engine-0")
+    weights, link = sender.store(some_tensors(0), 1), new_link("engine-0")
     with process(receive_all, 1) as (_, connection):
         connection.send((weights, link))
         sender.send(1, link)
@@ -295,7 +295,7 @@ def test_a_standalone_link_is_a_group_of_torch_distributed_whose_engine_may_be_a
     assert sender.rendezvous(links[0]) == addresses[0], "it stays where it is"
     for version in (1, 2):
         tensors = some_tensors(version)
-        weights = sender.publish(tensors, version)
+        weights = sender.store(tensors, version)
         for link in links:
             address = sender.rendezvous(link)
             if version == 2:  # a new engine, a new group

@@ -32,7 +32,7 @@ def read(weights: Weights) -> dict[str, Tensor]:
 
 def test_what_is_written_is_read(sender: FilesystemSender) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.ones(3, dtype=torch.bfloat16)}
-    weights = sender.publish(tensors, 7)
+    weights = sender.store(tensors, 7)
     manifest = (TensorInfo("a", (3, 2), "float32"), TensorInfo("b", (3,), "bfloat16"))
     assert weights == Weights(7, str(sender.folder / "version-7"), manifest)
     assert (weights.is_streamed, weights.num_bytes) == (False, 30)
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(sender: FilesystemSender) -> None:
 
 
 def test_the_last_two_versions_are_kept(sender: FilesystemSender) -> None:
-    versions = [sender.publish({"a": torch.full((2,), float(v))}, v) for v in range(5)]
+    versions = [sender.store({"a": torch.full((2,), float(v))}, v) for v in range(5)]
     assert sorted(each.name for each in sender.folder.glob("[a-z]*")) == ["version-3", "version-4"]
     assert [read(weights)["a"].tolist() for weights in versions[3:]] == [[3.0] * 2, [4.0] * 2]
     with pytest.raises(TransferFailed, match=r"version 2 of the weights cannot be read: .*version-2"):
@@ -52,14 +52,14 @@ def test_the_last_two_versions_are_kept(sender: FilesystemSender) -> None:
 
 def test_a_version_written_again_replaces_itself(sender: FilesystemSender) -> None:
     for value in (1.0, 2.0, 3.0):
-        weights = sender.publish({"a": torch.tensor([value])}, 0)
+        weights = sender.store({"a": torch.tensor([value])}, 0)
     assert read(weights)["a"].tolist() == [3.0]
 
 
 def test_tensors_that_were_read_do_not_change_with_later_versions(sender: FilesystemSender) -> None:
-    got = read(sender.publish({"a": torch.zeros(4)}, 0))
+    got = read(sender.store({"a": torch.zeros(4)}, 0))
     for version in (0, 1, 2, 3):
-        sender.publish({"a": torch.ones(4)}, version)
+        sender.store({"a": torch.ones(4)}, version)
     assert got["a"].tolist() == [0.0] * 4
 
 
@@ -70,11 +70,11 @@ def test_a_version_that_cannot_be_written_names_the_file_and_leaves_nothing(
     with pytest.raises(
         TransferFailed, match=r"version-3 cannot be written .*--shm-size\); make room, then --resume"
     ):
-        sender.publish({"a": torch.zeros(4)}, 3)
+        sender.store({"a": torch.zeros(4)}, 3)
 
 
 def test_tensors_outlive_their_file(sender: FilesystemSender) -> None:
-    got = read(sender.publish({"a": torch.arange(5.0)}, 0))
+    got = read(sender.store({"a": torch.arange(5.0)}, 0))
     shutil.rmtree(sender.folder)
     assert got["a"].tolist() == [0, 1, 2, 3, 4]
 

@@ -84,7 +84,7 @@ def receive_one_part_and(number: signal.Signals, weights: Weights, link: Link, _
 
 def send_many_megabytes(link: Link, connection: Connection) -> None:
     sender = ProcessGroupSender(BRISK)
-    connection.send(sender.publish(many_megabytes(), 1))
+    connection.send(sender.store(many_megabytes(), 1))
     sender.send(1, link)
 
 

@@ -12,7 +12,7 @@ from tailrace.workers.trainer import TrainerJob, TrainerWorker
 
 def test_weights_are_sent_while_the_trainer_executes_an_earlier_call() -> None:
     sender = ProcessGroupSender(ProcessGroupSettings(message_timeout_s=30))
-    weights, link = sender.publish(tensors := {"a": torch.arange(12.0)}, 1), new_link("engine-0")
+    weights, link = sender.store(tensors := {"a": torch.arange(12.0)}, 1), new_link("engine-0")
     with connected(TrainerWorker) as (controller, connection):
         worker = TrainerWorker(TrainerJob.model_construct(trainer=TrainerSettings()), connection, sender)
         for method, *arguments in (

@@ -113,8 +113,8 @@ class WeightUpdate:
         self._kv: KV = "keep"
         self._is_pulled, self._under_way = False, set[int]()
 
-    def publish(self, weights: Weights, to: Receivers, kv: KV) -> None:
-        """There is a newer version. `kv`: whether engines keep the cache of requests in flight."""
+    def distribute(self, weights: Weights, to: Receivers, kv: KV) -> None:
+        """Begin to load a newer version. `kv`: whether engines keep the cache of requests in flight."""
         engines = self._router.engines
         self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
         self._router.newest = weights.version
@@ -416,9 +416,9 @@ class Run:
         start_s = clock.now()
         weights = await self._parts.trainer.publish(version)
         await self._update.arrived()
-        self._state.publish(version)
+        self._state.published(version)
         kv = self._keep_or_recompute(kv)
-        self._update.publish(weights, to, kv)
+        self._update.distribute(weights, to, kv)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
         await self._placement.published()

@@ -47,7 +47,7 @@ class RunState:
         is_finite = isfinite(stats.loss) and not stats.skipped
         self.num_not_finite = 0 if is_finite else self.num_not_finite + 1
 
-    def publish(self, version: int) -> None:
+    def published(self, version: int) -> None:
         """The trainer has written the weights of a version."""
         self.version = version
         self.steps_at[version] = self.num_steps

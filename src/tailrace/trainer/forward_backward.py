@@ -109,7 +109,7 @@ class PublishedPolicy:
         """The published weights. If the model is sharded, this rank's shards. Empty as long as they are the
         current ones."""
 
-    def publish(self) -> None:
+    def renew(self) -> None:
         """Declare the current weights the published ones."""
         self._weights = {}
 

@@ -188,12 +188,12 @@ class TorchTrainer:
         for name, parameter in self._policy.parameters().items():
             yield name, gather(parameter)
 
-    def publish(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Declare the current weights the published ones, and return them as `weights`."""
         if not self._weights_published:
             self._compute_waiting()  # samples accumulated before have the old policy of then
         if self._published:
-            self._published.publish()
+            self._published.renew()
         self._weights_published = True
         return self.weights()
 
@@ -221,7 +221,7 @@ class TorchTrainer:
         if self._critic:
             self._critic.optimizer.restore(section("critic.", state))
         if self._published:
-            self._published.publish()
+            self._published.renew()
         self._weights_published = True
         self._statistics = StepStatistics(self._policy.device, self._ranks)
         self._waiting.clear()

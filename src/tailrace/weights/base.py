@@ -215,7 +215,7 @@ Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
 class WeightSender(Protocol):
     """The half of a transport that is in the trainer's process."""
 
-    def publish(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
+    def store(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
         """Make tensors available as a version. They may change after the call.
 
         The version can be sent until two newer ones are published, any number of times. Raises a

@@ -35,7 +35,7 @@ _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 
 
 class FilesystemSender(WeightSender):
-    """Writes published versions and keeps the last KEPT_VERSIONS. Raises a ConfigError if the folder cannot
+    """Stores versions as folders, and keeps the last KEPT_VERSIONS. Raises a ConfigError if the folder cannot
     be written to, or another trainer uses it.
 
     Args:
@@ -71,7 +71,7 @@ class FilesystemSender(WeightSender):
 
     @classmethod
     def in_shared_memory(cls) -> "FilesystemSender":
-        """Publish into a folder of its own in shared memory, which `close` removes.
+        """Store versions in a folder of its own in shared memory, which `close` removes.
 
         A process that was killed leaves its folder behind. The next sender removes it: the lock file of a
         folder is held for as long as its process lives.
@@ -88,7 +88,7 @@ class FilesystemSender(WeightSender):
         return sender
 
     @override
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+    def store(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         final, partial = (self.folder / f"{prefix}{version}" for prefix in (_VERSION, _PARTIAL))
         infos = manifest(tensors)
         try:

@@ -232,7 +232,7 @@ class ProcessGroupSender(WeightSender):
         return Address(settings.backend, settings.host, port, bucket_bytes, settings.message_timeout_s), store
 
     @override
-    def publish(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
+    def store(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         infos = manifest(tensors)
         packed = [(each, pack(tensors, each)) for each in buckets(infos, self._address.bucket_bytes)]
         with self._lock:

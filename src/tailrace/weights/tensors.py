@@ -34,10 +34,10 @@ class Publisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None = None
     ) -> Weights:
-        """Copy tensors to the host, one after another, and publish them, as `WeightSender.publish`. A probe
-        gets their checksums."""
+        """Copy tensors to the host, one after another, and store them as a version (`WeightSender.store`).
+        A probe gets their checksums."""
         host = {name: tensor.detach().to("cpu", self._dtype) for name, tensor in tensors}
-        weights = self._sender.publish(host, version)
+        weights = self._sender.store(host, version)
         if probe and probe.expected:
             probe = replace(probe, checksums=checksums(host))
         return Weights(version, weights.location, weights.tensors, self._changed(host), probe)

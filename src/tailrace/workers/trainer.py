@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
     from tailrace.trainer.distributed import Ranks
     from tailrace.trainer.trainer import TorchTrainer
-
-    Publish = Callable[[Iterable[tuple[str, Tensor]], int, Probe | None], Weights]
+    from tailrace.weights.tensors import Publisher
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -134,7 +133,7 @@ class TrainerWorker(Worker):
     _written: Future[None]
     """Of the last checkpoint that was begun."""
     _trainer: "TorchTrainer"
-    _publish: "Publish"
+    _publisher: "Publisher | None"
     _initial: tuple[float, ...]
     """Log-probs of the probe before the first step."""
 
@@ -192,7 +191,11 @@ class TrainerWorker(Worker):
     def publish(self, version: int) -> Weights:
         """Publish the current weights. Raises a TransferFailed if there is no room for them."""
         with self._trainer.present("weights"):
-            return self._publish(self._trainer.publish(), version, self._probe())
+            weights, probe = self._trainer.export_weights(), self._probe()
+            if self._publisher:
+                return self._publisher.publish(weights, version, probe)
+            self._help_to_gather(weights)
+            return Weights(version)
 
     def _probe(self) -> Probe | None:
         """The probe of a publication: the first one is proven, and every n-th after it. All processes of the
@@ -332,29 +335,25 @@ class TrainerWorker(Worker):
                 ranks=ranks,
             )
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
-        self._publish, self._initial = self._open_publisher(), self._score_probe()
+        self._publisher, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
         self._connection.answer(STARTED, None)
         for call in self._received:
             self._connection.execute(self, call)
 
-    def _open_publisher(self) -> "Publish":
-        """Return what publishes. Without a sender this process only helps to gather the weights."""
+    def _open_publisher(self) -> "Publisher | None":
+        """Return the publisher; None: this process has no sender, and only helps to gather the weights."""
         from tailrace.weights.tensors import Publisher
 
         if self._sender is not None:
-            return Publisher(self._sender, self._job.published_dtype, self._trainer.weights()).publish
+            return Publisher(self._sender, self._job.published_dtype, self._trainer.weights())
+        self._help_to_gather(self._trainer.weights())
+        return None
 
-        def help_to_gather(
-            tensors: "Iterable[tuple[str, Tensor]]", version: int, probe: Probe | None
-        ) -> Weights:
-            if self._job.replica == 0:
-                for _ in tensors:
-                    pass
-            return Weights(version)
-
-        help_to_gather(self._trainer.weights(), 0, None)
-        return help_to_gather
+    def _help_to_gather(self, tensors: "Iterable[tuple[str, Tensor]]") -> None:
+        if self._job.replica == 0:
+            for _ in tensors:
+                pass
 
     @contextmanager
     def _failures_told_apart(self) -> Iterator[None]:

@@ -191,7 +191,7 @@ def test_an_update_needs_a_group_or_files(http):
 def test_weights_arrive_over_a_process_group(http, folder, native):
     tensors = load_file(folder / "weights/new/model.safetensors")
     sender = ProcessGroupSender(ProcessGroupSettings(message_timeout_s=30))
-    weights = sender.publish(tensors, 3)
+    weights = sender.store(tensors, 3)
     manifest = [[info.name, list(info.shape), info.dtype] for info in weights.tensors]
     http.post(
         "/init_weight_transfer_engine", json={"init_info": {"location": weights.location, "link": LINK}}

@@ -54,7 +54,7 @@ class Publications:
             each.name: 0.3 * min(version, 1) * torch.randn(each.shape, generator=chance)
             for each in adapter_tensors(self.model, LORA)
         }
-        weights = self._sender.publish(tensors, version)
+        weights = self._sender.store(tensors, version)
         base = AutoModelForCausalLM.from_pretrained(self.model).eval()
         self.policies.append(PeftModel.from_pretrained(base, weights.location).eval())
         return weights
