@@ -30,7 +30,7 @@ def exact(completion: str, answer: str) -> float:
 
 async def eager(run: tailrace.Run, groups_per_round: int) -> None:
     """One optimizer step a round. Gradients of complete groups are computed while others are generated."""
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
         async for groups in run.pool.stream(groups_per_round):

@@ -87,7 +87,7 @@ AVERAGES: Mapping[tuple[str, Algorithm], float] = {
 async def oversample_and_discard(run: Run, groups_per_round: int, groups_per_draw: int) -> None:
     """The baseline under dynamic sampling: as `april_dapo`, but what has not passed the filter at the end of
     the rollout is discarded."""
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         batch = await sampled(run, groups_per_round, groups_per_draw)
         run.drop(run.parked.pop(len(run.parked)), "discarded")

@@ -166,7 +166,7 @@ async def fetch_once(run: Run, groups_per_round: int, share: float) -> None:
     Args:
         share: of the round's groups that are fetched, once so many are complete.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         groups = next_round(run, groups_per_round, ETA, ETA)
         run.pool.launch(groups)

@@ -114,7 +114,7 @@ async def fully_async(
         per_engine: sequences in flight on an engine; None: no bound.
         lent: engines on the trainer's devices. They generate until READY groups are complete.
     """
-    run.promise(staleness=inf)
+    run.declare(staleness=inf)
     run.pool.admission = AtMost(requests_per_engine=per_engine)
     async for _ in run.rounds():
         await asyncio.gather(*(engine.wake() for engine in lent()))

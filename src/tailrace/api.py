@@ -75,7 +75,7 @@ def train(
 
     Example:
         async def one_step_off(run: tailrace.Run, groups_per_step: int) -> None:
-            run.promise(staleness=1)
+            run.declare(staleness=1)
             async for _ in run.rounds():
                 run.pool.launch(run.prompts(groups_per_step - len(run.pool)))
                 groups = await run.pool.take(groups_per_step)

@@ -39,7 +39,7 @@ class ScheduleError(TailraceError):
 
 
 class StalenessError(ScheduleError):
-    """A schedule trained tokens older than it promised."""
+    """A schedule trained tokens older than it declared."""
 
 
 class NeverComes(ScheduleError):

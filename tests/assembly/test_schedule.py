@@ -197,7 +197,7 @@ OUTSIDE = '''
 
 async def one_step_off(run, U: int):
     """Train on the last batch while the next one is generated."""
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     run.pool.launch(run.prompts(U))
     async for _ in run.rounds():
         groups = await run.pool.take(U)
@@ -207,7 +207,7 @@ async def one_step_off(run, U: int):
 
 
 async def liar(run, U: int):
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.parked.pop(2 * U) + run.prompts(2 * U - len(run.parked)))
         groups = await run.pool.take(U)
@@ -230,7 +230,7 @@ async def silent(run, U: int):
 
 
 async def forgetful(run, U: int):
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(U))
         await run.train((await run.pool.take(U))[1:])
@@ -251,7 +251,7 @@ async def stepless(run, U: int):
 
 
 async def nobody(run, U: int):
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(U))
         await run.train(await run.pool.take(U))
@@ -259,7 +259,7 @@ async def nobody(run, U: int):
 
 
 async def astray(run, U: int):
-    run.promise(staleness=1, pinned=1)
+    run.declare(staleness=1, pinned=1)
     first, second = run.engines
     async for _ in run.rounds():
         run.pool.launch(run.prompts(2 * U))
@@ -292,13 +292,13 @@ def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("liar", r"1 publications old and the schedule promised at most 0"),
+        ("liar", r"1 publications old and the schedule declared at most 0"),
         (
             "greedy",
             r"the pool: 4 groups are wanted, 3 are ready|4 groups are wanted, 0 are ready and 3 in flight",
         ),
         ("forgetful", r"prompts \[\d+, \d+\] were taken and neither trained, dropped nor parked"),
-        ("silent", r"the schedule promises nothing; it must say run.promise"),
+        ("silent", r"the schedule declares nothing; it must say run.declare"),
         ("sleeper", r"no optimizer step for 3600 s"),
         ("stepless", r"samples accumulated and no step"),
         ("nobody", r"publish\(to=\.\.\.\) names no engine"),

@@ -28,7 +28,7 @@ groups_per_step = 2
 
 
 async def one_step_off(run: tailrace.Run, groups_per_step: int) -> None:
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_step - len(run.pool)))
         groups = await run.pool.take(groups_per_step)
@@ -63,7 +63,7 @@ def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_direct
     config, folder = tailrace.load_config(write_small_run(tmp_path)), tmp_path / "out"
 
     async def mine(run: tailrace.Run, groups_per_round: int, groups_per_step: int) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(groups_per_round))
             for _ in range(groups_per_round // groups_per_step):
@@ -93,7 +93,7 @@ def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_direct
 
 def test_parameters_that_the_function_lacks_are_refused(config: tailrace.RunConfig) -> None:
     async def without_parameters(run: tailrace.Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
 
     with pytest.raises(
         tailrace.ConfigError, match=r"schedule\.groups_per_step = 2: the schedule has no such"

@@ -15,7 +15,7 @@ from tailrace.types import SamplingParams
 
 async def kept(run, groups: int, kv="keep"):
     """Responses are stopped after their first tokens, and go on with new weights over the old KV cache."""
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     async for _ in run.rounds():
         finished = await run.pool.take(len(run.pool))
         brief, *long = run.prompts(1 + groups)

@@ -189,11 +189,11 @@ def test_a_checkpoint_that_the_kill_left_without_a_mark_does_not_count(tmp_path:
 
 
 @pytest.mark.parametrize("verb", [Run.accumulate, Run.train])
-def test_tokens_older_than_promised_are_refused_before_they_are_trained(
+def test_tokens_older_than_declared_are_refused_before_they_are_trained(
     verb: Callable[[Run, list[Group]], Awaitable[None]],
 ) -> None:
     async def one_too_old(run: Run) -> None:
-        run.promise(staleness=1)
+        run.declare(staleness=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(2))
             groups = await run.pool.take(2)
@@ -210,7 +210,7 @@ def test_tokens_older_than_promised_are_refused_before_they_are_trained(
 
 def test_a_publication_to_no_engine_is_refused() -> None:
     async def to_nobody(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             await run.publish(to=[])
 
@@ -220,7 +220,7 @@ def test_a_publication_to_no_engine_is_refused() -> None:
 
 def test_a_move_to_an_engine_of_another_version_is_refused() -> None:
     async def astray(run: Run) -> None:
-        run.promise(staleness=1, pinned=1)
+        run.declare(staleness=1, pinned=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(1)
@@ -238,7 +238,7 @@ def test_a_pinned_sample_whose_version_is_gone_begins_again_with_its_noise_and_i
     None
 ):
     async def everywhere(run: Run) -> None:
-        run.promise(staleness=1, pinned=1)
+        run.declare(staleness=1, pinned=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(4)
@@ -256,7 +256,7 @@ def test_a_pinned_sample_whose_version_is_gone_begins_again_with_its_noise_and_i
 
 def test_a_run_that_ends_while_a_sample_moves_serves_it_no_more() -> None:
     async def broken(run: Run) -> None:
-        run.promise(staleness=1, pinned=1)
+        run.declare(staleness=1, pinned=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(4)
@@ -275,13 +275,13 @@ def test_a_run_that_ends_while_a_sample_moves_serves_it_no_more() -> None:
 
 def test_a_pinned_sample_with_tokens_of_two_versions_is_refused() -> None:
     async def late(run: Run) -> None:
-        run.promise(staleness=1)
+        run.declare(staleness=1)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(4)
             await run.publish()
             groups = await run.pool.take(1)
-            run.promise(staleness=1, pinned=1)
+            run.declare(staleness=1, pinned=1)
             await run.train(groups)
 
     with pytest.raises(StalenessError, match=r"sample 0\.0/0 is pinned and has tokens of \[Span\("):

@@ -91,7 +91,7 @@ def world(
 
 
 async def one_group(run: Run) -> None:
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(1))
         await run.train(await run.pool.take(1))
@@ -120,7 +120,7 @@ def test_a_parked_episode_goes_on_without_repeating_a_turn_or_a_call(moment_s: f
     """A call that is under way is awaited."""
 
     async def interrupted(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(moment_s)
@@ -141,7 +141,7 @@ def test_a_parked_episode_goes_on_without_repeating_a_turn_or_a_call(moment_s: f
 
 def test_a_call_that_takes_longer_than_the_grace_is_made_again() -> None:
     async def interrupted(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(10.5)
@@ -310,7 +310,7 @@ def test_what_an_environment_makes_of_being_parked_does_not_end_the_episode(
     answer: base.Outcome | Exception,
 ) -> None:
     async def interrupted(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             await asyncio.sleep(15.5)

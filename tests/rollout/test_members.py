@@ -261,7 +261,7 @@ def test_a_deadline_that_no_member_meets_ends_the_run() -> None:
 
 def test_a_parked_group_has_its_deadline_anew() -> None:
     async def parks(run: Run) -> None:
-        run.promise(staleness=9)
+        run.declare(staleness=9)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))
             for _ in range(2):

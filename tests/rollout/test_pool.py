@@ -386,7 +386,7 @@ def test_an_engine_that_breaks_ends_the_run_with_its_own_error_and_in_silence(
 
 def test_a_lie_about_staleness_is_an_error_on_the_first_stale_token() -> None:
     async def liar(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             groups = run.parked.pop(16)
             run.pool.launch(groups + run.prompts(16 - len(groups)))
@@ -395,7 +395,7 @@ def test_a_lie_about_staleness_is_an_error_on_the_first_stale_token() -> None:
             await run.train(batch)
             await run.publish()
 
-    with pytest.raises(StalenessError, match="tokens 1 publications old and the schedule promised at most 0"):
+    with pytest.raises(StalenessError, match="tokens 1 publications old and the schedule declared at most 0"):
         simulate(liar)
 
 

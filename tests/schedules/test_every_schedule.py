@@ -132,7 +132,7 @@ def test_filtered_groups_are_replaced(name: str) -> None:
 
 
 @EVERY
-def test_dead_engines_cost_no_token_and_no_promise(name: str) -> None:
+def test_dead_engines_cost_no_token_and_break_no_bound(name: str) -> None:
     clean = simulate(SCHEDULES_BY_NAME[name])
     moments = [clean.ended_s * share for share in (0.1, 0.3, 0.31, 0.6)]
     deaths = [Death(at_s, number % 2, clean.ended_s / 20) for number, at_s in enumerate(moments)]
@@ -159,7 +159,7 @@ def test_all_engines_dead_at_once_is_a_pause(name: str) -> None:
 
 
 @EVERY
-def test_every_promise_of_staleness_is_kept_with_a_small_cache_that_preempts(name: str) -> None:
+def test_every_bound_of_staleness_is_kept_with_a_small_cache_that_preempts(name: str) -> None:
     sim = change(SIM, engines=change(SIM.engines, kv_tokens=7_000))
     outcome = simulate(SCHEDULES_BY_NAME[name], sim=sim)
     assert sum(usage.num_preempted for usage in outcome.usages) > 0

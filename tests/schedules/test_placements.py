@@ -184,7 +184,7 @@ def test_serial_on_elastic_devices_is_serial_on_colocated_ones() -> None:
 
 def test_a_launch_after_training_wakes_the_engines() -> None:
     async def twice(run) -> None:  # type: ignore[no-untyped-def]
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             for _ in range(2):
                 run.pool.launch(run.prompts(2))
@@ -198,7 +198,7 @@ def test_a_launch_after_training_wakes_the_engines() -> None:
 @KINDS
 def test_training_directly_after_a_launch_waits_for_the_engines_to_wake(kind) -> None:  # type: ignore[no-untyped-def]
     async def halves(run) -> None:  # type: ignore[no-untyped-def]
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         async for _ in run.rounds():
             run.pool.launch(run.prompts(2))
             first, second = await run.pool.take(2)
@@ -228,7 +228,7 @@ def test_a_schedule_that_never_stops_generating_is_refused(name: str, kind) -> N
 
 @MOVING
 @KINDS
-def test_no_engine_generates_while_its_device_trains_and_promises_are_kept(name: str, kind) -> None:  # type: ignore[no-untyped-def]
+def test_no_engine_generates_while_its_device_trains_and_bounds_are_kept(name: str, kind) -> None:  # type: ignore[no-untyped-def]
     outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
     assert outcome.run.overtime and regenerated(outcome.events) == []
     if name in ON_POLICY:

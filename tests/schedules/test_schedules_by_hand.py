@@ -329,7 +329,7 @@ def test_the_cache_is_recomputed_when_the_drift_since_it_was_recomputed_reaches_
     (0.5 r)^2 / 2, and the drift gains 0, 0.125, 0.25, 0.375, 0.5. The pair of prompt 5 is in flight."""
 
     async def one_group_a_round(run: Run) -> None:
-        run.promise(staleness=inf)
+        run.declare(staleness=inf)
         run.pool.launch(run.prompts(6))
         async for _ in run.rounds():
             await run.train(await run.pool.take(1))
@@ -345,7 +345,7 @@ def test_the_cache_is_recomputed_when_the_drift_since_it_was_recomputed_reaches_
 
 def test_a_drift_that_is_not_a_number_recomputes_the_cache() -> None:
     async def on_policy(run: Run) -> None:
-        run.promise(staleness=0)
+        run.declare(staleness=0)
         run._drift = nan
         async for _ in run.rounds():
             run.pool.launch(run.prompts(1))

@@ -52,7 +52,7 @@ def test_the_choice_and_the_counts_are_those_of_looking_at_every_group(bound: in
         return choose
 
     async def schedule(run: Run) -> None:
-        run.promise(staleness=bound)
+        run.declare(staleness=bound)
         in_flight = (bound + 1) * U
         select = checked(run, window(run, U, in_flight, bound))
         async for number in run.rounds():

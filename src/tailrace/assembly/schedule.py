@@ -1,7 +1,7 @@
 """From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
 
 A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a
-broken promise and a wait without an end are found before any process starts, also in a schedule of the user's
+broken bound and a wait without an end are found before any process starts, also in a schedule of the user's
 own.
 """
 
@@ -222,15 +222,15 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
     synchronous = config.reward.synchronous or sim.rewards.synchronous
     rewards = SimRewardSettings(synchronous=synchronous, median_s=reward_s)
     short = SimSettings(engines=engines, lengths=lengths, rewards=rewards)
-    group_size = min(settings.group_size, 2)  # what a schedule promises or waits for does not hang on K
+    group_size = min(settings.group_size, 2)  # what a schedule declares or waits for does not hang on K
     rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
     rounds = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
 
     async def watched(run: Run) -> None:
         await schedule(run)
-        if run.promised is None:
-            remedy = "it must say run.promise(staleness=...): 0 is on-policy, math.inf is no bound"
-            raise ScheduleError(f"the schedule promises nothing; {remedy}")
+        if run.declared is None:
+            remedy = "it must say run.declare(staleness=...): 0 is on-policy, math.inf is no bound"
+            raise ScheduleError(f"the schedule declares nothing; {remedy}")
 
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))

@@ -187,8 +187,8 @@ class Run:
         self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
         self._state, self._on_dead_branch = RunState(start), start.dead
         self._interruption, self._journal = interruption, journal
-        self.promised: float | None = None
-        """The bound on staleness that the schedule has promised, in publications."""
+        self.declared: float | None = None
+        """The bound on staleness that the schedule has declared, in publications."""
         self._bound, self._lags = inf, Lags()
         self._drift = 0.0  # since the KV cache was last recomputed
         self._accumulated: dict[SampleId, Sample] = {}
@@ -241,10 +241,10 @@ class Run:
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
-    def promise(self, *, staleness: float, pinned: int = 0) -> None:
-        """Promise a bound on the age of trained tokens, asserted on every trained token.
+    def declare(self, *, staleness: float, pinned: int = 0) -> None:
+        """Declare a bound on the age of trained tokens, asserted on every trained token.
 
-        A schedule that promises nothing is refused before it starts.
+        A schedule that declares nothing is refused before it starts.
 
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
@@ -263,7 +263,7 @@ class Run:
                     "serve more adapters (trainer.lora.versions, sim.engines.versions), or lower staleness"
                 )
                 raise ScheduleError(f"versions of the weights: {problem}; {remedy}")
-        self.promised, self.router.pinned = staleness, pinned
+        self.declared, self.router.pinned = staleness, pinned
         self._bound = staleness
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
@@ -308,7 +308,8 @@ class Run:
     def prompts(self, n: int, samples: int | None = None) -> list[Group]:
         """The next n groups.
 
-        Groups that a crash interrupted come first. They continue from their tokens if the promise allows it.
+        Groups that a crash interrupted come first. They continue from their tokens where the bound allows
+        it.
 
         Args:
             samples: samples to launch for each group; more than `group_size` makes the group a race for the
@@ -510,7 +511,7 @@ class Run:
 
         Raises:
             ScheduleError: a sample was accumulated already.
-            StalenessError: a token is older than promised.
+            StalenessError: a token is older than declared.
         """
         units = units_of(batch)
         for sample in chain.from_iterable(units):
@@ -523,7 +524,7 @@ class Run:
             if sample.spans and self.version - sample.oldest_version > self._bound:
                 raise StalenessError(
                     f"sample {sample.id} has tokens {self.version - sample.oldest_version} publications old "
-                    f"and the schedule promised at most {self._bound}: {sample.spans}, now {self.version}"
+                    f"and the schedule declared at most {self._bound}: {sample.spans}, now {self.version}"
                 )
         return units
 

@@ -6,7 +6,7 @@ were filtered, dropped or wasted keep their fate. Groups that were parked at the
 other groups without a fate come first when the schedule asks for prompts.
 
 The staleness of a restored token is counted along the tree of lives (`ledger/base.py`). A schedule that
-promises a bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound.
+declares a bound restarts groups with tokens of a dead branch, because their staleness could exceed the bound.
 Without a bound they are continued, or trained as they are.
 """
 

@@ -6,7 +6,7 @@ summary.json, the comparison of schedules, the planner and docs/metrics.md follo
 are those of TRL where TRL has the figure, then those of prime-rl and verl.
 
 Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
-schedules promise. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several
+schedules declare. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several
 steps, too.
 """
 

@@ -41,7 +41,7 @@ async def april(
     """
     N = groups_per_round
     require(groups_launched >= N, "groups_launched", groups_launched, f"{N} groups are trained", "raise it")
-    run.promise(staleness=inf if staleness is None else staleness)
+    run.declare(staleness=inf if staleness is None else staleness)
     select = earliest if staleness is None else window(run, N, groups_launched, staleness)
     async for _ in run.rounds():
         groups = run.parked.pop(groups_launched)
@@ -63,7 +63,7 @@ async def april_dapo(
         groups_per_draw: groups of a batch (N', `over_sampling_batch_size`), parked ones first.
         kv: as in `april`.
     """
-    run.promise(staleness=inf)
+    run.declare(staleness=inf)
     async for _ in run.rounds():
         await run.train(await sampled(run, groups_per_round, groups_per_draw))
         await run.publish(kv=kv)

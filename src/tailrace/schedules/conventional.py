@@ -21,7 +21,7 @@ async def conventional(run: Run, groups_per_step: Count, steps_per_round: Count)
         groups_per_step: groups whose number of samples makes a batch (U = B/K).
         steps_per_round: optimizer steps between two publications (G).
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         groups_per_round = groups_per_step * steps_per_round
         run.pool.launch(run.prompts(groups_per_round))

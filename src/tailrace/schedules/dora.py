@@ -1,6 +1,6 @@
 """DORA (2026, arXiv 2604.26256): multi-version streaming rollout.
 
-    a sample ends on its version (intra-trajectory policy consistency)    run.promise(pinned=1)
+    a sample ends on its version (intra-trajectory policy consistency)    run.declare(pinned=1)
     no sample is discarded, staleness is bounded (data integrity)         window
     engines are divided among the versions again at each publication      divide, run.move
     the freed engines serve the new version                               run.publish(to=freed)

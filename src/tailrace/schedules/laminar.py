@@ -2,7 +2,7 @@
 
     relay workers: an engine pulls the newest weights when it is idle    run.publish(to="idle")
     dynamic repack of the long tail                                      repack, run.move
-    a sample ends on its version                                         run.promise(pinned=1)
+    a sample ends on its version                                         run.declare(pinned=1)
 
 We read the abstract and the introduction of the paper. The relays are the trainer's publication, which an
 engine loads when it has no request; no engine waits for another one. When a new version is there, an engine

@@ -19,7 +19,7 @@ async def one_step_off(run: Run, groups_per_round: Count, groups_per_step: Count
         groups_per_step: groups of an optimizer step (U = B/K).
     """
     require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round - len(run.pool)))  # the first batch, or a resumed one
         groups = await run.pool.take(groups_per_round)

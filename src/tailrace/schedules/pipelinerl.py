@@ -57,7 +57,7 @@ async def pipelinerl(
         f"the ring never holds the {groups_per_step} groups of a step",
         "raise it",
     )
-    run.promise(staleness=inf)
+    run.declare(staleness=inf)
     run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
     run.pool.feed(run.prompts, room=ring_groups, full=ring_full, scoring=scoring_groups or ring_groups)
     async for _ in run.rounds():

@@ -31,7 +31,7 @@ async def rolloutpipe(
         admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
     """
     require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
@@ -58,7 +58,7 @@ async def rolloutpipe_eager(
         admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
     """
     require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))

@@ -13,7 +13,7 @@ async def serial(run: Run, groups_per_round: Count, groups_per_step: Count) -> N
         groups_per_step: groups of an optimizer step (U = B/K).
     """
     require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
         groups = await run.pool.take(groups_per_round)

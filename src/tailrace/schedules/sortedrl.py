@@ -29,7 +29,7 @@ async def sortedrl(
     """
     require_divisible(groups_per_round, groups_per_step)
     bound = groups_per_round // groups_per_step - 1
-    run.promise(staleness=bound)
+    run.declare(staleness=bound)
     select = window(run, groups_per_step, groups_per_round, bound)
     async for _ in run.rounds(while_parked=True):
         num_trained = run.round * groups_per_step % groups_per_round  # of the batch
@@ -48,7 +48,7 @@ async def sortedrl_on_policy(run: Run, groups_per_round: Count, groups_per_step:
         groups_per_step: groups of an optimizer step (U).
     """
     require_divisible(groups_per_round, groups_per_step)
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         interrupted = run.restart(run.parked.pop(groups_per_round))
         num_trained = run.round * groups_per_step % groups_per_round  # of the batch

@@ -23,7 +23,7 @@ async def streamrl(run: Run, groups_per_round: Count) -> None:
     Args:
         groups_per_round: groups of a batch, and of its optimizer step.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds():
         run.pool.launch(longest_first(run, run.prompts(groups_per_round)))
         async for groups in run.pool.stream(groups_per_round):
@@ -42,7 +42,7 @@ async def streamrl_async(run: Run, groups_per_round: Count, kv: KVRule = "keep")
         groups_per_round: groups of a batch, and of its optimizer step.
         kv: as in pipelinerl.
     """
-    run.promise(staleness=1)
+    run.declare(staleness=1)
     async for _ in run.rounds():
         missing = groups_per_round - len(run.pool)  # all in the first round, and after a crash
         run.pool.launch(longest_first(run, run.prompts(missing)))

@@ -28,7 +28,7 @@ async def tailbatch(
         prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
         response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         groups = next_round(run, groups_per_round, prompt_speculation, response_speculation)
         run.pool.launch(groups)
@@ -50,7 +50,7 @@ async def rollpacker(
         prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
         response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         groups = next_round(run, groups_per_round, prompt_speculation, response_speculation)
         run.pool.launch(groups)
@@ -74,7 +74,7 @@ async def tailbatch_dapo(
         requests_per_engine: requests in service on each engine.
         response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     run.pool.admission = AtMost(requests_per_engine=requests_per_engine)
     num_samples = ceil(response_speculation * run.group_size)
     async for _ in run.rounds(while_parked=True):
@@ -101,7 +101,7 @@ async def tailbatch_async(
         prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
         response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
     """
-    run.promise(staleness=inf)
+    run.declare(staleness=inf)
     async for _ in run.rounds(while_parked=True):
         groups = long_round(run, groups_per_round) or short_round(
             run, groups_per_round, prompt_speculation, response_speculation

@@ -48,7 +48,7 @@ async def tailrace_on_policy(
         rounds_sorted: rounds whose prompts are drawn at once. After the last round of the run, there are
             rounds until all are trained.
     """
-    run.promise(staleness=0)
+    run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         if not len(run.parked):
             num_rounds = rounds_sorted - run.round % rounds_sorted  # fewer: some of a batch were interrupted

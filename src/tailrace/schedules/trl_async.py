@@ -1,7 +1,7 @@
 """TRL (von Werra et al. 2020): AsyncGRPOTrainer with LoRA, pull request 7017 of huggingface/trl.
 
     max_loras >= max_staleness + 1 adapters stay loaded       engine.versions
-    a rollout that began under an older policy ends under it  run.promise(pinned=...)
+    a rollout that began under an older policy ends under it  run.declare(pinned=...)
     every engine gets every adapter                           run.publish
 
 We read the documentation and the review of the pull request. TRL 1.18 holds generation to max_staleness;

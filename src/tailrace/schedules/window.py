@@ -35,10 +35,10 @@ async def in_flight(
 
     Args:
         groups_per_step, groups_in_flight, staleness: of `window`.
-        pinned: as in `Run.promise`.
+        pinned: as in `Run.declare`.
         publish: what follows a step. None: `run.publish` to every engine.
     """
-    run.promise(staleness=staleness, pinned=pinned)
+    run.declare(staleness=staleness, pinned=pinned)
     select = window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))

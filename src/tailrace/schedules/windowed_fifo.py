@@ -32,7 +32,7 @@ async def windowed_fifo(
     """
     U, B = groups_per_step, groups_in_flight
     require(B >= U, "groups_in_flight", B, f"{U} groups are trained in a step", "raise it")
-    run.promise(staleness=(B + window - 2) // U)
+    run.declare(staleness=(B + window - 2) // U)
     select = fifo_window(run, window)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
