@@ -40,7 +40,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.plan.plan import Measured, Problem, measure
 from tailrace.plan.search import is_biased, search
-from tailrace.rollout.placement import Kind, Shared
+from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import (
@@ -135,7 +135,7 @@ def table(racers: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
             schedule,
             sim,
             RunSettings(rounds=rounds, group_size=GROUP_SIZE),
-            shared=Shared(kind),
+            sharing=DeviceSharing(kind),
             replicas=2 if kind == "elastic" else 1,
             warm_up_rounds=WARM_UP_ROUNDS,
         )

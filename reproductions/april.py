@@ -25,7 +25,7 @@ from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
 from tailrace.record.events import RequestEnded, RequestStarted
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import Schedule
 from tailrace.schedules.april import april, april_dapo, sampled
 from tailrace.schedules.serial import serial
@@ -130,7 +130,7 @@ def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, floa
         simulate,
         sim=sim_settings(setting),
         settings=RunSettings(rounds=ROUNDS, group_size=K, seed=seed),
-        shared=Shared("colocated"),
+        sharing=DeviceSharing("colocated"),
         warm_up_rounds=WARM_UP_ROUNDS,
         compute_advantages=ComputeAdvantages(algorithm, MAX_TOKENS),
     )

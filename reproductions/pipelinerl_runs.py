@@ -15,7 +15,7 @@ from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.record.events import RequestEnded
 from tailrace.record.figures import Row
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.serial import serial
@@ -86,7 +86,9 @@ def in_turn(set_up: SetUp, steps: int, slots: int, batch: int = BATCH, seed: int
     """
     schedule = partial(conventional, groups_per_step=batch, steps_per_round=steps)
     settings = RunSettings(rounds=1, group_size=1, seed=seed)
-    return simulate(schedule, set_up.sim(slots=slots, in_turn=True), settings, shared=Shared("colocated"))
+    return simulate(
+        schedule, set_up.sim(slots=slots, in_turn=True), settings, sharing=DeviceSharing("colocated")
+    )
 
 
 def _of_whole(seed: int) -> Simulated:

@@ -12,7 +12,7 @@ from tailrace.assembly.simulation import simulate, simulated_parts
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.engine.base import Engine
 from tailrace.record.events import Event, Stepped
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.profile import EngineProfile
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings, SimTrainerSettings
@@ -73,11 +73,13 @@ def rollouts(
         planned: the planner chooses from SIZES.
     """
     smallest, largest = (SIZES[0], SIZES[-1]) if planned else (size, size)
-    shared = Shared("colocated", max_width=largest // smallest, start_width=lambda _: size // smallest)
+    sharing = DeviceSharing(
+        "colocated", max_width=largest // smallest, start_width=lambda _: size // smallest
+    )
     sim, sizes = set_up(name, devices, smallest), Sizes()
 
     def parts() -> RunComponents:
-        parts = simulated_parts(sim, seed, shared=shared)
+        parts = simulated_parts(sim, seed, sharing=sharing)
         sizes.engines = parts.engines
         return parts
 

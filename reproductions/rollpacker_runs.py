@@ -17,8 +17,8 @@ from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.record.figures import Row
 from tailrace.reward.base import Rewards, TimeoutSettings
 from tailrace.reward.timeout import Anchors
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.placement import Kind as PlacementKind
-from tailrace.rollout.placement import Shared
 from tailrace.schedules import Schedule
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch
@@ -187,13 +187,13 @@ def run(
 ) -> Simulated:
     """Simulate a variant on a model's devices."""
     elastic = variant.placement == "elastic"
-    shared = Shared(variant.placement, max_width=NODE // model.width if variant.planner else 1)
+    sharing = DeviceSharing(variant.placement, max_width=NODE // model.width if variant.planner else 1)
     replicas = 2 if elastic else 1
     settings = RunSettings(rounds=rounds, group_size=R0, seed=seed)
     sim = model.sim(variant.sharing)
 
     def parts() -> RunComponents:
-        parts = simulated_parts(sim, seed, replicas=replicas, shared=shared)
+        parts = simulated_parts(sim, seed, replicas=replicas, sharing=sharing)
         given = {"LLM-as-a-Judge": parts.rewards} if variant.sharing else {}
         each = [given.get(task) or rewards_of(task, variant.adaptive, parts.anchors, seed) for task in tasks]
         return replace(parts, rewards=MixedRewards(each), synchronous_rewards=not variant.asynchronous)
@@ -236,9 +236,9 @@ def growing_rollouts(limits: Sequence[int], max_width: int, seed: int = 0) -> Si
     """
     model, lengths = Model(MEDIUM.name, 16, 1, max(limits)), GrowingLengths(limits, seed)
     sim = model.sim().model_copy(update={"trainer": SimTrainerSettings(tokens_per_s=1e9, step_s=0.0)})
-    settings, shared = (
+    settings, sharing = (
         RunSettings(rounds=len(limits), group_size=R0, seed=seed),
-        Shared("colocated", max_width=max_width),
+        DeviceSharing("colocated", max_width=max_width),
     )
 
     def parts() -> RunComponents:
@@ -246,7 +246,7 @@ def growing_rollouts(limits: Sequence[int], max_width: int, seed: int = 0) -> Si
         engines = [
             SimEngine(f"engine-{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)
         ]
-        return replace(simulated_parts(sim, settings.seed, shared=shared), engines=engines)
+        return replace(simulated_parts(sim, settings.seed, sharing=sharing), engines=engines)
 
     return simulate(serial_of(P0), sim, settings, parts=parts)
 

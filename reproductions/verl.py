@@ -21,7 +21,7 @@ from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.engine.base import Engine
 from tailrace.rollout.admission import AtMost
-from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.schedules import Schedule
 from tailrace.schedules.april import april
 from tailrace.schedules.serial import serial
@@ -167,7 +167,8 @@ def generation(devices: int, seed: int) -> float:
     """Seconds of the rollout of a synchronous row."""
     schedule = partial(serial, groups_per_round=GROUPS, groups_per_step=MINI)
     of_run = RunSettings(rounds=SYNC_ROUNDS, group_size=K, seed=seed)
-    return simulate(schedule, h20(devices, None), of_run, shared=Shared("colocated")).lap["rollout_time_s"]
+    sharing = DeviceSharing("colocated")
+    return simulate(schedule, h20(devices, None), of_run, sharing=sharing).lap["rollout_time_s"]
 
 
 @cache
@@ -190,10 +191,10 @@ def v1_step(mode: Mode, seed: int, tokens_per_s: float | None = None) -> float:
     sim, made = h100(mode, tokens_per_s), list[RunComponents]()
 
     def parts() -> RunComponents:
-        made.append(simulated_parts(sim, seed, shared=shared))
+        made.append(simulated_parts(sim, seed, sharing=sharing))
         return made[0]
 
-    shared = Shared("colocated") if mode.trainers == V1_SYNC.trainers else DISAGGREGATED
+    sharing = DeviceSharing("colocated") if mode.trainers == V1_SYNC.trainers else DISAGGREGATED
     streamed = partial(fully_async, groups_per_sync=V1_GROUPS, groups_per_step=V1_MINI, alive=V1_ALIVE)
     schedules: dict[str, Schedule] = {
         "sync": partial(serial, groups_per_round=V1_GROUPS, groups_per_step=V1_MINI),

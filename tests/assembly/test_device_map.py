@@ -9,7 +9,7 @@ from tailrace.assembly.placement import device_map, device_sharing, trainer_cpus
 from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap, Devices
 from tailrace.errors import ConfigError
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
 
@@ -44,7 +44,7 @@ def test_the_devices_of_a_replica_are_divided_among_its_ranks(monkeypatch: pytes
     devices = device_map(config)
     assert devices.engines == (Devices(cpus=(0, 1)), Devices(cpus=(2, 3)))
     assert devices.trainer == tuple(Devices(cpus=(number,)) for number in (2, 3, 0, 1))
-    assert device_sharing(config) == Shared("elastic", (False, True))
+    assert device_sharing(config) == DeviceSharing("elastic", (False, True))
 
 
 @linux
@@ -84,7 +84,7 @@ def test_lists_that_do_not_fit_are_refused(settings: dict[str, object], message:
 def test_the_first_half_of_the_replicas_trains_on_the_devices_that_are_lent() -> None:
     lists = {"engines": [[0, 1], [2, 3]], "trainer": [[2], [3], [0], [1]]}
     config = placed(2, replicas=4, size=2, kind="elastic", **lists)
-    assert device_sharing(config) == Shared("elastic", (False, True), early_replicas=2)
+    assert device_sharing(config) == DeviceSharing("elastic", (False, True), early_replicas=2)
 
 
 @pytest.mark.parametrize(

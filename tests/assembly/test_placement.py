@@ -10,7 +10,7 @@ from tailrace.assembly.schedule import resolve
 from tailrace.assembly.simulation import sim_settings
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.profile import ProfileRow
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "quickstart.toml"
@@ -94,7 +94,7 @@ def test_a_schedule_that_never_stops_generating_is_refused_on_shared_devices() -
 def test_simulated_engines_may_be_joined() -> None:
     overrides = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
     config = load_config(QUICKSTART, overrides)
-    assert device_sharing(config, config.sim) == Shared(max_width=4)
+    assert device_sharing(config, config.sim) == DeviceSharing(max_width=4)
 
 
 PLANNED = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}

@@ -17,7 +17,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.fit.peer_fit import fit_peer
 from tailrace.fit.peers import PeerLog, read_peer
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules.serial import serial
 from tailrace.sim.settings import SimSettings
 
@@ -65,7 +65,9 @@ def verl_rows(**changed: float | None) -> list[Row]:
 def predicted_s(sim: SimSettings, groups: int, size: int) -> float:
     """Seconds of a step of `serial` with fitted costs."""
     schedule = partial(serial, groups_per_round=groups, groups_per_step=groups)
-    lap = simulate(schedule, sim, RunSettings(rounds=40, group_size=size), shared=Shared("colocated")).lap
+    lap = simulate(
+        schedule, sim, RunSettings(rounds=40, group_size=size), sharing=DeviceSharing("colocated")
+    ).lap
     return groups * size / lap["samples_per_s"]
 
 

@@ -25,7 +25,7 @@ from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_
 from tailrace.ledger.store import Store
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
-from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
@@ -317,13 +317,13 @@ def simulate(
     beside: Beside | None = None,
     parts: Callable[[], RunComponents] | None = None,
     algorithm: AlgorithmSettings | None = None,
-    shared: Shared = DISAGGREGATED,
+    sharing: DeviceSharing = DISAGGREGATED,
     into: Outcome | None = None,
 ) -> Outcome:
     """Run a schedule in virtual time to its end, or to a moment at which it is killed or interrupted.
 
     folder: for checkpoints. book: what is written down, and gone on from if there is something. beside: runs
-    next to the schedule, and does what the world does to it. parts: others than the simulated ones. shared:
+    next to the schedule, and does what the world does to it. parts: others than the simulated ones. sharing:
     the placement; elastic has two replicas of the trainer. into: what to fill, for a run that ends with an
     error.
     """
@@ -333,11 +333,11 @@ def simulate(
 
     async def main() -> None:
         reference = algorithm.needs_reference
-        replicas = 2 if shared.kind == "elastic" else 1
+        replicas = 2 if sharing.kind == "elastic" else 1
         outcome.parts = simulated_parts(
-            sim, settings.seed, reference=reference, replicas=replicas, shared=shared
+            sim, settings.seed, reference=reference, replicas=replicas, sharing=sharing
         )
-        outcome.parts = replace(parts() if parts else outcome.parts, shared=shared)
+        outcome.parts = replace(parts() if parts else outcome.parts, sharing=sharing)
         starting_point, journal = StartingPoint(), None
         if book and folder:
             starting_point = book.starting_point(outcome.parts, folder, settings.seed)
@@ -396,13 +396,13 @@ def worlds(
     length_of: Callable[[Sample], int],
     count: int = 1,
     replicas: int = 1,
-    shared: Shared = DISAGGREGATED,
+    sharing: DeviceSharing = DISAGGREGATED,
 ) -> Callable[[], RunComponents]:
     """Parts whose responses have the lengths of a table."""
 
     def parts() -> RunComponents:
         engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
-        return replace(simulated_parts(sim, seed=0, replicas=replicas, shared=shared), engines=engines)
+        return replace(simulated_parts(sim, seed=0, replicas=replicas, sharing=sharing), engines=engines)
 
     return parts
 

@@ -17,7 +17,7 @@ from tailrace.record.bounds import RoundBound
 from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.figures import Row, rounds_of
 from tailrace.rollout.admission import Frontier
-from tailrace.rollout.placement import Kind, Shared
+from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.schedules.april import april
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.rolloutpipe import rolloutpipe
@@ -117,7 +117,7 @@ def test_devices_in_turn_generate_first_and_then_train() -> None:
     """60 tokens at 2 a second, 66 s of training, an engine that needs no time to sleep."""
     sim = change(ONE_BY_ONE, engines=change(ONE_BY_ONE.engines, sleep_s=0.0, wake_s=0.0))
     schedule = partial(serial, groups_per_round=3, groups_per_step=3)
-    outcome = simulate(schedule, PAIRS, sim, shared=Shared("colocated"))
+    outcome = simulate(schedule, PAIRS, sim, sharing=DeviceSharing("colocated"))
     assert times(outcome) == [(96, 96)]
 
 
@@ -194,7 +194,7 @@ def test_no_schedule_falls_below_its_bounds(name: str) -> None:
     kinds: list[Kind] = ["disaggregated"] if name in NEVER_STOP else ["disaggregated", "colocated", "elastic"]
     for number, kind in enumerate(kinds):
         settings = RunSettings(rounds=2, group_size=4, seed=number)
-        outcome = simulate(SCHEDULES_BY_NAME[name], settings, drawn(number), shared=Shared(kind))
+        outcome = simulate(SCHEDULES_BY_NAME[name], settings, drawn(number), sharing=DeviceSharing(kind))
         rounds = bounded(outcome)
         assert rounds
         for row, bound in rounds:

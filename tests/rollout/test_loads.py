@@ -29,7 +29,7 @@ def test_the_choice_is_that_of_looking_at_every_engine() -> None:
             is_open = [n for n, engine in enumerate(engines) if engine.state == "open"]
             least = min(is_open, key=lambda n: requests[n] / engines[n].slots, default=None)
             choices.add(least)
-            assert (loads.least(), loads.num_open) == (least, len(is_open))
+            assert (loads.least_loaded(), loads.num_open) == (least, len(is_open))
             assert loads.slots == sum(engines[n].slots for n in is_open)
         assert choices == {None, *range(len(engines))}
 

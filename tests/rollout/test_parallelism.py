@@ -17,7 +17,7 @@ from tailrace.record.events import (
     RoundEnded,
     RoundStarted,
 )
-from tailrace.rollout.placement import Shared, TensorParallelRule, lendable
+from tailrace.rollout.placement import DeviceSharing, TensorParallelRule, sharing_engines
 from tailrace.rollout.progress import KnownLengths, peak_kv
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import tailbatch
@@ -76,7 +76,7 @@ def test_engines_that_preempt_more_are_joined() -> None:
         RunSettings(rounds=4, group_size=1),
         SIM,
         parts=worlds(SIM, length_of, count=4),
-        shared=Shared(max_width=4),
+        sharing=DeviceSharing(max_width=4),
     )
     assert [event.time_s for event in outcome.of(RoundStarted)][:2] == [0, 15]
     assert {event.engine for event in outcome.of(RequestStarted)} == {f"engine-{n}" for n in range(4)}
@@ -105,7 +105,7 @@ def test_the_start_value_depends_on_the_requests_that_the_first_round_needs() ->
         RunSettings(rounds=1, group_size=1),
         SIM,
         parts=worlds(SIM, lambda sample: 10, count=4),
-        shared=Shared(max_width=4, start_width=start_width),
+        sharing=DeviceSharing(max_width=4, start_width=start_width),
     )
     assert asked == [4]
     assert [engine.width for engine in outcome.parts.engines] == [2, 0, 2, 0]
@@ -134,7 +134,7 @@ def test_requests_wait_until_all_engines_have_their_size() -> None:
         RunSettings(rounds=1, group_size=1),
         SIM,
         parts=parts,
-        shared=Shared(max_width=2, start_width=lambda num_requests: 2),
+        sharing=DeviceSharing(max_width=2, start_width=lambda num_requests: 2),
     )
     started = [(event.time_s, event.engine) for event in outcome.of(RequestStarted)]
     assert sorted(started) == [(130.0, "engine-0")] * 4 + [(130.0, "engine-2")] * 4
@@ -153,7 +153,7 @@ def test_short_and_long_rounds_switch_between_their_sizes(kind) -> None:  # type
         RunSettings(rounds=6, group_size=2),
         SIM,
         parts=worlds(SIM, length_of, count=4, replicas=2 if kind == "elastic" else 1),
-        shared=Shared(kind, max_width=2),
+        sharing=DeviceSharing(kind, max_width=2),
     )
     widths, width, is_race = [], 1, []
     for event in outcome.events:
@@ -185,7 +185,7 @@ def test_what_a_response_will_gain_is_learnt_from_longer_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("widths", "shared", "lent"),
+    ("widths", "shared", "shares"),
     [
         ([1, 1], [False, True], [False, True]),
         ([2, 0, 2, 0], [False, False, True, True], [False, False, True, False]),
@@ -193,7 +193,7 @@ def test_what_a_response_will_gain_is_learnt_from_longer_ones() -> None:
         ([2, 0], [False, True], [False, False]),
     ],
 )
-def test_a_tensor_parallel_group_is_lent_whole_or_not_at_all(
-    widths: list[int], shared: list[bool], lent: list[bool]
+def test_a_tensor_parallel_group_sleeps_whole_or_not_at_all(
+    widths: list[int], shared: list[bool], shares: list[bool]
 ) -> None:
-    assert lendable(widths, shared) == lent
+    assert sharing_engines(widths, shared) == shares

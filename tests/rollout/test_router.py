@@ -97,7 +97,7 @@ def test_an_engine_that_refuses_a_version_is_not_asked_for_it_again() -> None:
 
     sample, router = clock.run(main(), virtual=True)
     assert (sample.engine, sample.spans) == ("b", [Span(1, 100)])
-    assert router.served == [(0,), (0, 1)]
+    assert router.versions == [(0,), (0, 1)]
 
 
 def test_an_engine_that_was_away_serves_what_it_was_given_last_alone() -> None:
@@ -110,7 +110,7 @@ def test_an_engine_that_was_away_serves_what_it_was_given_last_alone() -> None:
             await engine.load(Weights(version), kv="keep")
             router.loaded(0, version)
             change()
-            served.append(router.served[0])
+            served.append(router.versions[0])
         return served
 
     assert clock.run(main(), virtual=True) == [(1,), (2,), (2, 3)]

@@ -23,7 +23,7 @@ from helpers.virtual import (
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError, NotWoken, ScheduleError, ServerRefused
 from tailrace.record.events import Accumulated, EngineStateChanged, RequestEnded, RequestStarted, Stepped
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules.april import april
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker
@@ -64,9 +64,8 @@ def lengths(*of_prompts: int):  # type: ignore[no-untyped-def]
 def test_colocated_engines_sleep_then_all_train_then_they_wake() -> None:
     """Rollout 10 s, sleep 2 s, 4 samples of 11 positions at 1 a second, wake 3 s; twice."""
     settings = RunSettings(rounds=2, group_size=2)
-    outcome = simulate(
-        partial(serial, groups_per_round=2, groups_per_step=2), settings, HAND, shared=Shared("colocated")
-    )
+    schedule = partial(serial, groups_per_round=2, groups_per_step=2)
+    outcome = simulate(schedule, settings, HAND, sharing=DeviceSharing("colocated"))
     assert worked(outcome) == [(12, 56, 4), (71, 115, 4)]
     asleep, awake = ("engine-0", "asleep"), ("engine-0", "open")
     assert [(at, who) for at, *who in states(outcome) if who[0] == "engine-0"] == [
@@ -90,7 +89,9 @@ def test_the_trainer_sleeps_before_an_engine_wakes(kind, monkeypatch: pytest.Mon
     note(SimTrainer, "accumulate")
     note(SimTrainer, "sleep")
     note(SimEngine, "wake")
-    simulate(partial(serial, groups_per_round=2, groups_per_step=2), TWO_ROUNDS, SMALL, shared=Shared(kind))
+    simulate(
+        partial(serial, groups_per_round=2, groups_per_step=2), TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind)
+    )
     after_training = " ".join(order).split("accumulate ")[1:]
     assert len(after_training) == 2
     assert all(what.startswith("sleep wake wake") for what in after_training)
@@ -113,7 +114,7 @@ def test_an_engine_that_cannot_wake_beside_the_trainer_ends_the_run_with_a_remed
     with pytest.raises(
         ConfigError, match=rf"placement.kind = '{kind}': .*CUDA out of memory\); give the engines"
     ):
-        simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared(kind))
+        simulate(schedule, TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
 
 
 def test_elastic_lends_half_of_the_engines_at_a_milestone_and_all_of_them_at_the_end() -> None:
@@ -122,7 +123,7 @@ def test_elastic_lends_half_of_the_engines_at_a_milestone_and_all_of_them_at_the
     ends meanwhile, and engine-0 sleeps, too. Both replicas share the rest."""
     roomy = change(HAND, engines=change(HAND.engines, slots=10))
     parts = worlds(roomy, lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), count=2, replicas=2)
-    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, shared=Shared("elastic"))
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, sharing=DeviceSharing("elastic"))
     assert states(outcome)[:1] == [(20, "engine-1", "asleep")]
     assert worked(outcome) == [(22, 44, 1), (44, 86, 1), (86, 148, 1), (150, 191, 1), (191, 647, 6)]
     moved = [event for event in outcome.of(RequestStarted) if event.num_tokens]
@@ -139,7 +140,7 @@ def test_elastic_is_tested_again_at_each_milestone_until_the_cache_fits(room: in
     sim = change(HAND, engines=change(HAND.engines, slots=10, kv_tokens=room))
     table = lengths(10, 10, 11, 12, 13, 100, 100, 100, 100, 100)
     outcome = simulate(
-        TEN, ONE_EACH, sim, parts=worlds(sim, table, count=2, replicas=2), shared=Shared("elastic")
+        TEN, ONE_EACH, sim, parts=worlds(sim, table, count=2, replicas=2), sharing=DeviceSharing("elastic")
     )
     assert worked(outcome)[0][0] == first_s
 
@@ -149,7 +150,7 @@ def test_a_trainer_that_sleeps_takes_its_time_before_and_after_each_rollout() ->
     settings = RunSettings(rounds=2, group_size=2)
     swapped = change(HAND, trainer=change(HAND.trainer, swap_s=5.0))
     schedule = partial(serial, groups_per_round=2, groups_per_step=2)
-    outcome = simulate(schedule, settings, swapped, shared=Shared("colocated"))
+    outcome = simulate(schedule, settings, swapped, sharing=DeviceSharing("colocated"))
     assert worked(outcome) == [(17, 61, 4), (86, 130, 4)]
 
 
@@ -158,9 +159,9 @@ def test_training_during_the_rollout_waits_for_what_it_needs_and_the_step_for_th
     rest of the state comes in 2 s after engine-0 sleeps."""
     roomy = change(HAND, engines=change(HAND.engines, slots=10))
     roomy = change(roomy, trainer=change(roomy.trainer, swap_s=5.0, early_swap_s=3.0))
-    table, shared = lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), Shared("elastic")
-    parts = worlds(roomy, table, count=2, replicas=2, shared=shared)
-    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, shared=shared)
+    table, sharing = lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), DeviceSharing("elastic")
+    parts = worlds(roomy, table, count=2, replicas=2, sharing=sharing)
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=parts, sharing=sharing)
     assert worked(outcome)[:4] == [(25, 47, 1), (47, 89, 1), (89, 151, 1), (155, 196, 1)]
 
 
@@ -168,15 +169,15 @@ def test_four_replicas_train_early_with_two() -> None:
     """Half of the speed, as one of two has; then all."""
     roomy = change(HAND, engines=change(HAND.engines, slots=10))
     table = lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
-    shared = Shared("elastic", early_replicas=2)
-    outcome = simulate(TEN, ONE_EACH, roomy, parts=worlds(roomy, table, count=2, replicas=4), shared=shared)
+    sharing = DeviceSharing("elastic", early_replicas=2)
+    outcome = simulate(TEN, ONE_EACH, roomy, parts=worlds(roomy, table, count=2, replicas=4), sharing=sharing)
     assert worked(outcome) == [(22, 44, 1), (44, 86, 1), (86, 148, 1), (150, 191, 1), (191, 647, 6)]
 
 
 def test_serial_on_elastic_devices_is_serial_on_colocated_ones() -> None:
     schedule = partial(serial, groups_per_round=8, groups_per_step=4)
     ended = {
-        kind: simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared(kind)).ended_s
+        kind: simulate(schedule, TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind)).ended_s
         for kind in ("elastic", "colocated")
     }
     assert ended["elastic"] == ended["colocated"]
@@ -191,7 +192,7 @@ def test_a_launch_after_training_wakes_the_engines() -> None:
                 await run.train(await run.pool.take(2))
             await run.publish()
 
-    outcome = simulate(twice, ONE_EACH, HAND, shared=Shared("colocated"))
+    outcome = simulate(twice, ONE_EACH, HAND, sharing=DeviceSharing("colocated"))
     assert worked(outcome) == [(12, 34, 2), (49, 71, 2)]
 
 
@@ -208,13 +209,13 @@ def test_training_directly_after_a_launch_waits_for_the_engines_to_wake(kind) ->
             await run.train(await run.pool.take(1))
             await run.publish()
 
-    outcome = simulate(halves, ONE_EACH, HAND, shared=Shared(kind))
+    outcome = simulate(halves, ONE_EACH, HAND, sharing=DeviceSharing(kind))
     assert sum(num for _, _, num in worked(outcome)) == 3
 
 
 def test_april_parks_and_continues_on_colocated_devices() -> None:
     schedule = partial(april, groups_per_round=8, groups_launched=16)
-    outcome = simulate(schedule, TWO_ROUNDS, SMALL, shared=Shared("colocated"))
+    outcome = simulate(schedule, TWO_ROUNDS, SMALL, sharing=DeviceSharing("colocated"))
     assert [event for event in outcome.of(RequestStarted) if event.num_tokens] != []
     assert regenerated(outcome.events) == []
 
@@ -223,13 +224,13 @@ def test_april_parks_and_continues_on_colocated_devices() -> None:
 @KINDS
 def test_a_schedule_that_never_stops_generating_is_refused(name: str, kind) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ScheduleError, match=r'never stop generating.* set placement.kind = "disaggregated"'):
-        simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
+        simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
 
 
 @MOVING
 @KINDS
 def test_no_engine_generates_while_its_device_trains_and_bounds_are_kept(name: str, kind) -> None:  # type: ignore[no-untyped-def]
-    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
+    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
     assert outcome.run.overtime and regenerated(outcome.events) == []
     if name in ON_POLICY:
         assert all(list(step.lags.publications) == [0] for step in outcome.of(Stepped))
@@ -252,12 +253,14 @@ def test_no_engine_generates_while_its_device_trains_and_bounds_are_kept(name: s
 @pytest.mark.parametrize("name", ["serial", "april", "tailbatch_dapo", "rollpacker"])
 @KINDS
 def test_engines_that_die_cost_no_token_on_any_placement(name: str, kind) -> None:  # type: ignore[no-untyped-def]
-    clean = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind))
+    clean = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
     deaths = [
         Death(clean.ended_s * share, number % 2, clean.ended_s / 20)
         for number, share in enumerate((0.05, 0.1, 0.3, 0.31, 0.6))
     ]
-    outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, shared=Shared(kind), beside=dying(*deaths))
+    outcome = simulate(
+        SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind), beside=dying(*deaths)
+    )
     assert outcome.run.overtime and regenerated(outcome.events) == []
     samples = [sample for step in outcome.of(Stepped) for sample in step.samples]
     assert max(Counter(sample.id for sample in samples).values()) == 1
@@ -265,5 +268,5 @@ def test_engines_that_die_cost_no_token_on_any_placement(name: str, kind) -> Non
 
 @KINDS
 def test_five_runs_are_one_trace(kind) -> None:  # type: ignore[no-untyped-def]
-    run = partial(simulate, SCHEDULES_BY_NAME["rollpacker"], TWO_ROUNDS, SMALL, shared=Shared(kind))
+    run = partial(simulate, SCHEDULES_BY_NAME["rollpacker"], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
     assert len({tuple(run().trace) for _ in range(5)}) == 1

@@ -346,7 +346,7 @@ async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
 async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
     """Before a run the engines have the devices that they share with the trainer. Inside the block it has
     them."""
-    is_shared = parts.shared.kind != "disaggregated"
+    is_shared = parts.sharing.kind != "disaggregated"
     engines = parts.engines if is_shared else ()
     await asyncio.gather(*(engine.sleep() for engine in engines))
     if is_shared:
@@ -397,7 +397,7 @@ async def open_parts(
                 prompts=prompts,
                 held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
                 reference=opened.reference,
-                shared=device_sharing(config),
+                sharing=device_sharing(config),
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
                 play=play,

@@ -14,7 +14,7 @@ from tailrace.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config
-from tailrace.rollout.placement import PlacementSettings, Shared
+from tailrace.rollout.placement import DeviceSharing, PlacementSettings
 from tailrace.rollout.profile import EngineProfile, ProfileRow, measure
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_SLOTS, SimSettings
@@ -51,7 +51,7 @@ def device_map(config: RunConfig) -> DeviceMap:
     )
 
 
-def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
+def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceSharing:
     """Whether engines and trainer have devices in common, which engines have those of the replicas that train
     early, and how many engines may be joined. Raises a ConfigError if the elastic placement has nothing to
     lend or would lend everything, engines cannot be joined as asked, or the offline profile lacks a size.
@@ -73,14 +73,14 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> Shared:
             raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
     early = max(1, replicas // 2)
     if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
-        return Shared(placement.kind, (), early, max_width, start_width)
+        return DeviceSharing(placement.kind, (), early, max_width, start_width)
     first = _numbers(placement.trainer[:early])
     lent = tuple(bool(first & set(each)) for each in placement.engines)
     if not any(lent) or all(lent):
         has = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device"
         problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
         raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
-    return Shared(placement.kind, lent, early, max_width, start_width)
+    return DeviceSharing(placement.kind, lent, early, max_width, start_width)
 
 
 def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | None:

@@ -33,7 +33,7 @@ from tailrace.record.events import (
     Stepped,
 )
 from tailrace.rollout.members import GroupSettings
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
 from tailrace.types import Prompt
@@ -233,7 +233,7 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             raise ScheduleError(f"the schedule declares nothing; {remedy}")
 
     async def two_rounds() -> None:
-        parts = simulated_parts(short, settings.seed, replicas=replicas, shared=Shared(kind))
+        parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=DeviceSharing(kind))
         few = FewPrompts(parts.prompts, schedule.keywords)
         await execute(watched, replace(parts, prompts=few), rounds, Recorder(rehearsal))
 

@@ -21,7 +21,7 @@ from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
 from tailrace.record.summary import Summary
 from tailrace.reward.timeout import Anchors
-from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
@@ -64,7 +64,7 @@ def simulate(
     sim: SimSettings,
     settings: RunSettings,
     *,
-    shared: Shared = DISAGGREGATED,
+    sharing: DeviceSharing = DISAGGREGATED,
     replicas: int = 1,
     reference: bool = False,
     prices: Prices | None = None,
@@ -76,7 +76,7 @@ def simulate(
     """Run a schedule to its end in virtual time.
 
     Args:
-        shared, replicas, reference, prices: as in `simulated_parts`.
+        sharing, replicas, reference, prices: as in `simulated_parts`.
         warm_up_rounds: first rounds that the lap does not count.
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
@@ -85,7 +85,7 @@ def simulate(
     """
     summary = Summary()
     make = partial(simulated_parts, sim, settings.seed, reference=reference, replicas=replicas)
-    parts = parts or partial(make, shared=shared, prices=prices)
+    parts = parts or partial(make, sharing=sharing, prices=prices)
     recorder = recorder_of(None, summary, *sinks)
     seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
     bound = summary.bound
@@ -116,7 +116,7 @@ def simulated_parts(
     *,
     reference: bool = False,
     replicas: int = 1,
-    shared: Shared = DISAGGREGATED,
+    sharing: DeviceSharing = DISAGGREGATED,
     prices: Prices | None = None,
     max_failures: int | None = None,
 ) -> RunComponents:
@@ -125,7 +125,7 @@ def simulated_parts(
     Args:
         reference: whether the run has a reference model.
         replicas: replicas of the trainer, which divide its speed.
-        shared: whether engines and trainer have devices in common.
+        sharing: whether engines and trainer have devices in common.
         prices: what the run pays for.
         max_failures: as RunComponents.
     """
@@ -145,12 +145,12 @@ def simulated_parts(
     anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
     return RunComponents(
         engines=engines,
-        trainer=SimTrainer(settings.trainer, replicas, host, asleep=shared.kind != "disaggregated"),
+        trainer=SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated"),
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
         prompts=prompts,
         held_out=prompts,
         reference=SimReference(settings.reference) if reference else None,
-        shared=shared,
+        sharing=sharing,
         anchors=anchors,
         synchronous_rewards=settings.rewards.synchronous,
         max_failures=max_failures,
@@ -209,7 +209,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         max_failures=failure_limit(config, schedule),
         reference=config.algorithm.needs_reference,
         replicas=config.trainer.replicas,
-        shared=device_sharing(config, sim),
+        sharing=device_sharing(config, sim),
         prices=prices_of(config, sim),
     )
     advantages = Advantages(config.algorithm, sim_max_tokens(config))

@@ -11,7 +11,7 @@ from tailrace.ledger.prices import Prices
 from tailrace.reward.base import Rewards
 from tailrace.reward.timeout import Anchors
 from tailrace.rollout.members import GroupSettings
-from tailrace.rollout.placement import DISAGGREGATED, Shared
+from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.rollout.router import Play
 from tailrace.settings import Resumable, Settings
 from tailrace.trainer.base import Reference, Trainer
@@ -82,7 +82,7 @@ class RunComponents:
     held_out: Prompts
     reference: Reference | None = None
     """None if the algorithm has no KL to a reference."""
-    shared: Shared = DISAGGREGATED
+    sharing: DeviceSharing = DISAGGREGATED
     """Whether engines and trainer have devices in common."""
     anchors: Anchors = field(default_factory=Anchors)
     """What the rewards know of the time that correct responses take. A run saves and restores it."""

@@ -157,7 +157,7 @@ class WeightUpdate:
         router, moves = self._router, self._router.moves.values()
         for number, engine in enumerate(router.engines if self._weights else ()):
             is_free = not router.serving[number] and number not in self._under_way and number not in moves
-            is_behind = router.newest not in router.served[number]
+            is_behind = router.newest not in router.versions[number]
             if is_free and is_behind and (self._is_pulled or engine.state != "open"):
                 self._load(number)
 
@@ -225,7 +225,7 @@ class Run:
             compute_advantages=compute_advantages,
         )
         self._update = WeightUpdate(tasks, self.router, self.pool.ages)
-        self._placement = make_placement(parts.shared, parts.engines, parts.trainer, self.pool, tasks)
+        self._placement = make_placement(parts.sharing, parts.engines, parts.trainer, self.pool, tasks)
         self.checkpoints = Checkpoints(
             *(parts, settings, self._ledger, journal, recorder, tasks, self._placement),
             folder=folder,
@@ -430,7 +430,7 @@ class Run:
 
     def served(self, engine: Engine) -> tuple[int, ...]:
         """The versions that an engine serves, the oldest first. Empty while it loads."""
-        return self.router.served[self.engines.index(engine)]
+        return self.router.versions[self.engines.index(engine)]
 
     def move(self, sample: Sample, engine: Engine) -> None:
         """Let another engine of the same version go on with a request in flight, without prefill where

@@ -30,7 +30,7 @@ from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.plan.candidates import Candidate, Work, Workload, candidates, divisions, response_lengths
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.figures import Row
-from tailrace.rollout.placement import Shared
+from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import memory_shares, rates
@@ -242,7 +242,7 @@ class Problem:
             work.ready(),
             sim,
             self.run.model_copy(update=endless),
-            shared=Shared(candidate.kind),
+            sharing=DeviceSharing(candidate.kind),
             replicas=candidate.replicas,
             reference=self.reference,
             prices=self.prices and Prices(self.prices, *sim.cluster.devices_by_use),

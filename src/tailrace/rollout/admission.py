@@ -6,8 +6,8 @@ schedule sets another (`Pool.order`). So admissions differ only in how many requ
 A selection gets the ready groups in the order in which they completed, and how many are wanted at most. It
 returns the groups that go now; an empty list means: wait.
 
-Rings bound the stages between the engines and the trainer (PipelineRL 4). Groups leave the last one, the
-ready queue, only when all groups that a take wants are there, so cancelling a take loses no group.
+Bounded queues hold the stages between the engines and the trainer (PipelineRL 4). Groups leave the last one,
+the ready queue, only when all groups that a take wants are there, so cancelling a take loses no group.
 """
 
 import itertools
@@ -130,11 +130,11 @@ def trained_tokens(group: Group) -> int:
 
 
 Full = Literal["block", "drop_oldest"]
-"""What happens when a stage is full. block: the producer checks `is_full` and waits. drop_oldest: the oldest
+"""What a full stage does. block: the producer checks `is_full` and waits. drop_oldest: the oldest
 group is dropped and counted."""
 
 
-class Ring:
+class StageQueue:
     """The groups of one stage, in the order in which they came, at most `room` (PipelineRL 4: ring buffers).
     `drop` is called with a group that overflows and the reason."""
 
@@ -164,12 +164,12 @@ class Ring:
         self._groups[group] = group.oldest_version
         if self.full == "drop_oldest" and len(self) > self.room:
             oldest = next(iter(self._groups))
-            self.leave(oldest)
+            self.remove(oldest)
             self._drop(oldest, f"{self.name} overflow")
         self._measure()
 
-    def leave(self, group: Group) -> None:
-        """Take a group out, if it is here."""
+    def remove(self, group: Group) -> None:
+        """Remove a group, if it is here."""
         self._groups.pop(group, None)
         self._measure()
 
@@ -187,7 +187,7 @@ class Ring:
         self._full_since_s = now() if self.is_full else None
 
 
-class ReadyQueue(Ring):
+class ReadyQueue(StageQueue):
     """The stage of complete groups, which the trainer takes from. `coming` returns how many groups may still
     arrive."""
 
@@ -208,58 +208,58 @@ class ReadyQueue(Ring):
         self.changed.fire()
 
     @override
-    def leave(self, group: Group) -> None:
+    def remove(self, group: Group) -> None:
         alike = self.by_version[version := self._groups[group]]
         del alike[group]
         if not alike:
             del self.by_version[version]
-        super().leave(group)
+        super().remove(group)
 
     def clear(self) -> list[Group]:
         """Remove and return all groups."""
         groups = self.groups
         for group in groups:
-            self.leave(group)
+            self.remove(group)
         self.changed.fire()
         return groups
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
         """Wait for n groups, as `select` chooses them. Raises as `wait_for`."""
-        return await self._some(n, n, select)
+        return await self._take(n, n, select)
 
     async def stream(self, n: int, select: Select = earliest) -> AsyncIterator[list[Group]]:
         """n groups in all, as they come, each time all groups that `select` returns."""
         while n:
-            self._expect(n)
-            groups = await self._some(1, n, select)
+            self._check_can_come(n)
+            groups = await self._take(1, n, select)
             n -= len(groups)
             yield groups
 
     async def wait_for(self, n: int) -> None:
         """Wait until n groups are here. They stay. Raises a NeverComes if fewer are ready or in flight."""
         while len(self) < n:
-            await self._more(n)
+            await self._wait_for_more(n)
 
-    async def _some(self, least: int, most: int, select: Select) -> list[Group]:
+    async def _take(self, least: int, most: int, select: Select) -> list[Group]:
         while True:
             if len(self) >= least and len(chosen := select(self._groups.keys(), most)) >= least:
-                self._remove(chosen)
+                self._hand_over(chosen)
                 return chosen
-            await self._more(least)
+            await self._wait_for_more(least)
 
-    async def _more(self, n: int) -> None:
-        self._expect(n)
+    async def _wait_for_more(self, n: int) -> None:
+        self._check_can_come(n)
         await self.changed.wait(f"the pool: {n} complete groups ({len(self)} there)")
 
-    def _expect(self, n: int) -> None:
+    def _check_can_come(self, n: int) -> None:
         if len(self) + self._coming() < n:
             raise NeverComes(
                 f"the pool: {n} groups are wanted, {len(self)} are ready and {self._coming():.0f} in "
                 "flight; launch as many groups as are taken"
             )
 
-    def _remove(self, groups: Iterable[Group]) -> None:
+    def _hand_over(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self.leave(group)
+            self.remove(group)
         self.on_taken(groups)
         self.changed.fire()

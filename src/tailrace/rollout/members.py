@@ -1,4 +1,4 @@
-"""What becomes of members of a group that fail, are late or are not needed: [run.groups]."""
+"""Rules for members of a group that fail, are late or are not needed: [run.groups]."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from tailrace.types import Group, Prompt
 
 
 class GroupSettings(Settings):
-    """What a group guarantees, under any schedule. Without a rule it waits for all members, and one whose
-    reward or environment fails is lost. Advantages are computed over the members that are trained."""
+    """By default a group waits for all K samples, and a sample whose reward or environment fails is dropped.
+    Rules change that, under any schedule. Advantages are computed over the samples that are trained."""
 
     keep: int | None = Field(default=None, ge=1)
     """Members with which a group is trained: the first so many to be generated (k of K). The others are cut;
@@ -52,12 +52,12 @@ class Deadlines:
         self._seconds, self._on_late, self._timers = seconds, on_late, dict[Group, asyncio.TimerHandle]()
 
     def begin(self, group: Group) -> None:
-        """A request of the group has started."""
+        """Start the timer of a group, at its first request."""
         if self._seconds and group.ruled and group not in self._timers:
             later = asyncio.get_running_loop().call_later
             self._timers[group] = later(self._seconds, self._on_late, group)
 
     def end(self, group: Group) -> None:
-        """It is over, or the group waits for no member any more or is parked."""
+        """Cancel the deadline of a group."""
         if timer := self._timers.pop(group, None):
             timer.cancel()

@@ -36,7 +36,25 @@ RISE = 1.05
 CALM_ROUNDS = 4
 """So many rounds in succession without a preemption halve the size."""
 OPEN_TIMEOUT_S = 600.0
-"""For which a rollout waits for all engines that were restarted with another size."""
+"""Limit of a rollout's wait for all engines that were restarted with another size."""
+
+Kind = Literal["disaggregated", "colocated", "elastic"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSharing:
+    """Which engines and trainer replicas use the same devices."""
+
+    kind: Kind = "disaggregated"
+    engines: tuple[bool, ...] = ()
+    """For each engine, whether an early replica of the trainer trains on its devices. Empty: the half that
+    comes last."""
+    early_replicas: int = 1
+    """Number of replicas, the first ones, that the elastic placement lets train before the rollout ends."""
+    max_width: int = 1
+    """The most engines whose devices may be joined to one tensor-parallel group."""
+    start_width: Callable[[float], int] = field(default=lambda num_requests: 1, compare=False)
+    """Returns how many engines are joined in the first rounds, given the requests that a round needs."""
 
 
 class TensorParallelRule:
@@ -44,18 +62,18 @@ class TensorParallelRule:
 
     def __init__(self, largest: int, start: int = 1) -> None:
         self.width = start
-        """Of the next round, as a multiple of the smallest tensor-parallel size."""
-        self._largest, self._calm = largest, 0
+        """Width of the next round: a multiple of the smallest tensor-parallel size."""
+        self._largest, self._calm_rounds = largest, 0
         self._last: int | None = None
 
     def round_ended(self, num_preempted: int) -> int:
         """Count a round; return the width of the next one."""
         last, self._last = self._last, num_preempted
-        self._calm = 0 if num_preempted else self._calm + 1
+        self._calm_rounds = 0 if num_preempted else self._calm_rounds + 1
         if last is not None and num_preempted > RISE * last:
             self.width = min(2 * self.width, self._largest)
-        elif self._calm >= CALM_ROUNDS:
-            self.width, self._calm = max(self.width // 2, 1), 0
+        elif self._calm_rounds >= CALM_ROUNDS:
+            self.width, self._calm_rounds = max(self.width // 2, 1), 0
         return self.width
 
 
@@ -73,8 +91,8 @@ class ParallelismPlanner:
     """Applies the rule to the engines. Races (short rounds of tail batching) have a size of their own. With a
     largest width of 1 the size is fixed."""
 
-    def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, shared: "Shared") -> None:
-        self.engines, self._progress, self._shared = engines, progress, shared
+    def __init__(self, engines: Sequence[Engine], progress: RolloutProgress, sharing: DeviceSharing) -> None:
+        self.engines, self._progress, self._sharing = engines, progress, sharing
         self._rules: dict[bool, TensorParallelRule] = {}
         self._before = self._num_preempted()
 
@@ -85,9 +103,9 @@ class ParallelismPlanner:
             rule.round_ended(self._before - before)
 
     async def choose(self) -> bool:
-        """Give the engines the size for the present rollout. Return whether it is another one."""
+        """Resize the engines for the present rollout. Return whether some were restarted."""
         if not self._rules:
-            start, largest = self._shared.start_width(self._progress.num_needed), self._shared.max_width
+            start, largest = self._sharing.start_width(self._progress.num_needed), self._sharing.max_width
             self._rules = {is_race: TensorParallelRule(largest, start) for is_race in (True, False)}
         return await regroup(self.engines, self._rules[self._progress.is_race].width)
 
@@ -95,9 +113,8 @@ class ParallelismPlanner:
         return sum(engine.usage().num_preempted for engine in self.engines)
 
 
-Kind = Literal["disaggregated", "colocated", "elastic"]
 MILESTONES = (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
-"""Shares of the finished responses at which the elastic placement tests whether engines may be lent."""
+"""Shares of the finished responses at which the elastic placement tests whether engines may sleep."""
 ROUNDING = 1e-9
 NEVER_STOPS = (
     "its engines never stop generating, so the trainer needs devices of its own; "
@@ -130,22 +147,6 @@ class PlacementSettings(Settings):
     from [sim], and a live run has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What a placement knows of the devices."""
-
-    kind: Kind = "disaggregated"
-    engines: tuple[bool, ...] = ()
-    """For each engine, whether an early replica of the trainer trains on its devices. Empty: the half that
-    comes last."""
-    early_replicas: int = 1
-    """Of the elastic placement: replicas that train while the other devices generate, the first ones."""
-    max_width: int = 1
-    """Engines whose devices may be joined to one tensor-parallel group, at most."""
-    start_width: Callable[[float], int] = field(default=lambda num_requests: 1, compare=False)
-    """How many are joined in the first rounds, given the requests that such a round needs."""
-
-
 class Placement:
     """Disaggregated: engines and trainer never wait for a device."""
 
@@ -155,7 +156,7 @@ class Placement:
     def rollout_began(self) -> None:
         """Choose the devices of each engine before it serves the rollout."""
         self._pool.is_held = True
-        self._tasks.create_task(self._plan())
+        self._tasks.create_task(self._resize_engines())
 
     async def round_ended(self) -> None:
         """Learn from the round. Where rollouts never end, choose the devices of each engine now."""
@@ -174,10 +175,10 @@ class Placement:
         """Wait until the engines have their devices."""
 
     async def published(self) -> None:
-        """Wait as `generating` after a publication. If groups are still in the pool, generation never stops:
-        that is a ScheduleError."""
+        """Wait for the engines' devices after a publication. Raises a ScheduleError if groups are still in
+        the pool: then generation never stops."""
 
-    async def _plan(self) -> None:
+    async def _resize_engines(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(OPEN_TIMEOUT_S if await self._planner.choose() else 0.0):
                 # The first engine that opens would get all requests.
@@ -197,12 +198,12 @@ class Colocated(Placement):
     ) -> None:
         super().__init__(planner, pool, tasks)
         self._engines, self._trainer = planner.engines, trainer
-        self._lent: list[Engine] = []
+        self._asleep: list[Engine] = []
         self._lock = asyncio.Lock()
-        pool.on_launch = self._launched
+        pool.on_launch = self._on_launch
 
     def rollout_began(self) -> None:
-        if not self._lent:  # else it is a second one in a round, and keeps the size
+        if not self._asleep:  # else it is a second one in a round, and keeps the size
             super().rollout_began()
 
     async def round_ended(self) -> None:
@@ -212,49 +213,51 @@ class Colocated(Placement):
     @asynccontextmanager
     async def training(self, *, all_replicas: bool = False) -> AsyncIterator[int | None]:
         async with self._lock:
-            if len(self._lent) == len(self._engines) and not self._pool.is_idle:
-                await self._wake()  # a launch came after the last training; `generating` waits for the lock
-            yield await self._devices(all_replicas)
+            if len(self._asleep) == len(self._engines) and not self._pool.is_idle:
+                # A launch came after the last training; `generating` waits for the lock.
+                await self._wake_engines()
+            yield await self._devices_to_train_on(all_replicas)
 
     async def generating(self) -> None:
-        if not self._lent:
+        if not self._asleep:
             return
         async with self._lock:
-            await self._wake()
+            await self._wake_engines()
 
     async def published(self) -> None:
         if len(self._pool):
             raise ScheduleError(f"the schedule publishes while groups are in the pool: {NEVER_STOPS}")
         await self.generating()
 
-    async def _devices(self, all_replicas: bool) -> int | None:
+    async def _devices_to_train_on(self, all_replicas: bool) -> int | None:
+        """Wait for devices; return how many replicas of the trainer have some, the first ones; None: all."""
         while not self._pool.is_idle:
-            self._check_end()
+            self._check_rollout_ends()
             await self._pool.changed.wait("the end of the rollout, to train on its devices")
-        return await self._lend(self._engines)
+        return await self._give_devices(self._engines)
 
-    async def _wake(self) -> None:
-        lent, self._lent = self._lent, []
+    async def _wake_engines(self) -> None:
+        asleep, self._asleep = self._asleep, []
         await self._trainer.sleep()
-        with self._explained("an engine", "trainer"):
-            await asyncio.gather(*(engine.wake() for engine in lent))
+        with self._naming_settings("an engine", "trainer"):
+            await asyncio.gather(*(engine.wake() for engine in asleep))
 
-    def _check_end(self) -> None:
+    def _check_rollout_ends(self) -> None:
         if self._pool.is_endless:
             raise ScheduleError(f"the schedule trains while it draws prompts without an end: {NEVER_STOPS}")
 
-    async def _lend(self, engines: Sequence[Engine], replicas: int | None = None) -> int | None:
-        """Let engines sleep, and so many replicas of the trainer wake on their devices; None: all."""
-        lent = [engine for engine in engines if engine not in self._lent]
-        self._lent += lent
-        await asyncio.gather(*(engine.sleep() for engine in lent))
-        with self._explained("the trainer", "engine"):
+    async def _give_devices(self, engines: Sequence[Engine], replicas: int | None = None) -> int | None:
+        """Put engines to sleep, and wake so many replicas of the trainer on their devices; None: all."""
+        awake = [engine for engine in engines if engine not in self._asleep]
+        self._asleep += awake
+        await asyncio.gather(*(engine.sleep() for engine in awake))
+        with self._naming_settings("the trainer", "engine"):
             await self._trainer.wake(replicas)
         return replicas
 
     @contextmanager
-    def _explained(self, who: str, other: str) -> Iterator[None]:
-        """Name the settings with which one side can wake."""
+    def _naming_settings(self, who: str, other: str) -> Iterator[None]:
+        """Turn a failure to wake into an error that names the settings to change."""
         try:
             yield
         except (NotWoken, ServerRefused) as why:
@@ -262,15 +265,15 @@ class Colocated(Placement):
             remedy = 'give the engines less memory, change [trainer.offload], or write "disaggregated"'
             raise ConfigError("placement.kind", self.kind, problem, remedy) from why
 
-    def _launched(self) -> None:
-        """A launch after the training of the same round needs engines, too."""
-        if len(self._lent) == len(self._engines):
+    def _on_launch(self) -> None:
+        """Wake the engines for a launch that comes after the training of the same round."""
+        if len(self._asleep) == len(self._engines):
             self._tasks.create_task(self.generating())
 
 
 class Elastic(Colocated):
-    """As Colocated, but the engines that share devices with the early replicas may sleep before the rollout
-    is over.
+    """A colocated placement in which the engines on the devices of the early replicas may sleep before the
+    rollout is over.
 
     At most once a rollout, tested at each milestone: they sleep if the projected peak of the KV cache of all
     unfinished requests fits on the others. Their requests go on there from their tokens. The early replicas
@@ -285,27 +288,27 @@ class Elastic(Colocated):
         trainer: Trainer,
         pool: Pool,
         tasks: asyncio.TaskGroup,
-        shared: Sequence[bool],
+        on_early_devices: Sequence[bool],
         early_replicas: int,
     ) -> None:
         super().__init__(planner, trainer, pool, tasks)
-        self._shared, self._early_replicas = shared, early_replicas
+        self._on_early_devices, self._early_replicas = on_early_devices, early_replicas
         self._tested = -1
 
     async def generating(self) -> None:
         self._tested = -1
         await super().generating()
 
-    async def _devices(self, all_replicas: bool) -> int | None:
+    async def _devices_to_train_on(self, all_replicas: bool) -> int | None:
         while not self._pool.is_idle:
-            self._check_end()
-            if not self._lent and self._is_milestone() and (engines := self._lendable()):
-                await self._lend(engines, self._early_replicas)
+            self._check_rollout_ends()
+            if not self._asleep and self._is_milestone() and (engines := self._may_sleep()):
+                await self._give_devices(engines, self._early_replicas)
                 continue
-            if self._lent and not all_replicas:
+            if self._asleep and not all_replicas:
                 return self._early_replicas
             await self._pool.changed.wait("devices to train on")
-        return await self._lend(self._engines)
+        return await self._give_devices(self._engines)
 
     def _is_milestone(self) -> bool:
         """Whether a milestone was reached that was not tested. After the last one there is no test."""
@@ -314,18 +317,19 @@ class Elastic(Colocated):
         is_new, self._tested = reached > self._tested, max(reached, self._tested)
         return is_new
 
-    def _lendable(self) -> list[Engine]:
-        """The engines that may give their devices now."""
-        lent = lendable([engine.width for engine in self._engines], self._shared)
-        staying = [e for e, is_lent in zip(self._engines, lent, strict=True) if not is_lent and e.width]
-        if not any(lent) or not any(engine.state == "open" for engine in staying):
+    def _may_sleep(self) -> list[Engine]:
+        """Return the engines that may sleep now: those on the early replicas' devices, if the others have
+        room for all unfinished requests."""
+        shares = sharing_engines([engine.width for engine in self._engines], self._on_early_devices)
+        staying = [e for e, is_shared in zip(self._engines, shares, strict=True) if not is_shared and e.width]
+        if not any(shares) or not any(engine.state == "open" for engine in staying):
             return []
         usages = [engine.usage() for engine in staying if engine.state == "open"]
         if any(usage.kv_capacity is None for usage in usages):
             return []  # whether the requests fit is unknown
         if self._projected_kv() > sum(usage.kv_capacity or 0 for usage in usages):
             return []
-        return [e for e, is_lent in zip(self._engines, lent, strict=True) if is_lent and e.width]
+        return [e for e, is_shared in zip(self._engines, shares, strict=True) if is_shared and e.width]
 
     def _projected_kv(self) -> float:
         for engine in self._engines:
@@ -337,32 +341,38 @@ class Elastic(Colocated):
         return peak_kv(contexts, more)
 
 
-def lendable(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
-    """Which engines of these widths give their devices, given which are shared with early replicas. None if a
-    tensor-parallel group has devices of both kinds."""
-    lent = [False] * len(widths)
+def sharing_engines(widths: Sequence[int], shared: Sequence[bool]) -> list[bool]:
+    """Return for each engine whether all devices of its tensor-parallel group are shared with early replicas.
+    All are False if a group has devices of both kinds.
+
+    Args:
+        widths: engines joined to each one's tensor-parallel group; 0: it has joined another one's.
+        shared: for each engine, whether its own devices are shared.
+    """
+    shares = [False] * len(widths)
     for number, width in enumerate(widths):
         group = shared[number : number + width]
         if any(group) and not all(group):
             return [False] * len(widths)
-        lent[number] = bool(group) and all(group)
-    return lent
+        shares[number] = bool(group) and all(group)
+    return shares
 
 
-DISAGGREGATED = Shared()
+DISAGGREGATED = DeviceSharing()
 
 
 def make_placement(
-    shared: Shared, engines: Sequence[Engine], trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
+    sharing: DeviceSharing, engines: Sequence[Engine], trainer: Trainer, pool: Pool, tasks: asyncio.TaskGroup
 ) -> Placement:
-    planner = ParallelismPlanner(engines, pool.progress, shared)
+    planner = ParallelismPlanner(engines, pool.progress, sharing)
     placement = Placement(planner, pool, tasks)
-    match shared.kind:
+    match sharing.kind:
         case "colocated":
             placement = Colocated(planner, trainer, pool, tasks)
         case "elastic":
             half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            placement = Elastic(planner, trainer, pool, tasks, shared.engines or half, shared.early_replicas)
-    if shared.max_width > 1:
+            early = sharing.engines or half
+            placement = Elastic(planner, trainer, pool, tasks, early, sharing.early_replicas)
+    if sharing.max_width > 1:
         pool.on_rollout = placement.rollout_began
     return placement

@@ -1,16 +1,24 @@
 """Pool: the groups between the prompts and the trainer.
 
-    waiting (in the queue) -> serving (on an engine) -> generated -> scoring -> complete -> ready
+    stage      held in               the group goes on when
+    waiting    SamplesInFlight       admission lets its first request in (`_dispatch`)
+    serving    Pool._frontier        all required samples are generated
+    generated  Pool.generated        the scorers have room; most groups skip this stage
+    scoring    Pool.scoring          each sample has a reward or has failed
+    complete   (no time passes)      its advantages are set, or it is filtered or dropped (`_complete`)
+    ready      Pool.ready            the schedule takes it
+    parked     PartialRolloutBuffer  the schedule launches it again, from what it has
 
-A group that is generated waits until the scorers have a place for it. Samples of a group that is not yet
-generated are scored as they finish while no group waits.
+A group may be parked or dropped at any stage. `Pool._in_flight` has the groups of the first four stages. A
+group goes back to serving if a member that failed or is late is replaced. Finished samples of a group in
+service are scored early while no generated group waits.
 
-All facts are in the samples; tasks only change them. `_look(group)` reads a group and starts what it lacks.
-It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and samples
-that finish in the same instant need no code of their own.
+The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it to its next
+stage. It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and
+samples that finish in the same instant need no code of their own.
 
-The partial-rollout buffer has the parked groups, first in, first out (APRIL 2.2; RollPacker 3: long-prompt
-queue). It belongs to the run, so checkpoints save it.
+The partial-rollout buffer is first in, first out (APRIL 2.2; RollPacker 3: long-prompt queue). It belongs to
+the run, so checkpoints save it.
 """
 
 import asyncio
@@ -29,7 +37,7 @@ from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.reward.base import Rewards
-from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Ring, Select, earliest
+from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, StageQueue, earliest
 from tailrace.rollout.members import Deadlines
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.router import Router
@@ -46,7 +54,7 @@ def launched_first(sample: Sample) -> tuple[float, ...]:
 
 
 class Stage(Enum):
-    """What happens to a sample in the pool."""
+    """The stage of a sample in the pool."""
 
     WAITING = auto()
     SERVING = auto()
@@ -84,7 +92,7 @@ class SamplesInFlight:
         self._enqueue(sample, self._order(sample))
 
     def reorder(self, samples: Iterable[Sample]) -> None:
-        """Give those of the samples that wait their present places."""
+        """Update the places of samples in the queue. Samples that do not wait are ignored."""
         for sample in samples:
             state = self._states.get(sample)
             if state is not None and state.stage is Stage.WAITING:
@@ -107,19 +115,19 @@ class SamplesInFlight:
         heapq.heappush(self._queue, (place, next(self._ties), sample))
 
     def serve(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """A waiting sample goes to an engine."""
+        """Count a waiting sample as served; `task` is its request."""
         self._states[sample] = _State(Stage.SERVING, task)
         self.num_requests += 1
 
-    def served(self, sample: Sample) -> tuple[Stage, str | None]:
-        """The task that served a sample has ended. Returns its last stage, and the reason if it was
+    def end_request(self, sample: Sample) -> tuple[Stage, str | None]:
+        """Forget a sample whose request has ended. Returns its last stage, and the reason if it was
         discarded."""
         state = self._states.pop(sample)
         self.num_requests -= 1
         return state.stage, state.discarded
 
     def score(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """A finished sample is scored until the task ends."""
+        """Count a finished sample as scoring until the task ends."""
         self._states[sample] = _State(Stage.SCORING, task)
         task.add_done_callback(lambda _: self._states.pop(sample))
 
@@ -139,7 +147,7 @@ class SamplesInFlight:
         return state.task
 
     def discard(self, sample: Sample, reason: str) -> bool:
-        """Stop a sample for good. Returns whether an engine still works on it; then `served` gives the
+        """Stop a sample for good. Returns whether an engine still works on it; then `end_request` returns the
         reason."""
         state = self._states.get(sample)
         aborting = self.park(sample) is not None
@@ -191,7 +199,7 @@ class PartialRolloutBuffer:
 
 
 class Ages:
-    """Groups that are in flight or ready."""
+    """The groups in flight or ready, counted by the oldest version of their tokens."""
 
     def __init__(self) -> None:
         self.by_version: Counter[int] = Counter()
@@ -201,7 +209,7 @@ class Ages:
         self._has_arrived: Callable[[], bool] = lambda: True
 
     def add(self, group: Group) -> None:
-        group.on_older = partial(self._older, group)
+        group.on_older = partial(self._on_older, group)
         if group.oldest_version is None:
             self._without_tokens.add(group)
         else:
@@ -212,10 +220,10 @@ class Ages:
         for group in groups:
             if group.on_older is not None:
                 group.on_older = None
-                self._forget(group, group.oldest_version)
+                self._uncount(group, group.oldest_version)
 
     def published(self, has_arrived: Callable[[], bool]) -> None:
-        """A version was published. `has_arrived`: whether every engine has loaded it."""
+        """Note that a version was published. `has_arrived`: whether every engine has loaded it."""
         self._has_arrived = has_arrived
         self._held_over = set(self._without_tokens)
 
@@ -230,11 +238,11 @@ class Ages:
             self._held_over = set()
         return self._held_over
 
-    def _older(self, group: Group, before: int | None, version: int) -> None:
-        self._forget(group, before)
+    def _on_older(self, group: Group, before: int | None, version: int) -> None:
+        self._uncount(group, before)
         self.by_version[version] += 1
 
-    def _forget(self, group: Group, version: int | None) -> None:
+    def _uncount(self, group: Group, version: int | None) -> None:
         if version is None:
             self._without_tokens.discard(group)
             self._held_over.discard(group)
@@ -256,18 +264,18 @@ class SetAdvantages(Protocol):
         """Whether `of_step` sets them, before the gradients of an optimizer step are computed."""
 
     def __call__(self, group: Group) -> str | None:
-        """Set those of a complete group, or return the reason why the group is filtered."""
+        """Set the advantages of a complete group, or return the reason why the group is filtered."""
 
     def of_step(self, samples: Sequence[Sample]) -> None:
-        """Set those of all samples of an optimizer step."""
+        """Set the advantages of all samples of an optimizer step."""
 
 
 MAX_CONSECUTIVE_FILTERED = 1_000
 """A filtered group is replaced by another one. This many in succession end the run."""
 MAX_CONSECUTIVE_DROPPED = 1_000
-"""So is one without a reward."""
+"""As many groups without a reward in succession end the run."""
 MAX_CONSECUTIVE_LATE = 100
-"""So is one without a member before its deadline."""
+"""As many groups in succession of which no member was generated before the deadline end the run."""
 
 
 class Pool:
@@ -287,19 +295,19 @@ class Pool:
         deadline_s: float | None,
         compute_advantages: SetAdvantages,
     ) -> None:
-        """`rewards` makes those of the pool. `replace` draws a group in place of one that is filtered or
-        dropped. `another` makes one more sample of a group, or none if it may launch no more, or a given one
-        again whose version is gone."""
+        """`rewards` makes the reward function of this pool. `replace` draws a group in place of one that is
+        filtered or dropped. `another` makes one more sample of a group, or again a given one whose version is
+        gone; None: the group may launch no more."""
         self.admission: Admission = FIFO
         self.order: Order = launched_first
-        self.generated = Ring("generated", drop=self.drop)
+        self.generated = StageQueue("generated", drop=self.drop)
         """Groups whose responses are all here, and for which the scorers have no place yet."""
-        self.scoring = Ring("scoring", drop=self.drop)
+        self.scoring = StageQueue("scoring", drop=self.drop)
         """Groups whose responses are all here, and whose rewards are being computed."""
         self.ready = ReadyQueue(
             "ready", drop=self.drop, coming=lambda: inf if self._source else len(self._in_flight)
         )
-        self.ready.on_taken, router.on_changed = self._taken, self._pump
+        self.ready.on_taken, router.on_changed = self._on_taken, self._dispatch
         self.engines_changed = router.changed
         self.changed = Signal()  # a request or a score has ended
         self.on_launch: Callable[[], None] = lambda: None
@@ -312,7 +320,7 @@ class Pool:
         self._rewards = rewards(self)
         self._partial_rollouts, self._recorder = partial_rollouts, recorder
         self._replace, self._another, self._compute_advantages = replace, another, compute_advantages
-        self._deadlines = Deadlines(deadline_s, self._late)
+        self._deadlines = Deadlines(deadline_s, self._on_deadline)
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._source: Draw | None = None
@@ -320,12 +328,11 @@ class Pool:
         self._parking: asyncio.Task[None] | None = None
         self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
         self._orders = itertools.count()
-        self._pumping = self._shut = False
-        self._num_filtered = self._num_dropped = self._num_late = (
-            0  # since the last group, or group with rules, became ready
-        )
+        self._dispatching = self._shut = False
+        # Since the last group became ready; late ones since the last group with rules did.
+        self._num_filtered = self._num_dropped = self._num_late = 0
 
-    # -- the verbs ---------------------------------------------------------------------------------
+    # -- verbs of schedules ------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Groups in flight or ready."""
@@ -338,8 +345,8 @@ class Pool:
         once. One that is filtered or dropped is replaced, so as many become ready as are launched.
         """
         for group in groups:
-            self._enter(group)
-        self._pump()
+            self._add(group)
+        self._dispatch()
         self.on_launch()
 
     def feed(self, source: Draw, *, room: float, full: Full, scoring: float = inf) -> None:
@@ -353,11 +360,11 @@ class Pool:
         self.generated.room = self.ready.room = room
         self.generated.full = self.ready.full = full
         self.scoring.room, self._source = scoring, source
-        self._pump()
+        self._dispatch()
 
     def report_stages(self) -> None:
         """Record how full the stages were since the last call."""
-        stages = {ring.name: ring.report() for ring in (self.generated, self.scoring, self.ready)}
+        stages = {queue.name: queue.report() for queue in (self.generated, self.scoring, self.ready)}
         self._recorder.emit(StagesFilled(now(), stages))
 
     async def take(self, n: int, select: Select = earliest) -> list[Group]:
@@ -376,7 +383,7 @@ class Pool:
         """
         self._places, self._to_score = n, scored
         self.progress.raced(n, next((group.num_required for group in self.groups), 0))
-        self._end_race()
+        self._park_losers()
         async for groups in self.stream(n):
             n -= len(groups)
             self._places -= len(groups)
@@ -406,8 +413,8 @@ class Pool:
             await asyncio.wait(aborting)
 
     def drop(self, group: Group, reason: str, fate: Fate = "dropped") -> None:
-        """Give up a group that is alive. Its tokens are waste."""
-        self._leave(group)
+        """Give up a group. Its tokens are waste."""
+        self._remove(group)
         self.ages.remove([group])
         for sample in list(group.samples):
             self._discard(sample, reason)
@@ -451,11 +458,14 @@ class Pool:
         return [*self.ready.groups, *self._in_flight]
 
     def release(self) -> None:
-        """Serve again."""
+        """Serve again after a hold."""
         self.is_held = False
-        self._pump()
+        self._dispatch()
 
-    def _enter(self, group: Group) -> None:
+    # -- from stage to stage -----------------------------------------------------------------------
+
+    def _add(self, group: Group) -> None:
+        """Take a group into the pool. Its unfinished samples wait for an engine."""
         if not len(self):
             self.on_rollout()
         group.order = next(self._orders)
@@ -465,14 +475,14 @@ class Pool:
         for sample in group.samples:
             if not sample.ended:
                 self._samples.wait(sample)
-        self._look(group)
+        self._advance(group)
 
-    def _look(self, group: Group) -> None:
-        """Start what the group lacks."""
+    def _advance(self, group: Group) -> None:
+        """Move a group to its next stage: score finished samples, hand it on when complete."""
         if group not in self._in_flight:
             return  # it was taken, parked or dropped
         if group.ruled:
-            self._mend(group)
+            self._replace_failed(group)
         was_generated = group.serving_complete
         self.progress.keep_finished(group)
         if group.serving_complete:
@@ -490,75 +500,76 @@ class Pool:
             if len(self.generated):
                 self._score_next()
         elif group.serving_complete and not was_generated:
-            self._end_race()
+            self._park_losers()
 
-    def _mend(self, group: Group) -> None:
-        """Take members that failed out of the group, where others are there or can be launched."""
+    def _replace_failed(self, group: Group) -> None:
+        """Remove members that failed, if the group has spare ones or may launch others."""
         for sample in [each for each in group.samples if each.failure and each.fate is None]:
-            if len(group.samples) > group.num_required or self._adds_member(group):
-                self._lose(sample, sample.failure or "")
+            if len(group.samples) > group.num_required or self._launch_member(group):
+                self._remove_member(sample, sample.failure or "")
 
-    def _late(self, group: Group) -> None:
-        """The deadline of the group is over."""
+    def _on_deadline(self, group: Group) -> None:
+        """Replace or lose the members that are not generated by the deadline of the group."""
         self._deadlines.end(group)
         for sample in [each for each in group.samples if not each.ended]:
-            self._lose(sample, "late")
-        while len(group.samples) < group.num_required and self._adds_member(group):
+            self._remove_member(sample, "late")
+        while len(group.samples) < group.num_required and self._launch_member(group):
             pass
         self.progress.lost(num_lost := max(0, group.num_required - len(group.samples)))
         group.num_required -= num_lost
         if group.samples:
-            self._look(group)
+            self._advance(group)
         else:
             self.drop(group, "late")
             self._num_late += 1
             if self._num_late == MAX_CONSECUTIVE_LATE:
                 raise AllLate(f"{self._num_late} groups in succession were late; raise run.groups.deadline_s")
-            self._draw_instead(group)
-        self._pump()
+            self._draw_replacement(group)
+        self._dispatch()
         self.changed.fire()
 
-    def _lose(self, sample: Sample, reason: str) -> None:
-        """Take a member out of a group in flight, which goes back to the engines if it was generated."""
+    def _remove_member(self, sample: Sample, reason: str) -> None:
+        """Remove a member of a group in flight. A group that was generated goes back to serving."""
         if sample in sample.group.kept:
             sample.group.kept.remove(sample)
             self.progress.num_finished -= 1
-        for ring in (self.generated, self.scoring):
-            if sample.group in ring:
-                ring.leave(sample.group)
+        for queue in (self.generated, self.scoring):
+            if sample.group in queue:
+                queue.remove(sample.group)
                 asyncio.get_running_loop().call_soon(self._score_next)
         self._discard(sample, reason)
 
-    def _adds_member(self, group: Group, gone: Sample | None = None) -> bool:
+    def _launch_member(self, group: Group, gone: Sample | None = None) -> bool:
+        """Add one more sample to a group, if it may have one. `gone`: a sample to begin again."""
         if sample := self._another(group, gone):
             group.samples.append(sample)
             self._samples.wait(sample)
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._dispatch)
         return bool(sample)
 
     def _score_next(self) -> None:
         """Hand generated groups to the scorers while these have room."""
         while len(self.generated) and not self.scoring.is_full:
             group = self.generated.groups[0]
-            self.generated.leave(group)
+            self.generated.remove(group)
             self.scoring.put(group)
-            self._look(group)
+            self._advance(group)
         if not len(self.generated):  # finished samples of the others need not wait any more
             for group in [each for each in self._in_flight if not each.serving_complete]:
-                self._look(group)
-        self._pump()
+                self._advance(group)
+        self._dispatch()
 
-    def _leave(self, group: Group) -> None:
-        """Take a group out of the stages before the last one."""
+    def _remove(self, group: Group) -> None:
+        """Remove a group from every stage before `ready`."""
         for stage in (self._in_flight, self._frontier):
             stage.pop(group, None)
         self._deadlines.end(group)
-        for ring in (self.generated, self.scoring):
-            ring.leave(group)
+        for queue in (self.generated, self.scoring):
+            queue.remove(group)
 
     def _complete(self, group: Group) -> None:
-        """A group is generated and scored: it becomes ready, or it is filtered or dropped."""
-        self._leave(group)
+        """Set the advantages of a scored group and make it ready, or filter or drop it."""
+        self._remove(group)
         if not group.trainable:
             (why, _), *_ = Counter(sample.failure or "" for sample in group.kept).most_common(1)
             self.drop(group, why)
@@ -583,26 +594,26 @@ class Pool:
             self._num_late = 0 if group.ruled else self._num_late
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
-            return self._end_race()
-        self._draw_instead(group)
+            return self._park_losers()
+        self._draw_replacement(group)
 
-    def _draw_instead(self, group: Group) -> None:
+    def _draw_replacement(self, group: Group) -> None:
         """Draw another prompt for a group that was filtered or dropped."""
         if self._source is None:
             self.launch(self._replace(group))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
-    def _taken(self, groups: Iterable[Group]) -> None:
+    def _on_taken(self, groups: Iterable[Group]) -> None:
         self.ages.remove(groups)
-        self._pump()
+        self._dispatch()
 
-    def _pump(self) -> None:
-        """Serve as many requests as admission and slots allow."""
-        if self._pumping or self._shut:
+    def _dispatch(self) -> None:
+        """Send waiting requests to engines, as many as admission and slots allow."""
+        if self._dispatching or self._shut:
             return
-        self._pumping = True
+        self._dispatching = True
         slots = self._router.slots
-        while (sample := self._next(slots)) and self.num_requests < slots and not self.is_held:
+        while (sample := self._next_request(slots)) and self.num_requests < slots and not self.is_held:
             if not self.admission.admits(sample.group, self):
                 break
             if not self._router.has_room(sample, self.num_requests):
@@ -612,11 +623,11 @@ class Pool:
             self._samples.serve(sample, task)
             self._deadlines.begin(sample.group)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
-            task.add_done_callback(partial(self._served, sample))
-        self._pumping = False
+            task.add_done_callback(partial(self._on_request_ended, sample))
+        self._dispatching = False
 
-    def _next(self, slots: int) -> Sample | None:
-        """The first waiting sample. If none waits and a slot is free, a group is drawn from the source."""
+    def _next_request(self, slots: int) -> Sample | None:
+        """Return the first waiting sample. If none waits and a slot is free, draw a group from the source."""
         while (sample := self._samples.first_waiting()) is None:
             if self._source is None or self.num_requests >= slots:
                 return None
@@ -624,7 +635,7 @@ class Pool:
                 return None
             if not self._admits_another():
                 return None
-            self._enter(self._source(1)[0])
+            self._add(self._source(1)[0])
         return sample
 
     def _admits_another(self) -> bool:
@@ -632,36 +643,36 @@ class Pool:
         newest = next(reversed(self._in_flight), None)
         return newest is None or self.admission.admits(newest, self)
 
-    def _served(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """A request has ended: finished, aborted by the pool, or failed, which ends the run."""
-        stage, discarded = self._samples.served(sample)
+    def _on_request_ended(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        """Book a request that has finished, was aborted by the pool, or failed; a failure ends the run."""
+        stage, discarded = self._samples.end_request(sample)
         if discarded:
             self._ledger.waste(sample, discarded)
         elif stage is Stage.SERVING and (task.cancelled() or task.exception()):
             self._shut = True
         elif stage is Stage.SERVING and sample.finish_reason is None:
             self._discard(sample, "version gone")
-            self._adds_member(sample.group, sample)
-        self._look(sample.group)
+            self._launch_member(sample.group, sample)
+        self._advance(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)
-        self._pump()
+        self._dispatch()
         self.changed.fire()
 
     async def _score(self, sample: Sample) -> None:
-        """Scoring goes on when the group is parked: the reward belongs to the sample."""
+        """Score a sample, also if its group is parked meanwhile: the reward belongs to the sample."""
         await score(sample, self._rewards, self._recorder)
-        self._look(sample.group)
+        self._advance(sample.group)
         self.changed.fire()
 
     def _discard(self, sample: Sample, reason: str) -> None:
-        """Take a sample out of its group. It is waste as soon as no engine works on it."""
+        """Remove a sample from its group. Its tokens are waste as soon as no engine works on it."""
         sample.group.samples.remove(sample)
         if not self._samples.discard(sample, reason) and sample.fate is None:
             self._ledger.waste(sample, reason)
 
-    def _end_race(self) -> None:
-        """Park the groups that have lost, once as many groups are through as win the race."""
+    def _park_losers(self) -> None:
+        """Park all other groups of a race once enough groups have won it."""
         if self._places == inf:
             return
         losers = [group for group in self._in_flight if self._to_score or not group.serving_complete]
@@ -669,17 +680,18 @@ class Pool:
             self._park(losers)
 
     def _park(self, groups: list[Group]) -> None:
-        """The instant of parking, without an await: no request starts and no group completes after it."""
+        """Stop groups. There is no await in here: no request starts and no group completes afterwards."""
         self._source = None
         tasks = [self._samples.park(sample) for group in groups for sample in group.samples]
         self.ages.remove(groups)
         for group in groups:
-            self._leave(group)
+            self._remove(group)
         aborting = [task for task in (self._parking, *tasks) if task is not None]
-        self._parking = asyncio.create_task(self._settle(groups, aborting))
+        self._parking = asyncio.create_task(self._finish_parking(groups, aborting))
         self.changed.fire()
 
-    async def _settle(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
+    async def _finish_parking(self, groups: list[Group], aborting: list[asyncio.Task[None]]) -> None:
+        """Put stopped groups into the partial-rollout buffer when their aborts have ended."""
         if aborting:
             await asyncio.wait(aborting)
         for group in groups:

@@ -33,18 +33,18 @@ MAX_ENTRIES = 8
 
 
 class EngineLoads:
-    """The loads of engines, which are known by their number in the sequence."""
+    """The load of each engine, by its number in the sequence."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self.requests = [0] * len(engines)
-        """How many each engine has now."""
+        """Requests that each engine has now."""
         self.shares = [inf] * len(engines)
         """Share of the slots of each engine that is taken; infinite if the engine is not open."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Read again which engines are open, and how many slots they have."""
+        """Read which engines are open, and how many slots they have."""
         is_open = [engine for engine in self._engines if engine.state == "open"]
         self.num_open = len(is_open)
         self.slots = sum(engine.slots for engine in is_open)
@@ -52,14 +52,14 @@ class EngineLoads:
         self._rebuild()
 
     def add(self, number: int, requests: int) -> None:
-        """An engine got so many requests more."""
+        """Count requests that an engine got, or gave back if negative."""
         self.requests[number] += requests
         self.shares[number] = share = self._share(number)
         heappush(self._heap, (share, number))
         if len(self._heap) > MAX_ENTRIES * len(self._engines):
             self._rebuild()
 
-    def least(self) -> int | None:
+    def least_loaded(self) -> int | None:
         """The open engine with the smallest share; of several, the first. None: no engine is open."""
         while self._heap[0][0] != self.shares[self._heap[0][1]]:
             heappop(self._heap)
@@ -115,8 +115,9 @@ class Router:
         """An engine serves the last so many versions that it loaded, and every sample ends on the version
         that it began with. 0: samples go on with new weights."""
         self.newest = version
-        self.served: list[tuple[int, ...]] = [(version,) for _ in engines]
-        """The versions that each engine serves, the oldest first. `newest`: the published one."""
+        """The published version."""
+        self.versions: list[tuple[int, ...]] = [(version,) for _ in engines]
+        """The versions that each engine serves, the oldest first."""
         self.serving: list[dict[Sample, asyncio.Task[None]]] = [{} for _ in engines]
         """The requests of each engine."""
         self.moves: dict[Sample, int | None] = {}
@@ -128,7 +129,7 @@ class Router:
         self._decoded = [engine.usage().decoded for engine in engines]
         self._busy_since_s = [0.0] * len(engines)
         for engine in engines:
-            engine.on_state = partial(self._engine_changed, engine)
+            engine.on_state = partial(self._on_engine_changed, engine)
 
     @property
     def slots(self) -> int:
@@ -192,23 +193,23 @@ class Router:
         if not self.pinned or sample.spans:
             return True
         taken, shares = self._loads.requests, self._loads.shares
-        able = [n for n, versions in enumerate(self.served) if self.newest in versions and shares[n] < inf]
+        able = [n for n, versions in enumerate(self.versions) if self.newest in versions and shares[n] < inf]
         room = sum(max(0, self.engines[number].slots - taken[number]) for number in able)
         return room > max(0, num_requests - sum(taken))
 
     def move(self, sample: Sample, number: int | None) -> None:
-        """Let an engine give a request back, for another one."""
+        """Move a request to another engine: its own gives it back."""
         for requests in self.serving:
             if (task := requests.get(sample)) and not task.cancelling():
                 self.moves[sample] = number
                 task.cancel()
 
     async def withdraw(self, number: int, version: int) -> None:
-        """Before an engine loads a version: it gives back the pinned requests of those that it will not serve
-        any more."""
+        """Take back the pinned requests that an engine will not serve any more once it has loaded a version.
+        Returns when they have left it."""
         if not self.pinned:
             return
-        self.served[number] = kept = (*self.served[number], version)[-self.pinned : -1]
+        self.versions[number] = kept = (*self.versions[number], version)[-self.pinned : -1]
         leaving = [sample for sample in self.serving[number] if sample.pin not in (None, *kept)]
         for sample in leaving:
             self.move(sample, None)
@@ -216,17 +217,18 @@ class Router:
             await self.changed.wait(f"requests to leave {self.engines[number].name}")
 
     def loaded(self, number: int, version: int) -> None:
-        """An engine has loaded a version, or will before it opens."""
-        before = self.served[number] if self.engines[number].state == "open" else ()
-        self.served[number] = with_version(before, version, max(1, self.pinned))
+        """Note that an engine has loaded a version, or will before it opens."""
+        before = self.versions[number] if self.engines[number].state == "open" else ()
+        self.versions[number] = with_version(before, version, max(1, self.pinned))
         if self.pinned:
             self.changed.fire()
             self.on_changed()
 
     async def _serve_turn(self, sample: Sample) -> None:
+        """Generate the rest of a turn, on one engine after another if it is moved or given back."""
         target: int | None = None
         while sample.finish_reason is None:
-            while (number := self._pick(sample, target)) is None:
+            while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
             sample.engine = engine.name
@@ -242,9 +244,9 @@ class Router:
             try:
                 await engine.generate(sample)
                 outcome = str(sample.finish_reason)
-            except VersionGone:  # the engine knows better than `served`
+            except VersionGone:  # the engine knows better than `versions`
                 outcome, sample.engine = "refused", None
-                self.served[number] = tuple(each for each in self.served[number] if each != sample.pin)
+                self.versions[number] = tuple(each for each in self.versions[number] if each != sample.pin)
             except Evicted:
                 outcome, sample.engine = "evicted", None
             except asyncio.CancelledError:
@@ -265,14 +267,14 @@ class Router:
             if outcome == "moved" and target is not None:
                 self.engines[target].take_over(sample, engine)
 
-    def _pick(self, sample: Sample, target: int | None) -> int | None:
-        """The number of the engine that serves the sample; None: no engine is open. `target`: where it moves.
+    def _choose_engine(self, sample: Sample, target: int | None) -> int | None:
+        """Return the number of the engine for a sample; None: no engine is open. `target`: where it moves.
         Raises a VersionGone if no engine serves the version of a pinned sample any more."""
-        least, shares = self._loads.least(), self._loads.shares
+        least, shares = self._loads.least_loaded(), self._loads.shares
         last = self._numbers.get(sample.engine or "")
         if self.pinned:
             version = self.version_of(sample)
-            able = [n for n, versions in enumerate(self.served) if version in versions]
+            able = [n for n, versions in enumerate(self.versions) if version in versions]
             if not able and sample.spans:
                 raise VersionGone(f"no engine serves version {version} any more")
             least = min(able, key=shares.__getitem__, default=None)
@@ -287,10 +289,10 @@ class Router:
             return least
         return last
 
-    def _engine_changed(self, engine: Engine, why: str) -> None:
+    def _on_engine_changed(self, engine: Engine, why: str) -> None:
         self._loads.refresh()
         number = self._numbers[engine.name]
-        self.served[number] = self.served[number][-1:]  # a life begins with the newest alone
+        self.versions[number] = self.versions[number][-1:]  # an engine that starts again has the newest alone
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
         self.changed.fire()
         self.on_changed()
