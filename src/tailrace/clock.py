@@ -141,7 +141,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 _waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, tuple[str, float]]] = WeakKeyDictionary()
-"""What each waiting task of a loop waits for, and since when, in the order in which the waits began."""
+"""Open waits of each loop: what is awaited and since when, in the order in which the waits began."""
 _wait_ids = itertools.count()
 
 
@@ -151,8 +151,8 @@ def who_waits(loop: asyncio.AbstractEventLoop | None = None) -> str:
 
 
 def open_waits(loop: asyncio.AbstractEventLoop | None = None) -> dict[str, float]:
-    """What tasks wait for, each with the time at which the first of them began to wait. `loop`: of the tasks;
-    None: the running one. Other threads name it."""
+    """Return what tasks wait for, each with the time at which the first of them began to wait. `loop`: loop
+    of the tasks; None: the running one. Other threads must name it."""
     found: dict[str, float] = {}
     for what, since_s in list(_waits.get(loop or asyncio.get_running_loop(), {}).values()):
         found.setdefault(what, since_s)

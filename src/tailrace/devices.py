@@ -29,7 +29,7 @@ Device = Annotated[str, AfterValidator(_well_formed)]
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What one process may use of its machine.
+    """Devices that one process may use.
 
     Args:
         cpus: the CPUs that it is pinned to, on Linux; empty: any.
@@ -42,7 +42,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Which process uses which devices.
+    """The devices of each process.
 
     Args:
         engines: of each engine; None: whatever the machine has.

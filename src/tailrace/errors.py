@@ -136,7 +136,7 @@ class SandboxFailed(TailraceError):
 
 
 class _TooManyFailures(TailraceError):
-    """So many failures in sequence that the run ends. `first`: reason and traceback of the first of them."""
+    """Too many failures in succession; the run ends. `first`: reason and traceback of the first of them."""
 
     words: ClassVar[str]
 
@@ -151,21 +151,21 @@ class RewardBroken(_TooManyFailures):
 
 
 class EnvironmentBroken(_TooManyFailures):
-    """So many episodes failed in sequence that the run ends."""
+    """Too many episodes in succession failed; the run ends."""
 
     words = "episodes in sequence failed (environment.max_failures)"
 
 
 class AllFiltered(TailraceError):
-    """So many groups in succession were filtered that the run ends."""
+    """Too many groups in succession were filtered; the run ends."""
 
 
 class AllDropped(TailraceError):
-    """So many groups in succession had no sample with a reward that the run ends."""
+    """Too many groups in succession had no sample with a reward; the run ends."""
 
 
 class AllLate(TailraceError):
-    """So many groups in succession had no member before their deadline that the run ends."""
+    """Too many groups in succession had no member before their deadline; the run ends."""
 
 
 class _CountedFailure(TailraceError):

@@ -12,7 +12,7 @@ from tailrace.model_folder import context_length, read_config, tensor_shapes
 MIB, GIB = 2**20, 2**30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
-"""Of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
+"""Bytes of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
 TRANSFORMERS_BYTES = 350 * MIB
 """A process that has imported torch and transformers; measured."""
 LEAST = (*STATE_BYTES, "one sequence")
@@ -87,7 +87,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What one process needs on its device and in host memory, in bytes by part.
+    """Memory that one process needs on its device and in the host, in bytes by part.
 
     Args:
         name: of the process, or of several that are alike.
@@ -107,19 +107,19 @@ class ProcessMemory:
 
     @property
     def device_bytes(self) -> int:
-        """Of one process, on its device."""
+        """Bytes of one process on its device."""
         return sum(self.on_device.values())
 
     @property
     def host_parts(self) -> Mapping[str, int]:
-        """What one process holds in host memory."""
+        """Parts of one process in host memory."""
         return {**self.in_host, **(self.on_device if self.device == "cpu" else {})}
 
 
 def in_turn(processes: Sequence[ProcessMemory]) -> dict[str, list[ProcessMemory]]:
-    """What stands on one device that engines and trainer use in turn: while engines generate, beside what the
-    sleeping trainer keeps, and while the trainer trains, beside what sleeping engines keep. The dry run, the
-    planner and the simulator sum it up."""
+    """Return the bytes on one device that engines and trainer use in turn: while engines generate, with the
+    memory that the sleeping trainer keeps, and while the trainer trains, with that of sleeping engines. The
+    dry run, the planner and the simulator sum it up."""
     sleeping = {"generating": "trainer", "training": "engine"}
     return {
         turn: [replace(p, on_device=p.asleep) if p.name.startswith(side) else p for p in processes]

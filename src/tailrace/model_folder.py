@@ -133,7 +133,8 @@ def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def weights_defect(file: Path) -> str | None:
-    """What is wrong with a safetensors file by its size and its header, to follow its name, or None."""
+    """Return the defect of a safetensors file by its size and header, as a clause to follow its name, or
+    None."""
     try:
         with safe_open(file, framework="numpy") as tensors:
             return None if tensors.keys() else "holds no tensors"
@@ -188,7 +189,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _impossible(config: dict[str, Any]) -> list[str]:
-    """What is wrong with the values of config.json, whatever the model."""
+    """Return the defect of the values of config.json that no model may have, or None."""
     optional = ("num_key_value_heads", "head_dim")
     given = {name: config[name] for name in optional if config.get(name) is not None}
     sizes = {name: config.get(name) for name in (*_SIZES, _CONTEXT)} | given

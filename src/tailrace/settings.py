@@ -14,8 +14,8 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 CHOSEN: JsonDict = {"chosen": True}
-"""Of a field that a live run on this host chooses from the machine where the config does not set it
-(assembly/machine.py). Its default holds elsewhere."""
+"""Mark of a field that a live run on this host chooses from the machine where the config does not set it
+(assembly/machine.py). Elsewhere its default holds."""
 
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ prompts are drawn, what a token or a reward means, or what is learnt."""
 
 @dataclass(frozen=True, slots=True)
 class InFolder:
-    """Of a field whose text may name a file. In a config file the name is relative to the file's folder.
+    """Mark of a field whose text may name a file. In a config file the name is relative to the file's folder.
     `resolve`: given the folder and the text, returns the absolute name, or the text if it names no file."""
 
     resolve: Callable[[Path, str], str]

@@ -37,7 +37,7 @@ class Branch:
     """Consecutive turns of a sample of which each extends the context of the one before."""
 
     context_ids: Sequence[int]
-    """What precedes its first turn: the prompt, or what the environment has put in its place."""
+    """Tokens before its first turn: the prompt, or the environment's replacement for it."""
     start: int
     """Completion tokens of the sample before the branch."""
     end: int

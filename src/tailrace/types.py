@@ -1,4 +1,4 @@
-"""What flows: Prompt -> Sample -> Group -> trainer. Data without tasks.
+"""The data that flows: Prompt -> Sample -> Group -> trainer. It has no tasks.
 
 A task writes what it learns about a sample into the sample at once. So cancelling the task loses nothing: a
 sample whose generation was cancelled is a valid shorter sample.
@@ -76,7 +76,7 @@ class Prompt:
     source: str = ""
     """Name of the data source; empty where the data name none."""
     opened: str = ""
-    """What the prompt has of the assistant's turn already (PromptEncoder.opened)."""
+    """Beginning of the assistant's turn that the prompt already has (PromptEncoder.opened)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -134,12 +134,12 @@ class Sample:
     in_episode: bool = False
     """An environment decides whether another turn follows. False once the episode has ended."""
     text: str = ""
-    """What follows the prompt as text, the environment's tokens included; set when the sample is scored."""
+    """Text that follows the prompt, the environment's tokens included; set when the sample is scored."""
     reward: float | None = None
     reward_metrics: dict[str, float] = field(default_factory=dict)
     """The value of each of several reward functions, and the numbers that functions report, by name."""
     reward_columns: dict[str, str | float | int | None] = field(default_factory=dict)
-    """What reward functions report for the record of the sample, by name."""
+    """Columns that reward functions report for the record of the sample, by name."""
     failure: str | None = None
     """Reason why the sample has no reward; None if it has one or may still get one."""
     timed_out: bool = False
@@ -182,7 +182,7 @@ class Sample:
 
     @property
     def turn_context_ids(self) -> list[int]:
-        """What the turn that is generated now continues: the context of the branch, the turns before, and the
+        """Tokens that the turn in generation continues: the context of the branch, the turns before, and the
         environment's tokens."""
         ids = self.context_ids
         return ids[: len(ids) - len(self.turn_ids)]
@@ -216,24 +216,24 @@ class Sample:
 
     @property
     def response_ids(self) -> list[int]:
-        """What follows the context of the last branch, which is the prompt where no history was rewritten:
+        """Tokens after the context of the last branch, which is the prompt where no history was rewritten:
         the completion with the environment's tokens in their places."""
         return self.branches[-1].response_ids(self.completion_ids)
 
     @property
     def opening_ids(self) -> list[int]:
-        """What an environment has put between the prompt and the first turn."""
+        """Tokens of an environment between the prompt and the first turn."""
         return self.turns[0].observation_ids if self.turns and not self.turns[0].num_tokens else []
 
     @property
     def scored_ids(self) -> list[int]:
-        """What reward functions see as text: the last branch, from its first turn on."""
+        """Tokens that reward functions see as text: the last branch, from its first turn on."""
         return self.response_ids[0 if self.branches[-1].start else len(self.opening_ids) :]
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """What follows the context of the last branch, as chat messages. Empty without an environment of
-        several turns."""
+        """Chat messages after the context of the last branch. Empty without an environment of several
+        turns."""
         return messages_of(self.turns[1 if self.opening_ids else 0 :])
 
     @property
@@ -346,7 +346,7 @@ class Group:
 
 
 Batch = Iterable[Group | Sample]
-"""What a trainer accepts: whole groups, or samples whose advantages are set."""
+"""Samples for a trainer: whole groups, or samples whose advantages are set."""
 
 
 def samples_of(batch: Batch) -> list[Sample]:

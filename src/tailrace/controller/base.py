@@ -72,7 +72,7 @@ class RunSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class RunComponents:
-    """What a run is made of, live or simulated."""
+    """Parts of a run, live or simulated."""
 
     engines: Sequence[Engine]
     trainer: Trainer
@@ -85,7 +85,8 @@ class RunComponents:
     sharing: DeviceSharing = DISAGGREGATED
     """Whether engines and trainer have devices in common."""
     anchors: Anchors = field(default_factory=Anchors)
-    """What the rewards know of the time that correct responses take. A run saves and restores it."""
+    """Longest known times of correct responses, for adaptive limits of rewards. A run saves and restores
+    it."""
     synchronous_rewards: bool = False
     """Whether rewards wait until no request is served."""
     max_failures: int | None = None
@@ -93,4 +94,4 @@ class RunComponents:
     play: Play | None = None
     """How turns become a sample (rollout/episodes.py). None: a sample is one turn."""
     prices: Prices | None = None
-    """What the run pays for. None: its cost is not known."""
+    """Prices of the run's devices and tokens. None: its cost is not known."""

@@ -95,7 +95,7 @@ class PromptSource:
 
 
 Receivers = Collection[Engine] | Literal["idle"] | None
-"""Of a publication: these engines; each one when it is idle; all."""
+"""Engines that get a publication: these; each one when it is idle; None: all."""
 
 
 class WeightUpdate:
@@ -152,8 +152,8 @@ class WeightUpdate:
             await self._router.changed.wait(None)
 
     def _pull(self) -> None:
-        """Of the engines without requests, those that are closed take the newest version, too, because a
-        trainer does not keep older ones."""
+        """Load the newest version into engines without requests: all of them if they pull, else the closed
+        ones, because a trainer does not keep older versions."""
         router, moves = self._router, self._router.moves.values()
         for number, engine in enumerate(router.engines if self._weights else ()):
             is_free = not router.serving[number] and number not in self._under_way and number not in moves
@@ -326,7 +326,7 @@ class Run:
         return groups
 
     def restart(self, groups: list[Group], reason: str = "deferred") -> list[Group]:
-        """The same prompts from nothing, with `group_size` samples each. Their tokens are waste."""
+        """Begin the prompts of groups again, with `group_size` samples each. The groups' tokens are waste."""
         for group in groups:
             for sample in group.samples:
                 if sample.fate is None and sample.num_tokens:

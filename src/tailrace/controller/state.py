@@ -21,7 +21,7 @@ class RunState:
         """Optimizer steps before each of the last publications, by version."""
         self._cut_before, self._round_began_at = cut_before, self.num_steps
         self.loss, self.num_not_finite = 0.0, 0
-        """Of the last step; steps since the last one with a finite loss and a finite gradient."""
+        """Loss of the last step; steps in succession whose loss or gradient was not finite."""
 
     @property
     def cut_steps(self) -> int:

@@ -137,7 +137,7 @@ class TasksetSettings(PromptSettings):
 
 
 class MixedSettings(Settings):
-    """What a source of a mixture has beside the settings of its kind."""
+    """Settings of a source of a mixture besides those of its kind."""
 
     name: str = Field(pattern=r"^[\w.-]+$")
     """Name of the source, in metrics (`reward/source/NAME`) and in `reward.functions.sources`."""
@@ -174,7 +174,7 @@ class MixtureSettings(Settings):
 
 
 Split = Literal["train", "eval"]
-"""Which of the two disjoint sets of prompts."""
+"""Name of one of the two disjoint sets of prompts."""
 
 DataSettings = Annotated[
     ProceduralSettings | RowsSettings | TasksetSettings | MixtureSettings, Field(discriminator="kind")

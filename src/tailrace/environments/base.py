@@ -26,7 +26,7 @@ class Completion(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an environment says of an episode that has ended.
+    """An environment's verdict on an episode that has ended.
 
     Args:
         reward: None: the reward functions score the sample.

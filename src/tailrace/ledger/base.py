@@ -39,7 +39,7 @@ FORMAT = 10
 
 
 class LedgerSettings(Settings):
-    """Where the ledger of the run is stored."""
+    """Storage of the run's ledger."""
 
     kind: Literal["sqlite", "memory"] = "sqlite"
     """`sqlite`: the file ledger.sqlite in the output directory. `memory`: not stored, so the run cannot be
@@ -81,7 +81,7 @@ class LifeRow(LedgerRow, frozen=True, array_like=True):
     config: str = "{}"
     """The resolved config of this life, as JSON."""
     seconds: float = 0.0
-    """From the beginning of each life to its end, added up over all lives until this one."""
+    """Seconds of the run's processes until this one, from the beginning of each to its end."""
     prefilled_tokens: int = 0
     """Context positions that the engines of these lives computed."""
     inputs: dict[str, str] = {}
@@ -160,15 +160,15 @@ class SampleRow(LedgerRow, frozen=True, array_like=True):
     fate: str | None
     """trained, or the reason for which its tokens were wasted."""
     pruned: bool = False
-    """Its tokens, turns, text and reference log-probs were removed from the store."""
+    """Whether its tokens, turns, text and reference log-probs were removed from the store."""
     reference_logprobs: bytes = b""
     """Log-probs of its tokens under the reference model, float32."""
     reward_report: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """What its reward functions report: metrics, and columns of its record."""
+    """Report of its reward functions: metrics, and columns of its record."""
     turns: list[Turn] = []
     """The turns of its episode that have ended."""
     in_episode: bool = False
-    """Its episode has not ended."""
+    """Whether its episode has not ended."""
 
     @property
     def id(self) -> SampleId:
@@ -228,10 +228,10 @@ class ProbeRow(LedgerRow, frozen=True, array_like=True):
     life: int
     engine: str
     number: int
-    """From 1, of the answers of all engines in this life."""
+    """Number of the answer, from 1, among those of all engines in this process of the run."""
     version: int
     difference: float
-    """As the next two and `cause`, of Arrival (engine/base.py)."""
+    """This, the next two and `cause` are fields of Arrival (engine/base.py)."""
     cache_difference: float
     limit: float
     cause: str

@@ -42,7 +42,7 @@ class Totals:
     prefilled_tokens: int = 0
     """Context positions that the engines computed."""
     seconds: float = 0.0
-    """Of all lives. The last two are as of the last `Ledger.measure`."""
+    """Seconds of all processes of the run. The last two fields are as of the last `Ledger.measure`."""
 
     @property
     def num_known_tokens(self) -> int:

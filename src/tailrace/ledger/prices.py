@@ -1,4 +1,4 @@
-"""What a run costs: the totals of its ledger times the prices of [prices].
+"""Cost of a run: the totals of its ledger times the prices of [prices].
 
 This is the only place that defines the figure. Metrics, `tailrace inspect` and the budget follow from it.
 
@@ -18,7 +18,7 @@ MILLION = 1_000_000
 
 
 class PriceSettings(Settings):
-    """What devices and tokens cost, and what a run may cost."""
+    """Prices of devices and tokens, and a budget."""
 
     currency: str = Field(default="USD", min_length=1)
     """Its name, for what is printed."""
@@ -45,7 +45,7 @@ class PriceSettings(Settings):
 
     @property
     def unlimited(self) -> "PriceSettings":
-        """The same prices without the budget."""
+        """Return these prices without the budget."""
         return self.model_copy(update={"budget": None})
 
     def words(self, cost: float) -> str:
@@ -68,7 +68,7 @@ class BillItem(NamedTuple):
     what: str
     amount: float
     price: float
-    """Of a unit of the amount."""
+    """Price of a unit of the amount."""
 
 
 def total_cost(bill: Sequence[BillItem]) -> float:
@@ -102,5 +102,5 @@ class Prices:
         ]
 
     def cost(self, totals: Totals, num_generated: int) -> float:
-        """What the bill comes to."""
+        """Return the sum of the bill."""
         return total_cost(self.bill(totals, num_generated))

@@ -47,7 +47,7 @@ class StartingPoint:
     run: RunRow = field(default_factory=lambda: RunRow(FORMAT, 0, 0))
     life: int = 1
     base: MarkRow = field(default_factory=lambda: MarkRow(1, 0, 0, 0, "", []))
-    """Where the life begins. Without a checkpoint: with the model of the config."""
+    """Checkpoint at which this process begins. Without one: with the model of the config."""
     num_generated: int = 0
     """Tokens produced by the engines of all earlier lives, by their own count."""
     totals: Totals = field(default_factory=Totals)
@@ -68,9 +68,9 @@ class StartingPoint:
     born: LifeRow = field(default_factory=lambda: LifeRow(1, 0, 0, 0, 0, 0))
     """The row of this life."""
     began_s: float | None = None
-    """When its devices were taken, on the run's clock; None: when the run began."""
+    """Time on the run's clock at which its devices were taken; None: when the run began."""
     steps_per_round: int | None = None
-    """Of rounds that are not interrupted; None: it is not known."""
+    """Optimizer steps of a round that is not interrupted; None: unknown."""
     opening: Transaction = field(default_factory=lambda: Transaction([]))
     """The rows to commit when the life begins. Until then the store is unchanged."""
 

@@ -1,4 +1,4 @@
-"""What optimizer steps show that a person should look at: the same sentences for the page, the terminal and
+"""Advice from the optimizer steps for a person: the same sentences in the page, the terminal and
 summary.json. Each names a key of the config."""
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ ZERO_VARIANCE_SHARE = 0.8
 TRUNCATED_SHARE = 0.25
 FAILED_SHARE = 0.2
 COLLAPSED_SHARE = 0.1
-"""Of the entropy of the first steps."""
+"""Share of the first steps' entropy below which the policy counts as collapsed."""
 
 Figures = Mapping[str, float | None]
 """A step's object of metrics.jsonl."""
@@ -49,7 +49,7 @@ class Advisor:
 
 
 def advisories_of_steps(steps: Sequence[Figures]) -> list[Advisory]:
-    """What the last steps of a run show, compared with its first ones."""
+    """Compare the last steps of a run with its first ones."""
     if not (recent := steps[-NUM_STEPS:]):
         return []
     found = (_zero_variance(recent), _truncation(recent), _failures(recent), _no_calls(recent))

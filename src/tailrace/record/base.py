@@ -10,7 +10,7 @@ TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 
 
 class RecordSettings(Settings):
-    """What a run records beside its metrics, and when it warns."""
+    """Records of a run besides its metrics, and limits that warn."""
 
     sinks: tuple[RunFunction, ...] = ()
     """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output

@@ -50,7 +50,8 @@ class RoundBound(Moment, frozen=True):
     gap: str
     """Main time, bound, and what makes the difference, in words."""
     run_time_s: float
-    """From the start of the first round of this process to the end of the round's last optimizer step."""
+    """Seconds from the start of the first round of this process to the end of the round's last optimizer
+    step."""
     run_bound_s: float
     """The lower bound of run_time_s."""
 
@@ -87,7 +88,7 @@ class _Rates:
     token_s: float = inf
     """A token of one request: the fastest decode step."""
     reward_s: float = inf
-    """From the end of a response to its reward."""
+    """Seconds from the end of a response to its reward."""
     train_s: float = inf
     """A trained token in the accumulation of a batch."""
     step_s: float = inf
@@ -96,18 +97,18 @@ class _Rates:
 
 @dataclass(slots=True)
 class _Work:
-    """What was trained in a round, or in all rounds so far."""
+    """Work that was trained in a round, or in all rounds so far."""
 
     start_s: float
     num_tokens: float = 0.0
     """Tokens of the trained samples that were generated after the start."""
     compute_s: float = 0.0
     first_s: float = 0.0
-    """From the start to the first group that can be trained."""
+    """Seconds from the start to the first group that can be trained."""
     longest_tokens: float = 0.0
     """The most of them in one response."""
     longest_s: float = 0.0
-    """From the start to the end of the step of the group that takes longest, where it is known."""
+    """Seconds from the start to the end of the step of the group that takes longest, where it is known."""
     in_turn: bool = True
     """Every engine was asleep while the trainer computed."""
 

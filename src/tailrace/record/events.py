@@ -92,7 +92,7 @@ class SampleScored(Moment, frozen=True):
     """The reason why the reward failed or timed out."""
     num_tokens: int
     detail: str = ""
-    """What the reward function said about the failure."""
+    """Message of the reward function about the failure."""
 
 
 class GroupReady(Moment, frozen=True):
@@ -153,7 +153,7 @@ class Stepped:
 
 
 class OptimizerStep(Interval, frozen=True):
-    """What the run log keeps of a `Stepped`. Its figures are in metrics.jsonl, its tokens in samples/."""
+    """A `Stepped` as the run log keeps it. Its figures are in metrics.jsonl, its tokens in samples/."""
 
     number: int
     """Optimizer steps so far, this one included."""
@@ -176,8 +176,8 @@ class EssTaken(Moment, frozen=True):
 
 
 class Spent(Moment, frozen=True):
-    """What the run has cost so far, all its lives together (ledger/prices.py). Only a run with prices emits
-    it: at its beginning, before a `Stepped`, before a `RoundEnded`, and at its end."""
+    """Cost of the run so far, over all its processes (ledger/prices.py). Only a run with prices emits it: at
+    its beginning, before a `Stepped`, before a `RoundEnded`, and at its end."""
 
     cost: float
 
@@ -189,7 +189,7 @@ class Published(Interval, frozen=True):
     changed_weights: float | None = None
     """Share of the weights whose bfloat16 value is not that of the version before; None in a simulation."""
     kv: KV = "keep"
-    """What engines do with the KV cache of requests in flight."""
+    """Whether engines keep or recompute the KV cache of requests in flight."""
 
 
 class WeightsProbed(Interval, frozen=True):
@@ -269,14 +269,14 @@ class Waiting(Moment, frozen=True):
 
     quiet_s: float
     what: str
-    """What each waiting task waits for."""
+    """Event or object that each waiting task waits for."""
 
 
 class OpenWaits(Moment, frozen=True):
-    """What tasks of a live run wait for now. Only the run log has it."""
+    """Open waits of a live run's tasks. Only the run log has it."""
 
     since_s: dict[str, float]
-    """What is waited for, and since when."""
+    """Start of the wait, by what is awaited."""
 
 
 class EngineStateChanged(Moment, frozen=True):
@@ -301,7 +301,7 @@ class ControllerLag(Moment, frozen=True):
 
 
 Event = Moment | Interval | Stepped | Row
-"""What a sink receives. The rows are measured from the other events by `steps.StepMeter`."""
+"""Everything that a sink receives. The rows are measured from the other events by `steps.StepMeter`."""
 
 LoggedEvent: TypeAlias = (
     RunStarted
@@ -329,7 +329,7 @@ LoggedEvent: TypeAlias = (
     | Preempted
     | ControllerLag
 )
-"""What the run log has. Rows, costs and effective sample sizes are in metrics.jsonl only."""
+"""Events in the run log. Rows, costs and effective sample sizes are in metrics.jsonl only."""
 
 
 def logged(event: Event) -> LoggedEvent | None:
@@ -344,7 +344,7 @@ def logged(event: Event) -> LoggedEvent | None:
 
 
 def time_of(event: Event) -> float:
-    """When the event happened; for an interval, its end."""
+    """Return the time of an event; for an interval, its end."""
     if isinstance(event, dict):
         return event["round/end_s"] if "round/time_s" in event else event["time"]
     return event.end_s if isinstance(event, Interval | Stepped) else event.time_s

@@ -30,7 +30,7 @@ Row: TypeAlias = dict[str, float]
 figure that is not known is left out; one that is not finite is NaN, and null in metrics.jsonl."""
 Rows: TypeAlias = Sequence[Row]
 Total: TypeAlias = Callable[[Rows, str], float]
-"""What a figure comes to over rows."""
+"""Aggregates a figure over rows."""
 
 CALLS = "environment/calls"
 """Calls of tools in a sample: the figure "rewards/environment/calls" in runs of the environment "tools"."""
@@ -128,12 +128,12 @@ class Figure(NamedTuple):
     """One line of the table."""
 
     group: str
-    """Which rows have it: those of a step, an evaluation, ..."""
+    """Kind of the rows that have it: step, evaluation, ..."""
     name: str
     """Its key in a row. One that ends with "/" is a family: every key that begins so."""
     unit: str
     total: Total | None
-    """What it comes to over several rows, where it is asked for."""
+    """Aggregates the figure over several rows; None: it is never asked for."""
     kept: Mapping[str, str]
     """Its keys in sections of summary.json ("ages", "round") and in the figures of a lap ("lap")."""
     meaning: str
@@ -332,7 +332,7 @@ TOTALS: Mapping[str, Total] = {
 }  # fmt: skip
 _ALL = list(_figures())
 FIGURES = [figure for figure in _ALL if figure.group != "lap"]
-"""What rows have, in the order of metrics.jsonl."""
+"""Figures of rows, in the order of metrics.jsonl."""
 LAPS: Mapping[str, Figure] = {figure.kept["lap"]: figure for figure in _ALL if "lap" in figure.kept}
 """The figures of a lap by their key there."""
 
@@ -389,7 +389,7 @@ def ordered(row: Mapping[str, float]) -> Row:
 
 
 def counts_of(rows: Iterable[Row]) -> Row:
-    """What the rows counted, added up."""
+    """Return the sums of the rows' counts."""
     counts: Row = {}
     for row in rows:
         for name, value in row.items():

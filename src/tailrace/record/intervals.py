@@ -29,7 +29,7 @@ def union_of(sets: Iterable[Intervals]) -> Intervals:
 
 
 def complement(of: Intervals, within: tuple[float, float]) -> Intervals:
-    """What a set leaves open of one interval."""
+    """Return the parts of one interval that a set does not cover."""
     inner = of[(of[:, 1] > within[0]) & (of[:, 0] < within[1])]
     starts = np.concatenate(([within[0]], inner[:, 1]))
     ends = np.concatenate((inner[:, 0], [within[1]]))
@@ -38,7 +38,7 @@ def complement(of: Intervals, within: tuple[float, float]) -> Intervals:
 
 
 def intersect(one: Intervals, other: Intervals) -> Intervals:
-    """What is in both sets."""
+    """Return the intersection of two sets."""
     if not len(one) or not len(other):
         return EMPTY
     first = np.searchsorted(other[:, 1], one[:, 0], side="right")
@@ -53,12 +53,12 @@ def intersect(one: Intervals, other: Intervals) -> Intervals:
 
 
 def subtract(one: Intervals, other: Intervals) -> Intervals:
-    """What is in the first set and not in the second."""
+    """Return the first set without the second."""
     return intersect(one, complement(other, (-np.inf, np.inf)))
 
 
 def at_most(pairs: Intervals, limit: float) -> Intervals:
-    """When at least one of the given intervals, and at most `limit` of them, are open at once."""
+    """Return the times at which at least one of the intervals, and at most `limit` of them, are open."""
     times, counts = _open_at_once(pairs)
     few = (counts > 0) & (counts <= limit)
     return union(np.stack((times[:-1], times[1:]), axis=1)[few[:-1]])

@@ -38,7 +38,7 @@ class SamplesWriter:
             yield msgspec.json.encode(record) + b"\n"
 
     def close(self) -> None:
-        """Nothing to do: the files are complete after each event."""
+        """Do nothing: the files are complete after each event."""
 
 
 def _name(round: int) -> str:

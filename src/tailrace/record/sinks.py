@@ -96,7 +96,7 @@ class TrackedRun:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What trackio.init and wandb.init have in common."""
+        """The arguments that trackio.init and wandb.init have in common."""
         return {"project": self.project, "name": self.name, "group": self.group, "config": dict(self.config)}
 
 

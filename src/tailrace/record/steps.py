@@ -126,9 +126,9 @@ class StepMeter:
         self._round = 0
         self._last_end_s = 0.0
         self._cost: float | None = None
-        """Of the run until now; None: it has no prices."""
+        """Cost of the run until now; None: it has no prices."""
         self._cost_before: Row = {}
-        """The same at the last row of each kind, by the figure of the difference."""
+        """Cost at the last row of each kind, by the figure that has the difference."""
         self._guards: list[float] = []
         self._controller_lags: list[float] = []
         self._stages: Row = {}

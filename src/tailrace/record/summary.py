@@ -1,4 +1,4 @@
-"""What a whole run came to (summary.json), and one run of a schedule in a comparison (a lap).
+"""Totals of a whole run (summary.json), and of one run of a schedule in a comparison (a lap).
 
 Both follow from the rows by the table in `figures.py`. A resumed run also counts the rows that were written
 before it was killed.
@@ -61,7 +61,7 @@ class TokenCounts:
     trained: int
     parked: int
     wasted: dict[str, int]
-    """By reason."""
+    """Tokens, by the reason of their waste."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BoundSummary:
     bound_s: float
     """Median over the rounds."""
     share: float
-    """Of the main time: median over the rounds. 1 is the best."""
+    """Share of the main time: median over the rounds. 1 is the best."""
     run_share: float
     """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
     worst: str
@@ -109,11 +109,11 @@ class RunSummary:
     bound: BoundSummary | None
     """None if no round trained."""
     bias: dict[str, float] = field(default_factory=dict)
-    """Of the rules of groups; empty without control groups."""
+    """Bias of the rules of groups; empty without control groups."""
     cost: float | None = None
-    """Of all lives, in the currency of [prices]; None without them."""
+    """Cost of all processes of the run, in the currency of [prices]; None without prices."""
     advisories: dict[str, str] = field(default_factory=dict)
-    """What a person should look at, by its kind, with the step at which it appeared."""
+    """Advice for a person, by its kind, with the step at which it appeared."""
 
 
 class Summary:

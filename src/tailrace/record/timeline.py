@@ -19,7 +19,7 @@ RESPONSES = ("stop", "length")
 
 
 class ServedRequest(Interval, frozen=True):
-    """What one engine did for a sample without a pause."""
+    """One request: an engine's work on a sample without a pause."""
 
     sample: SampleId
     engine: str
@@ -42,7 +42,7 @@ class ServedRequest(Interval, frozen=True):
 
     @property
     def is_response(self) -> bool:
-        """It ended with the response of a sample that may be trained."""
+        """Whether it ended with the response of a sample that may be trained."""
         return self.outcome in RESPONSES and not self.is_evaluation
 
 
@@ -157,13 +157,13 @@ _LISTS: Mapping[type, str] = {
 
 @dataclass
 class Timeline:
-    """What one process of a run did. Work stands in the order in which it ended."""
+    """Work of one process of a run, in the order in which it ended."""
 
     life: int = 1
     """The number of the process in the run."""
     start_s: float = 0.0
     end_s: float = 0.0
-    """When its last event happened."""
+    """Time of its last event."""
     requests: list[ServedRequest] = field(default_factory=list)
     scorings: list[Scoring] = field(default_factory=list)
     rounds: list[RoundSpan] = field(default_factory=list)
@@ -178,9 +178,9 @@ class Timeline:
     lags: list[events.ControllerLag] = field(default_factory=list)
     stages: list[events.StagesFilled] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)
-    """What tasks of a live run waited for when it last wrote, and since when."""
+    """Open waits of a live run's tasks when it last wrote, with their starts."""
     is_closed: bool = False
-    """It came to its end."""
+    """Whether the process came to its end."""
     pairs: Pairs = field(default_factory=Pairs)
 
     def on(self, event: events.LoggedEvent) -> None:
@@ -195,7 +195,7 @@ class Timeline:
 
     @property
     def first_round_s(self) -> float:
-        """When its first round began."""
+        """Start of its first round."""
         return next((round.start_s for round in (*self.rounds, *self.open_rounds)), self.start_s)
 
     @property
@@ -222,7 +222,7 @@ class Timeline:
         return self._until_now(self.pairs.scorings.values())
 
     def open_calls(self, *verbs: str) -> Sequence[Interval]:
-        """What worker processes were asked for and had not done (`verb_of`)."""
+        """Return the calls (`verb_of`) that worker processes had not finished."""
         since = [since_s for what, since_s in self.waits.items() if verb_of(what) in verbs]
         return [Interval(since_s, self.end_s) for since_s in since]
 
@@ -231,7 +231,7 @@ class Timeline:
 
 
 def verb_of(wait: str) -> str:
-    """What a worker process is asked for, by the name of the wait: 'step' of 'trainer: Step'."""
+    """Return the call that a wait stands for: 'step' for 'trainer: Step'."""
     return wait.rpartition(": ")[2].rpartition(".")[2].lower()
 
 

@@ -62,7 +62,7 @@ class FunctionSettings(WeightedSettings):
     """One of several reward functions."""
 
     function: RunFunction
-    """As `reward.function`."""
+    """The function, in the forms of `reward.function`."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`. None: the name of the function."""
     signature: Literal["auto", "tailrace", "trl", "verl"] = "auto"
@@ -85,7 +85,7 @@ class RewardSettings(Settings):
     code: CodeSettings | None = None
     """Set: the completions of rows with test cases are programs. Other rows need a function."""
     sandbox: SandboxKind = "bubblewrap"
-    """What isolates the programs of [reward.code]. `none`: they run as this user, with your files and the
+    """Isolation of the programs of [reward.code]. `none`: they run as this user, with your files and the
     network; only time, output and the memory of each process are bounded."""
     synchronous: bool = False
     """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
@@ -93,7 +93,7 @@ class RewardSettings(Settings):
     timeout_s: Resumable[float] = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is stopped together with the processes that it started."""
     on_timeout: Literal["zero", "drop"] = "zero"
-    """What a call that is stopped gives: a reward of zero, which is counted as a timeout (RollPacker), or a
+    """Result of a call that is stopped: a reward of zero, which is counted as a timeout (RollPacker), or a
     failure, which drops the sample."""
     max_failures: Resumable[int | None] = Field(default=None, ge=1, le=1_000_000_000)
     """Consecutive failures or timeouts that end the run. None: as many as a round has samples."""
@@ -150,7 +150,7 @@ def check_sources(
 
 
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids", "finish_reason", "completion_prefix")
-"""What a sample gives to a reward function besides the columns of its row."""
+"""Arguments of a reward function from the sample, besides the columns of its row."""
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -172,7 +172,7 @@ class Call(msgspec.Struct, array_like=True):
     messages: Sequence[Mapping[str, object]] = ()
     """The completion as chat messages, where an environment took part in it."""
     completion_prefix: str = ""
-    """What the prompt has of the assistant's turn already (Prompt.opened)."""
+    """Beginning of the assistant's turn that the prompt already has (Prompt.opened)."""
 
     @classmethod
     def of(cls, sample: Sample) -> "Call":
@@ -195,7 +195,7 @@ class Call(msgspec.Struct, array_like=True):
 
     @property
     def turn(self) -> str:
-        """What the assistant says, whether the prompt or the completion has it."""
+        """The assistant's whole turn: the beginning that the prompt has, and the completion."""
         return self.completion_prefix + self.completion
 
     def arguments(self) -> dict[str, object]:
@@ -204,14 +204,14 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """What the reward functions said of one completion."""
+    """Results of the reward functions for one completion."""
 
     reward: float
     """Weighted sum of the values."""
     metrics: dict[str, float] = {}
     """The value of each of several functions by its name, and the numbers that functions report."""
     columns: dict[str, str | float | int | None] = {}
-    """What functions report for the record of the sample."""
+    """Columns that functions report for the record of the sample."""
 
 
 class Rewards(Protocol):

@@ -1,4 +1,5 @@
-"""Which requests may be served now, and which complete groups go to the trainer. Pure functions, no I/O.
+"""Policies: admission (which requests may be served now) and selection (which complete groups go to the
+trainer). Pure functions, no I/O.
 
 Admission: the pool asks about the first request of its queue. The queue is in the order of launch, unless a
 schedule sets another (`Pool.order`). So admissions differ only in how many requests they let in.
@@ -26,7 +27,7 @@ from tailrace.types import Group, samples_of
 
 
 class Service(Protocol):
-    """What an admission may read: the requests in service."""
+    """The requests in service, as an admission reads them."""
 
     @property
     def num_requests(self) -> int:
@@ -130,8 +131,8 @@ def trained_tokens(group: Group) -> int:
 
 
 Full = Literal["block", "drop_oldest"]
-"""What a full stage does. block: the producer checks `is_full` and waits. drop_oldest: the oldest
-group is dropped and counted."""
+"""Policies of a full stage. block: the producer checks `is_full` and waits. drop_oldest: the oldest group is
+dropped and counted."""
 
 
 class StageQueue:

@@ -17,7 +17,7 @@ from tailrace.types import Group, Sample, SampleId, noise_seed
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found."""
+    """Result of an evaluation."""
 
     accuracy: float
     """Mean reward; a sample that could not be rewarded counts 0."""

@@ -10,8 +10,8 @@ from tailrace.types import Group, Prompt
 
 
 class GroupSettings(Settings):
-    """By default a group waits for all K samples, and a sample whose reward or environment fails is dropped.
-    Rules change that, under any schedule. Advantages are computed over the samples that are trained."""
+    """By default a group waits for all K samples; one whose reward or environment fails is dropped. Rules
+    change that, under any schedule. Advantages are computed over the trained samples."""
 
     keep: int | None = Field(default=None, ge=1)
     """Members with which a group is trained: the first so many to be generated (k of K). The others are cut;

@@ -130,7 +130,7 @@ class PlacementSettings(Settings):
     devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to the
     first half of the trainer's replicas (RollPacker's stream trainer)."""
     devices: Literal["cpus", "gpus"] = "cpus"
-    """What the numbers in `engines` and `trainer` are: "cpus" (cores, on Linux) or "gpus"."""
+    """Devices that `engines` and `trainer` number: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
     """The devices of each engine, for example [[0], [1]]. An engine sees only its own. Empty: engines share
     all devices of the machine."""

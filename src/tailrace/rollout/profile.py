@@ -24,7 +24,7 @@ KEY = "placement.profile"
 
 
 class ProfileRow(msgspec.Struct, frozen=True):
-    """What one engine of a tensor-parallel size took for `batch` requests that began together.
+    """Measured time of one engine of a tensor-parallel size for `batch` requests that began together.
 
     Args:
         length: tokens that each of them generated.

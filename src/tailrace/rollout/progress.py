@@ -25,7 +25,7 @@ class RolloutProgress:
         self._limit = inf
 
     def launched(self, group: Group, *, is_first: bool) -> None:
-        """A group was launched; the first one begins a rollout."""
+        """Count a launched group; the first one begins a rollout."""
         if is_first:
             self.num_launched = self.num_finished = self._num_needed = 0
             self._limit = inf
@@ -34,7 +34,7 @@ class RolloutProgress:
         self.num_finished += len(group.kept)
 
     def raced(self, num_groups: int, group_size: int) -> None:
-        """The rollout ends with so many groups."""
+        """End the rollout after this number of groups."""
         self._limit = num_groups * group_size
 
     def keep_finished(self, group: Group) -> None:
@@ -48,7 +48,7 @@ class RolloutProgress:
                 self.lengths.add(sample.num_tokens)
 
     def lost(self, num_members: int) -> None:
-        """So many responses are needed no longer."""
+        """Reduce the responses needed, after members of groups were lost."""
         self.num_launched -= num_members
         self._num_needed -= num_members
 

@@ -14,7 +14,7 @@ from tailrace.types import Sample
 
 
 class Rollout(Protocol):
-    """What synchronous rewards ask the pool."""
+    """State of the rollout, as synchronous rewards read it from the pool."""
 
     changed: Signal
 
@@ -59,7 +59,7 @@ class WithFailureLimit:
         """Failures since the last success; reason and traceback of the first of them."""
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score. Raises a RewardBroken with the first failures if the limit is reached."""
+        """Score a sample. Raises a RewardBroken with the first failures if the limit is reached."""
         try:
             reward = await self._rewards.score(sample)
         except RewardFailed as failed:

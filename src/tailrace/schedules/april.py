@@ -55,8 +55,8 @@ async def april(
 async def april_dapo(
     run: Run, groups_per_round: Count, groups_per_draw: Count, kv: KVRule = "recompute"
 ) -> None:
-    """With dynamic sampling as in the published code: prompts are drawn in batches until N groups pass the
-    filter, and what is left over comes first in the next batch. No bound on staleness.
+    """APRIL with dynamic sampling, as in the published code: prompts are drawn in batches until N groups pass
+    the filter. Groups that are left over come first in the next batch. No bound on staleness.
 
     Args:
         groups_per_round: groups trained in a round (N).

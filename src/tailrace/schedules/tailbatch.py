@@ -66,8 +66,9 @@ async def tailbatch_dapo(
     requests_per_engine: Count,
     response_speculation: Factor = 1.25,
 ) -> None:
-    """With DAPO's dynamic sampling (section 7): prompts are drawn until P0 groups pass the filter. Filtered
-    prompts do not join the queue. The round ends when P0 groups are scored, because the filter needs rewards.
+    """Tail batching with DAPO's dynamic sampling (section 7): prompts are drawn until P0 groups pass the
+    filter. Filtered prompts do not join the queue. The round ends when P0 groups are scored, because the
+    filter needs rewards.
 
     Args:
         groups_per_round: prompts trained in a round (P0).

@@ -1,4 +1,4 @@
-"""From devices and a model to the rates of engines and trainer.
+"""Rates of engines and trainer, computed from devices and a model.
 
 A decode step reads the weights once (base_s) and the KV cache (context_s), or computes (compute_s), whichever
 bounds it, and all-reduces twice a layer over the devices of the engine. Prefill and training are bound by
@@ -85,7 +85,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
 
 
 def multiplied_parameters(model: ModelShape) -> int:
-    """Of the matrices of one layer that each token is multiplied with."""
+    """Parameters of the matrices of one layer with which each token is multiplied."""
     attention = 2 * model.hidden_size * (model.query_size + model.kv_size)
     return attention + 3 * model.hidden_size * model.mlp_size
 
@@ -111,10 +111,10 @@ MODELS: Mapping[str, ModelShape] = {
 S = TypeVar("S", bound=Settings)
 
 ALL_REDUCES = 2
-"""In each layer, forward (Shoeybi et al., Megatron-LM, 2019, section 3)."""
+"""All-reduces of each layer, forward (Shoeybi et al., Megatron-LM, 2019, section 3)."""
 OPTIMIZER_BYTES = 30
-"""That a step of Adam reads and writes for each parameter: weight, momentum and variance in float32 (24), the
-gradient (4) and the weight in bfloat16 (2)."""
+"""Bytes that a step of Adam reads and writes for each parameter: weight, momentum and variance in float32
+(24), the gradient (4) and the weight in bfloat16 (2)."""
 RESTART_S = 10.0
 """Seconds of an engine's restart without its weights. Assumed."""
 
@@ -206,7 +206,7 @@ class _Setup:
 
     @property
     def places(self) -> dict[str, Place]:
-        """Where each part is while engines generate. The host's memory is that of a CPU."""
+        """Place of each part while engines generate. The host's memory is that of a CPU."""
         stays = self.cluster.device == "CPU"
         found = self.offload.places()
         return {part: "device" if place == "host" and stays else place for part, place in found.items()}
@@ -229,7 +229,7 @@ class _Setup:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model as engines hold it."""
+        """Bytes of the model as engines hold it."""
         return BYTES_PER_WEIGHT * self.model.num_parameters
 
     @property

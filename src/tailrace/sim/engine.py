@@ -435,7 +435,7 @@ class SimEngine:
 
 
 FAULT = 7
-"""What a stream of chance is for, besides those of world.py and reward.py."""
+"""Key of a random stream; world.py and reward.py have the others."""
 
 
 def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:

@@ -13,7 +13,7 @@ Part = Literal["engine", "trainer", "judge"]
 
 
 class Host:
-    """Which parts work at present, and how much slower the others are."""
+    """The parts that work at present, and how much they slow each other down."""
 
     def __init__(self, settings: SimHostSettings) -> None:
         self._settings = settings

@@ -17,7 +17,7 @@ from tailrace.sim.world import MANY_PROMPTS, Chance, row_of
 from tailrace.types import Sample
 
 REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
-"""What a stream of chance is for, besides those of world.py."""
+"""Keys of random streams; world.py has the others."""
 
 
 def rewards_of(

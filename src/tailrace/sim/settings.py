@@ -76,7 +76,7 @@ class SimTrainerSettings(Settings):
     swap_s: float = Field(default=0.0, ge=0)
     """Seconds in which the trainer's state leaves its devices, or comes back (`[trainer.offload]`)."""
     early_swap_s: float = Field(default=0.0, ge=0)
-    """The same for what training during the rollout needs: at most swap_s."""
+    """Seconds of the part that training during the rollout needs: at most swap_s."""
     drift: float = Field(default=0.5, ge=0)
     """Standard deviation that the log importance weight of a token gains with each version: a model of
     ess and mismatch_kl."""
@@ -184,9 +184,9 @@ class SimCodeSettings(Settings):
     sigma: float = Field(default=1.0, ge=0)
     """Standard deviation of the logarithm of these seconds over prompts."""
     case_sigma: float = Field(default=0.0, ge=0)
-    """The same over the test cases of one prompt."""
+    """Standard deviation over the test cases of one prompt."""
     own_sigma: float = Field(default=0.1, ge=0)
-    """The same over the responses to one prompt, for each test case."""
+    """Standard deviation over the responses to one prompt, for each test case."""
     endless: float = Field(default=0.05, ge=0, le=1)
     """Share of the responses that never end in one of their test cases. They are incorrect."""
     timeout: TimeoutSettings = TimeoutSettings()
@@ -198,7 +198,7 @@ class SimJudgeSettings(Settings):
     device of the engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
 
     model: FolderOrName = "Qwen2.5-7B"
-    """As sim.cluster.model. Its weights are bfloat16."""
+    """Model of the judge, as in sim.cluster.model. Its weights are bfloat16."""
     memory_mib: int | None = Field(default=None, ge=1)
     """Memory on a device for layers and activations together, in MiB, beside the share of the engine. Other
     layers are copied from the host's memory. None: all layers stay on the device."""
@@ -224,7 +224,7 @@ class SimRewardSettings(Settings):
     hanging: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose reward function never returns."""
     synchronous: bool = False
-    """As reward.synchronous, which holds, too."""
+    """Whether rewards are synchronous; reward.synchronous holds, too."""
     code: SimCodeSettings | None = None
     """Set: responses are programs, and the fields median_s, sigma, timeout_s and hanging are not used."""
     judge: SimJudgeSettings | None = None
@@ -279,7 +279,7 @@ class SimClusterSettings(Settings):
     trainer_replicas: int | None = Field(default=None, ge=1)
     """Replicas of the trainer; each has all of that memory. None: trainer.replicas, or 1 without a config."""
     offload: OffloadSettings | None = None
-    """Where the trainer's state is while engines generate on its devices. None: [trainer.offload]."""
+    """Places of the trainer's state while engines generate on its devices. None: [trainer.offload]."""
     transport: Literal["process_group", "filesystem"] = "process_group"
     """How weights reach engines on other devices."""
     filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
@@ -293,7 +293,7 @@ class SimClusterSettings(Settings):
 
 
 class SimHostSettings(Settings):
-    """What engines, trainer and judge cost one another while they work at the same time on one host."""
+    """Slowdown of engines, trainer and judge while they work at the same time on one host."""
 
     engine_slowdown: float = Field(default=1.0, ge=1)
     """Factor on the time of a decode step while the trainer works."""

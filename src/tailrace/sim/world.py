@@ -59,7 +59,7 @@ class Chance:
         return _STANDARD.inv_cdf(self.uniform())
 
     def below(self, limit: int) -> int:
-        """From 0 to limit - 1."""
+        """Draw a number from 0 to limit - 1."""
         return self.bits() * limit >> 64
 
 
@@ -162,7 +162,7 @@ def _law_of_lengths(lengths: Collection[int]) -> Law:
 
 
 PROMPT, SAMPLE = 1, 2
-"""What a stream of chance is for, besides those of reward.py."""
+"""Keys of random streams; reward.py has the others."""
 MANY_PROMPTS = 2**16
 """Prompts whose chance is remembered, because their samples come one after another."""
 

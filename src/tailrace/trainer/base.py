@@ -35,8 +35,8 @@ class LoraSettings(Settings):
     """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, for the embedded
-    engine, and for vLLM with `weights.transport = "filesystem"`."""
+    """Weights that the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, for the
+    embedded engine, and for vLLM with `weights.transport = "filesystem"`."""
     versions: int = Field(default=1, ge=1, le=64)
     """Adapters that an engine keeps: the last so many versions, for schedules that pin samples to theirs
     (`trl_async`: staleness + 1)."""
@@ -46,7 +46,7 @@ Place = Literal["device", "host", "disk"]
 
 
 class OffloadSettings(Settings):
-    """Where the trainer's state is while engines generate on its devices (`placement.kind = "colocated"` or
+    """Places of the trainer's state while engines generate on its devices (`placement.kind = "colocated"` or
     "elastic"). "device": it stays. "host": in pinned memory of the host; on a CPU it is there, and stays.
     "disk": in a file of $TMPDIR, which gives the memory of a CPU free, too."""
 

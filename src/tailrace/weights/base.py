@@ -111,7 +111,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What an engine must answer to prove that it has a publication (engine/proof.py).
+    """A fixed sequence whose log-probs prove that an engine has a publication (engine/proof.py).
 
     Args:
         ids: the fixed sequence.
@@ -142,7 +142,7 @@ class Weights:
     changed: float | None = None
     """Share of the weights whose bfloat16 value is not that of the previous publication (tensors.py)."""
     probe: Probe | None = None
-    """None: no publication of the run is proven."""
+    """Question to the engine; None: no publication of the run is checked."""
 
     @property
     def is_streamed(self) -> bool:
@@ -197,7 +197,7 @@ class Link(NamedTuple):
     num_ranks: int = 1
     """Processes of the engine that receive all tensors: tensor_parallel_size of an inference server."""
     standalone: bool = False
-    """It has an address of its own (process_group.py)."""
+    """Whether it has an address of its own (process_group.py)."""
 
 
 _link_numbers = itertools.count(1)
