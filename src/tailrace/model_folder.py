@@ -133,8 +133,7 @@ def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def weights_defect(file: Path) -> str | None:
-    """Return the defect of a safetensors file by its size and header, as a clause to follow its name, or
-    None."""
+    """Return the defect of a safetensors file, by its size and header, to follow its name, or None."""
     try:
         with safe_open(file, framework="numpy") as tensors:
             return None if tensors.keys() else "holds no tensors"

@@ -232,8 +232,7 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, object]]:
-        """Chat messages after the context of the last branch. Empty without an environment of several
-        turns."""
+        """Chat messages after the context of the last branch; empty without an environment of turns."""
         return messages_of(self.turns[1 if self.opening_ids else 0 :])
 
     @property

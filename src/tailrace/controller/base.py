@@ -85,8 +85,7 @@ class RunComponents:
     sharing: DeviceSharing = DISAGGREGATED
     """Whether engines and trainer have devices in common."""
     anchors: Anchors = field(default_factory=Anchors)
-    """Longest known times of correct responses, for adaptive limits of rewards. A run saves and restores
-    it."""
+    """Longest known times of correct responses, for adaptive limits. A run saves and restores them."""
     synchronous_rewards: bool = False
     """Whether rewards wait until no request is served."""
     max_failures: int | None = None

@@ -50,8 +50,7 @@ class RoundBound(Moment, frozen=True):
     gap: str
     """Main time, bound, and what makes the difference, in words."""
     run_time_s: float
-    """Seconds from the start of the first round of this process to the end of the round's last optimizer
-    step."""
+    """Seconds from the first round's start in this process to the end of the round's last optimizer step."""
     run_bound_s: float
     """The lower bound of run_time_s."""
 

@@ -125,8 +125,7 @@ def feasible(groups: Iterable[Group], max_tokens: int) -> Iterator[list[Group]]:
 
 
 def trained_tokens(group: Group) -> int:
-    """Tokens that a trainer computes for a group: its trainable samples, prompts and the environment's tokens
-    included."""
+    """Tokens of a group's trainable samples that a trainer computes, prompts and environment included."""
     return sum(sample.num_sequence_tokens for sample in samples_of([group]))
 
 
@@ -189,8 +188,7 @@ class StageQueue:
 
 
 class ReadyQueue(StageQueue):
-    """The stage of complete groups, which the trainer takes from. `coming` returns how many groups may still
-    arrive."""
+    """The stage of complete groups, from which the trainer takes. `coming`: how many may still arrive."""
 
     def __init__(self, name: str, *, drop: Callable[[Group, str], None], coming: Callable[[], float]) -> None:
         super().__init__(name, drop=drop)

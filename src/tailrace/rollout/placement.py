@@ -188,8 +188,7 @@ class Placement:
 
 
 class Colocated(Placement):
-    """All devices generate until the rollout is over; then all train. Before engines wake, the trainer
-    sleeps."""
+    """All devices generate until the rollout is over; then all train, until engines wake again."""
 
     kind: Kind = "colocated"
 

@@ -120,8 +120,7 @@ class SamplesInFlight:
         self.num_requests += 1
 
     def end_request(self, sample: Sample) -> tuple[Stage, str | None]:
-        """Forget a sample whose request has ended. Returns its last stage, and the reason if it was
-        discarded."""
+        """Forget a sample whose request has ended. Returns its last stage; if it was discarded, why."""
         state = self._states.pop(sample)
         self.num_requests -= 1
         return state.stage, state.discarded
@@ -147,8 +146,7 @@ class SamplesInFlight:
         return state.task
 
     def discard(self, sample: Sample, reason: str) -> bool:
-        """Stop a sample for good. Returns whether an engine still works on it; then `end_request` returns the
-        reason."""
+        """Stop a sample for good. Returns whether an engine works on it until `end_request`."""
         state = self._states.get(sample)
         aborting = self.park(sample) is not None
         if state is not None and aborting:
