@@ -65,19 +65,19 @@ test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp $(SMOLLM2)
 	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 10
 
 test-vllm-smoke: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
-	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 5 tests/engine/vllm/test_vllm_engine.py
+	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 5 tests/extras/http/vllm/test_vllm_engine.py
 
 test-real: $(VENV)/dev.stamp $(SMOLLM2)
-	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest tests/engine/serve/test_self_test.py tests/assembly/test_environments.py
+	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers
 
 test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
-	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/verifiers --durations 5
+	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/extras/verifiers --durations 5
 
 # The SDK leaves connections open; the collector finds them in any test, or after the last one.
-WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker -W ignore:unclosed:ResourceWarning tests/tinker tests/benchmarks/test_doors.py
+WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker -W ignore:unclosed:ResourceWarning tests/extras/tinker tests/benchmarks/test_doors.py
 
 test-tinker: $(VENV)/dev.stamp .tinker/stamp $(SMOLLM2)
 	$(WITH_TINKER) --durations 5
@@ -89,7 +89,7 @@ cookbook: $(VENV)/dev.stamp .tinker/stamp .cookbook/stamp $(SMOLLM2)
 	PYTHONPATH=$(abspath .tinker):$(abspath .cookbook) $(BIN)/python benchmarks/cookbook.py
 
 test-ray: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "ray and not vllm" tests/commands/test_ray.py --durations 10
+	$(BIN)/python -m pytest -m "ray and not vllm" tests/extras/cluster/test_ray.py --durations 10
 
 # The checks of vLLM need $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp

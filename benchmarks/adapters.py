@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from common import run, write
-from tailrace.engine.base import GenerationRequest
-from tailrace.engine.native.engine import NativeEngine
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.contracts.engine import GenerationRequest
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.types import SamplingParams
 
 RANK, SCALE = 16, 2.0

@@ -76,12 +76,12 @@ import tomli_w
 
 from common import EXAMPLES, run, tree, write
 from tailrace import clock
-from tailrace.assembly.running import ComparedSchedule, SharedWorkers
-from tailrace.assembly.schedule import resolve
 from tailrace.config import RunConfig, load_config
+from tailrace.contracts.engine import counted_tokens
 from tailrace.controller.execution import execute
-from tailrace.engine.base import counted_tokens
-from tailrace.environments.tools import CALLER
+from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers
+from tailrace.drivers.assembly.schedule import resolve
+from tailrace.drivers.environments.tools import CALLER
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.journal import Journal, commits_on_thread

@@ -29,9 +29,10 @@ Generate = Callable[[Requests], int]
 def native(model: str, dtype: str = "float32", **settings: object) -> Generate:
     import torch
 
-    from tailrace.engine.base import GenerationRequest
-    from tailrace.engine.native.engine import NativeEngine
-    from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+    from tailrace.contracts.engine import GenerationRequest
+    from tailrace.contracts.sampling import SamplingSettings
+    from tailrace.drivers.engine.native.engine import NativeEngine
+    from tailrace.drivers.engine.settings import NativeEngineSettings
     from tailrace.types import SamplingParams
 
     torch.set_num_threads(1)

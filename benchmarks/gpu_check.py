@@ -178,9 +178,10 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Path:
 
 
 def _generate(folder: Path, device: str, budget: int, num_requests: int, length: int) -> None:
-    from tailrace.engine.base import GenerationRequest
-    from tailrace.engine.native.engine import NativeEngine
-    from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+    from tailrace.contracts.engine import GenerationRequest
+    from tailrace.contracts.sampling import SamplingSettings
+    from tailrace.drivers.engine.native.engine import NativeEngine
+    from tailrace.drivers.engine.settings import NativeEngineSettings
 
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
     sampling = SamplingSettings(max_completion_tokens=length)
@@ -218,9 +219,9 @@ def _peak_bytes(work: Callable[[], object]) -> int:
 
 def kv_budget(folder: Path, device: str) -> str | None:
     """Sequences that outgrow a small cache."""
-    from tailrace.assembly.machine import CUDA_BYTES
-    from tailrace.assembly.memory import engine_memory
-    from tailrace.engine.settings import NativeEngineSettings
+    from tailrace.drivers.assembly.machine import CUDA_BYTES
+    from tailrace.drivers.assembly.memory import engine_memory
+    from tailrace.drivers.engine.settings import NativeEngineSettings
     from tailrace.memory import ModelShape
 
     budget = 65_536
@@ -235,7 +236,7 @@ def float32_attention(folder: Path, device: str) -> str | None:
     """One layer of the real shape, forward and backward."""
     import torch
 
-    from tailrace.trainer.model import packed_causal_attention
+    from tailrace.drivers.trainer.model import packed_causal_attention
 
     length, heads, kv_heads, dim = 8192, 16, 8, 128
     q, k, v = (
@@ -251,8 +252,8 @@ def float32_attention(folder: Path, device: str) -> str | None:
 
 def _trainer(folder: Path, **settings: object) -> Any:
     from tailrace.algo.base import AlgorithmSettings
-    from tailrace.trainer.base import TrainerSettings
-    from tailrace.trainer.trainer import TorchTrainer
+    from tailrace.contracts.trainer import TrainerSettings
+    from tailrace.drivers.trainer.trainer import TorchTrainer
 
     given = TrainerSettings.model_validate({"dtype": "bfloat16", **settings})
     return TorchTrainer(folder, given, AlgorithmSettings(), temperature=1.0, max_completion_tokens=1024)
@@ -260,7 +261,7 @@ def _trainer(folder: Path, **settings: object) -> Any:
 
 def _group(number: int, length: int) -> list[Any]:
     """Eight samples with an advantage."""
-    from tailrace.trainer.batch import TrainingSample
+    from tailrace.drivers.trainer.batch import TrainingSample
     from tailrace.types import SampleId
 
     ids = [SampleId(number, 0, index) for index in range(8)]
@@ -281,8 +282,8 @@ def full_micro_batches(folder: Path, device: str) -> str | None:
 
 def publication(folder: Path, device: str) -> str | None:
     """The second publication, which is compared with the first."""
-    from tailrace.weights.filesystem import FilesystemSender
-    from tailrace.weights.tensors import Publisher
+    from tailrace.drivers.weights.filesystem import FilesystemSender
+    from tailrace.drivers.weights.tensors import Publisher
 
     trainer = _trainer(folder, device=device)
     sender = FilesystemSender.in_shared_memory()
@@ -300,8 +301,8 @@ def sleeping_trainer(folder: Path, device: str) -> str | None:
     """A step, a sleep and a wake, twice. Prints the GiB that CUDA's allocator counts."""
     import torch
 
+    from tailrace.drivers.workers.process import give_memory_back
     from tailrace.memory import GIB, STATE_BYTES, ModelShape
-    from tailrace.workers.process import give_memory_back
 
     def step() -> None:
         trainer.accumulate([_group(0, 64)])

@@ -26,9 +26,9 @@ import torch
 from common import QWEN3, run, save_model, write
 from engine_peers import Generate, Requests, native
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.trainer import TorchTrainer
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 PROMPT, COMPLETION = 64, 256

@@ -37,10 +37,10 @@ from transformers.utils import logging
 
 from common import QUICKSTART
 from tailrace.api import load_config
-from tailrace.data.encoding import load_tokenizer
-from tailrace.data.open import open_prompts
-from tailrace.engine.base import GenerationRequest
-from tailrace.engine.native.engine import NativeEngine
+from tailrace.contracts.engine import GenerationRequest
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.types import KV
 
 MAX_LAG, LAGS, STARTS = 32, (1, 2, 4, 8, 16, 32), (0, 100, 190)

@@ -19,15 +19,15 @@ from learning_report import interval
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config
-from tailrace.assembly.live import training_prompts
-from tailrace.data.encoding import load_tokenizer
-from tailrace.engine.base import GenerationRequest
-from tailrace.engine.native.engine import NativeEngine
+from tailrace.contracts.engine import GenerationRequest
+from tailrace.contracts.reward import Call
+from tailrace.drivers.assembly.live import training_prompts
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.record.figures import TENTHS, Lags
-from tailrace.reward.base import Call
-from tailrace.reward.functions import Scorer
-from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.model import PolicyModel
 from tailrace.types import Group, Sample, SampleId, noise_seed
 
 K, WARM_STEPS, UPDATES, SLOTS, DECAYS = 8, 24, 24, 2048, (1.0, 0.95, 0.9, 0.8, 0.5, 0.0)

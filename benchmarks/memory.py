@@ -28,12 +28,12 @@ from cyclopts import Parameter
 
 from common import QWEN3, run, save_model, write
 from tailrace import clock
-from tailrace.assembly.memory import run_memory
 from tailrace.config import RunConfig
+from tailrace.drivers.assembly.memory import run_memory
+from tailrace.drivers.workers.process import LocalSpawner
+from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 from tailrace.memory import ITEM_BYTES, gib
 from tailrace.types import Group, Prompt, Sample, SampleId
-from tailrace.workers.process import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 
 PROMPT_TOKENS = 8
 OVER = 0.05

@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 from common import run, write
 from tailrace import clock
+from tailrace.contracts.reward import CodeSettings
+from tailrace.drivers.workers.process_tree import adopt_orphans, children_of
 from tailrace.errors import SandboxFailed
-from tailrace.reward.base import CodeSettings
-from tailrace.reward.sandbox import Sandbox, check_installed
-from tailrace.reward.timeout import TimeLimit
-from tailrace.workers.process_tree import adopt_orphans, children_of
+from tailrace.extras.sandbox.sandbox import Sandbox, check_installed
+from tailrace.rollout.reward_timeout import TimeLimit
 
 LIMIT_S = 1.0
 SLACK_S = 1.0

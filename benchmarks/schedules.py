@@ -38,8 +38,8 @@ from typing import Any
 from common import run, write
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
-from tailrace.plan.plan import Measured, Problem, measure
-from tailrace.plan.search import is_biased, search
+from tailrace.extras.plan.plan import Measured, Problem, measure
+from tailrace.extras.plan.search import is_biased, search
 from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.cluster import rates

@@ -23,14 +23,14 @@ from statistics import median
 
 from common import EXAMPLES, run, write
 from tailrace import clock
-from tailrace.assembly.live import advantages_of
-from tailrace.assembly.running import ComparedSchedule, SharedWorkers
-from tailrace.assembly.schedule import resolve, with_published_defaults
-from tailrace.assembly.simulation import run_virtual
-from tailrace.commands.compare import in_turn
-from tailrace.commands.fit import fitted_run
 from tailrace.config import RunConfig, load_config
 from tailrace.controller.execution import execute
+from tailrace.drivers.assembly.live import advantages_of
+from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers
+from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
+from tailrace.drivers.assembly.simulation import run_virtual
+from tailrace.drivers.commands.compare import in_turn
+from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter

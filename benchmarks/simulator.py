@@ -32,9 +32,9 @@ from typing import Any
 
 from common import run, write
 from tailrace import clock
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.record.events import (
     Event,
     GroupEnded,

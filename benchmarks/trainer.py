@@ -19,9 +19,9 @@ import torch
 
 from common import run, save_model, write
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.trainer.base import TrainerSettings
-from tailrace.trainer.batch import TrainingSample
-from tailrace.trainer.trainer import TorchTrainer
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 VOCABULARY, GROUP_SIZE = 64, 8

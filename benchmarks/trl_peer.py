@@ -38,9 +38,9 @@ from typing import Any, Literal
 
 from common import EXAMPLES, peak_pss, run, write
 from tailrace.api import load_config
-from tailrace.data.base import RowsSettings, Split
-from tailrace.data.encoding import load_tokenizer
-from tailrace.data.open import open_prompts
+from tailrace.contracts.data import RowsSettings, Split
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.data.open import open_prompts
 
 SUMS = EXAMPLES / "smollm2"
 MODEL = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"

@@ -40,21 +40,22 @@ from common import run, save_model, write
 from engine import SIZES, VOCABULARY, Size
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.base import TokenCounter
-from tailrace.engine.http import HttpEngine
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings, VllmEngineSettings
-from tailrace.trainer.base import TrainerSettings
-from tailrace.types import Group, Prompt, Sample, SampleId
-from tailrace.weights.base import (
+from tailrace.contracts.engine import TokenCounter
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.contracts.weights import (
     DTYPE,
     FilesystemSettings,
     ProcessGroupSettings,
     SharedMemorySettings,
 )
-from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
-from tailrace.workers.http_engines import HttpEngines
-from tailrace.workers.process import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
+from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
+from tailrace.drivers.workers.process import LocalSpawner
+from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
+from tailrace.extras.http.engine import HttpEngine
+from tailrace.extras.http.servers import HttpEngines
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path += str(TESTS), str(TESTS / "engine" / "vllm")

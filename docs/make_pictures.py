@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tailrace import clock
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.record.events import Event, Recorder, logged
 from tailrace.record.intervals import total, union
 from tailrace.record.timeline import Timeline

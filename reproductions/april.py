@@ -21,9 +21,9 @@ from typing import Literal
 from reproductions.base import Collected, Figure, Kind, Paper, Span, Table, parameters
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import Simulated, simulate
 from tailrace.record.events import RequestEnded, RequestStarted
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import Schedule

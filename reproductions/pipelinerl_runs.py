@@ -11,8 +11,8 @@ from math import exp
 from statistics import fmean
 
 from reproductions.base import Collected, Figure, Table
-from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import Simulated, simulate
 from tailrace.record.events import RequestEnded
 from tailrace.record.figures import Row
 from tailrace.rollout.placement import DeviceSharing

@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import Literal
 
 from reproductions.base import Figure, Kind, Paper, Span, Table, parameters
-from tailrace.assembly.simulation import Simulated, simulate
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import Simulated, simulate
 from tailrace.rollout.admission import Admission, AtMost, Frontier, FrontierFirst
 from tailrace.schedules import Schedule
 from tailrace.schedules.rolloutpipe import rolloutpipe

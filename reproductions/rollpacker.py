@@ -41,9 +41,9 @@ from reproductions.rollpacker_runs import (
     tailbatch_of,
 )
 from tailrace.controller.run import Run
+from tailrace.extras.judges.simulated import ForwardPass, forward_pass
 from tailrace.record.figures import Row
 from tailrace.schedules.tailbatch import next_round, tailbatch
-from tailrace.sim.judge import ForwardPass, forward_pass
 from tailrace.types import Group
 
 SHARES = {"Math": (72, 5, 23), "Code": (66, 13, 21), "LLM-as-a-Judge": (71, 7, 22)}

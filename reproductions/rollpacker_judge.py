@@ -4,9 +4,9 @@ other."""
 from pathlib import Path
 from typing import Literal
 
+from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget
+from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.memory import MIB
-from tailrace.reward.judge_memory import IN_TRANSIT, LayerBudget
-from tailrace.reward.judge_settings import LocalJudgeSettings
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimEngineSettings, SimHostSettings, SimJudgeSettings

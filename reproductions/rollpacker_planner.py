@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from reproductions.base import Figure, Table
 from reproductions.rollpacker_runs import P0, PERIOD, R0, Model, tailbatch_of
-from tailrace.assembly.placement import computed_profile
-from tailrace.assembly.simulation import simulate, simulated_parts
+from tailrace.contracts.engine import Engine
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.engine.base import Engine
+from tailrace.drivers.assembly.placement import computed_profile
+from tailrace.drivers.assembly.simulation import simulate, simulated_parts
 from tailrace.record.events import Event, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.profile import EngineProfile

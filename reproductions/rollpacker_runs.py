@@ -12,13 +12,13 @@ from math import ceil, exp
 from statistics import fmean
 
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
-from tailrace.assembly.simulation import Simulated, simulate, simulated_parts
+from tailrace.contracts.reward import Rewards, TimeoutSettings
 from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.drivers.assembly.simulation import Simulated, simulate, simulated_parts
 from tailrace.record.figures import Row
-from tailrace.reward.base import Rewards, TimeoutSettings
-from tailrace.reward.timeout import Anchors
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.placement import Kind as PlacementKind
+from tailrace.rollout.reward_timeout import Anchors
 from tailrace.schedules import Schedule
 from tailrace.schedules.serial import serial
 from tailrace.schedules.tailbatch import rollpacker, tailbatch

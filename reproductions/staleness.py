@@ -42,8 +42,8 @@ from math import exp
 from typing import NamedTuple
 
 from reproductions.base import Figure, Paper, Table, parameters
-from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import simulate
 from tailrace.schedules import Schedule
 from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.pipelinerl import pipelinerl

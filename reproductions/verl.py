@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from reproductions.base import Figure, Kind, Paper, Table, parameters
-from tailrace.assembly.simulation import simulate, simulated_parts
+from tailrace.contracts.engine import Engine
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
-from tailrace.engine.base import Engine
+from tailrace.drivers.assembly.simulation import simulate, simulated_parts
 from tailrace.rollout.admission import AtMost
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.schedules import Schedule

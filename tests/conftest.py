@@ -13,14 +13,14 @@ TESTS = Path(__file__).parent
 SLOW = ("benchmarks", "reproductions")
 """Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
 LONG = (
-    "commands/test_train.py",
-    "engine/test_http_generations.py",
-    "trainer/test_fsdp.py",
+    "drivers/commands/test_train.py",
+    "extras/http/test_http_generations.py",
+    "drivers/trainer/test_fsdp.py",
     "controller/test_run.py",
-    "engine/serve/test_self_test.py",
-    "commands/test_failing_runs.py",
+    "extras/serve/test_self_test.py",
+    "drivers/commands/test_failing_runs.py",
     "controller/test_interruption.py",
-    "commands/test_signals.py",
+    "drivers/commands/test_signals.py",
     "ledger/test_books_close.py",
 )
 """Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one

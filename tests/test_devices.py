@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from tailrace.devices import check_device
-from tailrace.engine.settings import NativeEngineSettings
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 
 MALFORMED = ["", "5", "tpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", " cpu", "cpu\n"]

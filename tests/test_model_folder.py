@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.tiny_models import save_tiny_model
 from tailrace.config import load_config
-from tailrace.engine.native.support import check_model
+from tailrace.drivers.engine.native.support import check_model
 from tailrace.errors import ConfigError
 from tailrace.model_folder import check_files, context_length, end_of_text_ids, weight_files
 

@@ -31,12 +31,12 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.config import load_config
-from tailrace.data.base import ProceduralSettings
-from tailrace.data.encoding import load_tokenizer
-from tailrace.data.open import open_prompts
-from tailrace.data.procedural import Task, is_held_out
-from tailrace.engine.base import EngineSettings, GenerationRequest, SamplingSettings
-from tailrace.engine.native.engine import NativeEngine
+from tailrace.contracts.data import ProceduralSettings
+from tailrace.contracts.engine import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.procedural import Task, is_held_out
+from tailrace.drivers.engine.native.engine import NativeEngine
 
 FOLDER = Path(__file__).parent
 INSTRUCTION = "State the final answer to the following arithmetic problem: "

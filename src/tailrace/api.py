@@ -15,10 +15,10 @@ from signal import SIGINT
 from typing import Any, TypeVar
 
 from tailrace import config as configs
-from tailrace.assembly.folder import recorder_of
-from tailrace.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
+from tailrace.drivers.assembly.folder import recorder_of
+from tailrace.drivers.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
 from tailrace.errors import ConfigError
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.schedules import Schedule
@@ -57,7 +57,7 @@ def train(
 
     Args:
         config: from `load_config`.
-        output_dir: the folder for everything about the run; assembly/folder.py lists it.
+        output_dir: the folder for everything about the run; drivers/assembly/folder.py lists it.
         resume: continue the run in the folder, if one has begun there.
         schedule: an async function of a `Run`, in place of the one that the config names. Its other
             parameters are the keys of [schedule].
@@ -86,7 +86,7 @@ def train(
         config = tailrace.load_config("run.toml", {"run.rounds": 5})
         summary = tailrace.train(config, "runs/first", schedule=one_step_off)
     """
-    from tailrace.assembly import running
+    from tailrace.drivers.assembly import running
 
     interruption = Interruption()
 
@@ -112,7 +112,7 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
     """
 
     def work() -> RunSummary:
-        from tailrace.assembly.simulation import run_virtual
+        from tailrace.drivers.assembly.simulation import run_virtual
 
         named, bound = _named(config, schedule)
         summary = Summary()

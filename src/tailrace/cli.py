@@ -15,43 +15,49 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from tailrace import __version__
-from tailrace.assembly.signals import Terminated, signals_received, terminate
+from tailrace.drivers.assembly.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
 
 COMMANDS = {
-    "train": ("commands.train:run", "train a model; all files of the run go into the output directory"),
+    "train": (
+        "drivers.commands.train:run",
+        "train a model; all files of the run go into the output directory",
+    ),
     "compare": (
-        "commands.compare:compare",
+        "drivers.commands.compare:compare",
         "compare schedules: the same weights, prompts and seeds for each",
     ),
     "simulate": (
-        "commands.simulate:simulate",
+        "drivers.commands.simulate:simulate",
         "run the schedule in virtual time, on the [sim] section's set-up",
     ),
-    "fit": ("commands.fit:fit_run", "costs and lengths of a run or a log, as the [sim] section of a config"),
+    "fit": (
+        "extras.plan.fit_command:fit_run",
+        "costs and lengths of a run or a log, as the [sim] section of a config",
+    ),
     "plan": (
-        "commands.plan:plan",
+        "extras.plan.command:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",
     ),
     "diagnose": (
-        "commands.diagnose:diagnose",
+        "extras.diagnose.command:diagnose",
         "why engine and trainer disagree on trained tokens, by cause, and what to set",
     ),
     "eval": (
-        "commands.evaluate:run",
+        "drivers.commands.evaluate:run",
         "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
     ),
-    "inspect": ("commands.inspect:inspect", "what became of every prompt and token of a run"),
+    "inspect": ("drivers.commands.inspect:inspect", "what became of every prompt and token of a run"),
     "view": (
-        "commands.view:view",
+        "extras.view.command:view",
         "a page over the files of runs and simulations: lanes, idle times and their causes, samples",
     ),
     "join": (
-        "workers.join:join",
+        "extras.cluster.join:join",
         "do the work of one role of a run on another host, which names it in host.join",
     ),
     "serve": (
-        "commands.serve:serve",
+        "extras.serve.command:serve",
         "serve a model over HTTP: OpenAI's routes and vLLM's for tokens, pauses and weights; or Tinker's API",
     ),
 }

@@ -16,16 +16,20 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
+from tailrace.contracts.data import TASKSET_KEYS, DataSettings
+from tailrace.contracts.reward import RewardSettings
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.contracts.weights import SharedMemorySettings, WeightsSettings
 from tailrace.controller.base import RunSettings
-from tailrace.data.base import TASKSET_KEYS, DataSettings
-from tailrace.engine.settings import EngineSettings, NativeEngineSettings, SamplingSettings
-from tailrace.environments.settings import EnvironmentSettings, SingleTurnSettings
+from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
+from tailrace.drivers.environments.settings import EnvironmentSettings, SingleTurnSettings
+from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
 from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.record.base import RecordSettings
-from tailrace.reward.base import RewardSettings
 from tailrace.rollout.placement import PlacementSettings
 from tailrace.settings import (
     CHOSEN,
@@ -39,9 +43,6 @@ from tailrace.settings import (
     sections_in,
 )
 from tailrace.sim.settings import SimSettings
-from tailrace.trainer.base import TrainerSettings
-from tailrace.weights.base import SharedMemorySettings, WeightsSettings
-from tailrace.workers.base import AnyHostSettings, LocalHostSettings
 
 COUNTERPARTS: Mapping[str, str] = {
     "trainer.learning_rate": "lr learning_rate",

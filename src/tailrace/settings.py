@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 CHOSEN: JsonDict = {"chosen": True}
 """Mark of a field that a live run on this host chooses from the machine where the config does not set it
-(assembly/machine.py). Elsewhere its default holds."""
+(drivers/assembly/machine.py). Elsewhere its default holds."""
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.algo.base import PRESETS, AlgorithmSettings, Preset, check_algorithm
-from tailrace.engine.settings import SamplingSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailrace.algo.losses import effective_sample_size, weight_sums
+from tailrace.drivers.trainer.losses import effective_sample_size, weight_sums
 
 
 def size(logprobs: Tensor, recorded: Tensor) -> float:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tailrace.algo.losses import importance_weights
+from tailrace.drivers.trainer.losses import importance_weights
 
 RATIOS = [2.0, 8.0, 0.5, 6.0, 0.25]
 NUM_TOKENS = torch.tensor([2, 1, 2])

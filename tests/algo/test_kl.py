@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tailrace.algo.advantages import kl_penalty
-from tailrace.algo.losses import kl
+from tailrace.drivers.trainer.losses import kl
 
 tensor = partial(torch.tensor, dtype=torch.float64)
 P = tensor([0.7, 0.2, 0.1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailrace.algo.losses import cispo, grpo, gspo, reinforce, token_weights, value_loss
+from tailrace.drivers.trainer.losses import cispo, grpo, gspo, reinforce, token_weights, value_loss
 
 
 def tensors(*rows: list[float]) -> list[Tensor]:

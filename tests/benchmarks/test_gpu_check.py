@@ -6,10 +6,10 @@ import pytest
 
 from common import QUICKSTART
 from gpu_check import Check, checks, main, run_all
-from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.assembly.schedule import resolve
 from tailrace.schedules import SCHEDULES
-from tailrace.trainer.base import TrainerSettings
 
 CHECKS = checks()
 

@@ -10,8 +10,8 @@ import learning_report
 from learning import POINTS, curve_of, file_of, head, is_measured, learn, main, result_of
 from learning_report import PAGE, RESULTS, interval, read_all, read_result, samples_to, shown, summary
 from studies import STUDIES, Study
-from tailrace.assembly.schedule import resolve
 from tailrace.config import load_config
+from tailrace.drivers.assembly.schedule import resolve
 
 STEP = {"loss": 0.1, "ess": 0.5, "mismatch_kl": 0.2, "lag/max": 3.0, "lag/mean": 1.5, "time/step": 1.0}
 MADE = {"made": {"commit": "abc"}, "machine": {"quiet": False, "others": 0.5}}

@@ -1,8 +1,8 @@
 """The race of all schedules: it names each of them, with parameters that work."""
 
 import common
-from tailrace.assembly.schedule import resolve, shared_parameters
 from tailrace.config import load_config
+from tailrace.drivers.assembly.schedule import resolve, shared_parameters
 from tailrace.schedules import SCHEDULES
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common import peak_pss
 from tailrace.api import load_config
-from tailrace.assembly.schedule import resolve
+from tailrace.drivers.assembly.schedule import resolve
 from trl_peer import CANDIDATES, SUMS, curve_of, figures, main, missing, ratio, tailrace_steps
 
 ROW = {"loss": 0.1, "round/rollout_time_s": 2.0, "tokens/trained": 100, "samples/trained": 64, "reward": 0.5}

@@ -8,8 +8,8 @@ import pytest
 
 from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simulate
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import CheckpointError
 from tailrace.ledger.recovery import read_ledger
 from tailrace.record.events import RoundStarted, Saved, Stepped

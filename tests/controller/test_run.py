@@ -29,11 +29,12 @@ from helpers.virtual import (
 from tailrace import clock
 from tailrace.algo.advantages import group_advantages
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import simulated_parts
+from tailrace.contracts.trainer import StepStats
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.watchdog import watch_controller_lag
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import (
     BadRow,
     ConfigError,
@@ -64,7 +65,6 @@ from tailrace.record.events import (
 )
 from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
-from tailrace.trainer.base import StepStats
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, noise_seed
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)

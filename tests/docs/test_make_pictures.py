@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from record_story import Story, make_group, pipelined_round
 
+from helpers.record_story import Story, make_group, pipelined_round
 from tailrace.record.events import RequestEnded, RoundStarted
 
 make_pictures = pytest.importorskip("make_pictures", reason="pip install 'tailrace[dev]'")

@@ -13,7 +13,7 @@ import pytest
 
 from tailrace.config import RunConfig, sections_at
 from tailrace.controller.run import Run
-from tailrace.engine.native.support import MODEL_TYPES
+from tailrace.drivers.engine.native.support import MODEL_TYPES
 from tailrace.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]

@@ -1,14 +1,14 @@
-"""The contract of engines (tailrace.engine.base.Engine), as tests that every engine's tests inherit."""
+"""The contract of engines (tailrace.contracts.engine.Engine), as tests that every engine's tests inherit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from tailrace.engine.base import Engine
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.weights import Weights
 from tailrace.errors import Evicted, VersionGone
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
-from tailrace.weights.base import Weights
 
 ATTEMPTS = 10
 """To cancel a completion before it ends: a server may be ahead of its client by many tokens."""

@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.engine.base import Arrival
-from tailrace.engine.native import engine as native
-from tailrace.engine.native import model as native_model
-from tailrace.engine.proof import probe_ids
-from tailrace.engine.settings import NativeEngineSettings, SamplingSettings
+from tailrace.contracts.engine import Arrival
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import LoraSettings, TrainerSettings
+from tailrace.contracts.weights import DTYPE, Link, SharedMemorySettings, Weights, WeightsSettings
+from tailrace.drivers.engine.native import engine as native
+from tailrace.drivers.engine.native import model as native_model
+from tailrace.drivers.engine.proof import probe_ids
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.workers.calls import WorkerConnection
+from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
+from tailrace.drivers.workers.process import LocalSpawner
+from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 from tailrace.model_folder import context_length, read_config
-from tailrace.trainer.base import LoraSettings, TrainerSettings
 from tailrace.types import KV, Group, Prompt, Sample, SampleId
-from tailrace.weights.base import DTYPE, Link, SharedMemorySettings, Weights, WeightsSettings
-from tailrace.workers.calls import WorkerConnection
-from tailrace.workers.engine import EngineJob, EngineWorker, RemoteEngine
-from tailrace.workers.process import LocalSpawner
-from tailrace.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 
 FAULTS: Mapping[str, str] = {
     "a dropped tensor": "tensors missing: 1 of ",

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import msgspec
 
-from tailrace.assembly.simulation import simulated_parts
+from tailrace.contracts.engine import TokenCounter, Usage
+from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.engine.base import TokenCounter, Usage
-from tailrace.engine.supervised import SupervisedEngine, watch_engines
+from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EngineDied, TransferFailed
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimSettings
 from tailrace.types import KV, Sample
-from tailrace.weights.base import Weights
 
 START_S = 2.0
 

@@ -12,12 +12,12 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import simulated_parts
+from tailrace.contracts.engine import Usage
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
-from tailrace.engine.base import Usage
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.ledger.base import RunRow, Transaction
 from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals

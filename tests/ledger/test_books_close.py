@@ -33,8 +33,9 @@ from helpers.virtual import (
     simulate,
 )
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import simulated_parts
+from tailrace.contracts.trainer import StepStats
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Stepped
@@ -48,7 +49,6 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
 
 ADMISSIONS = st.one_of(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tailrace.data.base import RowsSettings
+from tailrace.contracts.data import RowsSettings
+from tailrace.contracts.reward import Call, RewardSettings
+from tailrace.drivers.reward.functions import Scorer
 from tailrace.importing import import_function
-from tailrace.reward.base import Call, RewardSettings
-from tailrace.reward.functions import Scorer
 
 pytestmark = pytest.mark.peers
 

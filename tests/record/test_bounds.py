@@ -9,8 +9,8 @@ import random
 from functools import partial
 
 import pytest
-from record_story import Collector, Story, make_group, play
 
+from helpers.record_story import Collector, Story, make_group, play
 from helpers.virtual import EXACT, NEVER_STOP, SCHEDULES_BY_NAME, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.record.bounds import RoundBound

@@ -6,9 +6,9 @@ import os
 import sys
 
 import pytest
-from record_story import Story, pipelined_round, play, rows_of
 from rich.console import Console
 
+from helpers.record_story import Story, pipelined_round, play, rows_of
 from tailrace.record.base import RecordSettings
 from tailrace.record.display import Display, Notices, Progress, number, sparkline
 from tailrace.record.events import (

@@ -3,8 +3,8 @@ import math
 from pathlib import Path
 
 import pytest
-from record_story import WALL_TIME, Story, make_episode, make_group, pipelined_round, play, rows_of
 
+from helpers.record_story import WALL_TIME, Story, make_episode, make_group, pipelined_round, play, rows_of
 from tailrace.errors import ConfigError
 from tailrace.record.events import (
     BooksClosed,

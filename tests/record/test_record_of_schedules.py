@@ -6,12 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from record_story import play
 
+from helpers.record_story import play
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
+from tailrace.extras.view.perfetto import write_perfetto
 from tailrace.record.events import Stepped
 from tailrace.record.figures import rounds_of
-from tailrace.record.perfetto import write_perfetto
 from tailrace.record.run_log import LogWriter
 from tailrace.record.summary import Summary
 

@@ -1,8 +1,8 @@
 import math
 
 import pytest
-from record_story import Story, make_group, pipelined_round, play
 
+from helpers.record_story import Story, make_group, pipelined_round, play
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
 from tailrace.record.figures import Row, counts_of, rounds_of

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from record_story import make_group, pipelined_round, play
 
+from helpers.record_story import make_group, pipelined_round, play
 from helpers.virtual import SCHEDULES_BY_NAME, simulate
+from tailrace.contracts.trainer import StepStats
 from tailrace.errors import ConfigError
 from tailrace.record.events import (
     Accumulated,
@@ -31,7 +32,6 @@ from tailrace.record.events import (
     logged,
 )
 from tailrace.record.run_log import FORMAT, LogReader, LogWriter
-from tailrace.trainer.base import StepStats
 from tailrace.types import SampleId
 
 

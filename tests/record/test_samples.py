@@ -1,8 +1,7 @@
 import json
 from pathlib import Path
 
-from record_story import make_episode, make_group, pipelined_round, play
-
+from helpers.record_story import make_episode, make_group, pipelined_round, play
 from tailrace.record.events import Evaluated, EvaluatedSample, Stepped
 from tailrace.record.rewind import rewind_records
 from tailrace.record.samples import SamplesWriter

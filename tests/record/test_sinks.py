@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from record_story import WALL_TIME, pipelined_round, play
 
+from helpers.record_story import WALL_TIME, pipelined_round, play
 from tailrace.config import changed_keys, load_config, may_change
 from tailrace.errors import ConfigError
 from tailrace.record.metrics import MetricsWriter

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from record_story import Collector, Story, pipelined_round, play
 
+from helpers.record_story import Collector, Story, pipelined_round, play
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, Outcome, change, simulate
 from tailrace.record.bounds import RoundBound
 from tailrace.record.events import (

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from record_story import make_group, pipelined_round, play
 
+from helpers.record_story import make_group, pipelined_round, play
 from tailrace.record.events import (
     BooksClosed,
     ControllerLag,

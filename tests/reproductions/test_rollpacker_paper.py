@@ -33,8 +33,8 @@ from reproductions.rollpacker_runs import (
     short_rounds,
     speed,
 )
-from tailrace.reward.judge_memory import LayerBudget
-from tailrace.sim.judge import ForwardPass, forward_pass
+from tailrace.extras.judges.memory import LayerBudget
+from tailrace.extras.judges.simulated import ForwardPass, forward_pass
 from tailrace.sim.settings import SimEngineSettings
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from reproductions import verl
 from reproductions.verl import ASYNC, PAPER, SYNC, UPDATE_S, V1, V1_SYNC, fully_async, judged, v1_step
-from tailrace.assembly.simulation import simulate
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import simulate
 from tailrace.sim.settings import SimSettings
 
 QUICK = SimSettings.model_validate(

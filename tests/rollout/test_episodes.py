@@ -15,15 +15,15 @@ import pytest
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Death, Outcome, dying, simulate
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.clock import now
+from tailrace.contracts import environments as base
+from tailrace.contracts.environments import EpisodeOver, Policy
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
-from tailrace.environments import base
-from tailrace.environments.base import EpisodeOver, Policy
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
+from tailrace.extras.judges.endpoint import NoFunctions
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped
-from tailrace.reward.judge import NoFunctions
 from tailrace.rollout.episodes import Episodes
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine

@@ -18,13 +18,13 @@ import pytest
 from scipy.stats import qmc
 
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Book, Outcome, change, simulate, worlds
-from tailrace.assembly.schedule import bind
-from tailrace.assembly.simulation import run_virtual
-from tailrace.commands.plan import problem_of
 from tailrace.config import RunConfig, config_of
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.schedule import bind
+from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.errors import AllLate, ConfigError, RewardFailed
+from tailrace.extras.plan.command import problem_of
 from tailrace.record.events import GroupEnded, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary

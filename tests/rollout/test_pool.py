@@ -20,9 +20,9 @@ from helpers.virtual import (
     simulate,
     worlds,
 )
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier

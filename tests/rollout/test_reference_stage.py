@@ -10,8 +10,8 @@ import pytest
 
 from helpers.virtual import EXACT, change, simulate
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.assembly.simulation import simulated_parts
 from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.record.events import Accumulated, Evaluated, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine

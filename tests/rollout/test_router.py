@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 
 from tailrace import clock
+from tailrace.contracts.weights import Weights
 from tailrace.errors import Evicted
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import Group, Prompt, Sample, SampleId, Span
-from tailrace.weights.base import Weights
 
 SLOTS = 16
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers.small_run import train_here, write_small_run
-from tailrace.assembly.folder import RunFolder
 from tailrace.config import load_config
+from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.ledger.base import SampleRow
 from tailrace.ledger.recovery import read_ledger
 from tailrace.ledger.store import open_store

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailrace.assembly.simulation import sim_settings
 from tailrace.config import RunConfig
+from tailrace.contracts.trainer import OffloadSettings
+from tailrace.drivers.assembly.simulation import sim_settings
 from tailrace.errors import ConfigError
 from tailrace.memory import ModelShape
 from tailrace.sim.cluster import MODELS, memory_shares, multiplied_parameters, rates
@@ -22,7 +23,6 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.trainer.base import OffloadSettings
 
 RUN = {"run": {"rounds": 1, "group_size": 4}, "schedule": {"name": "serial", "groups_per_round": 4}}
 PEAK = {f"{name}_efficiency": 1.0 for name in ("bandwidth", "decode", "prefill", "training", "link")} | {

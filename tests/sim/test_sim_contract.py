@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from helpers.engine_contract import EngineContract, Main
 from helpers.virtual import EXACT
 from tailrace import clock
-from tailrace.engine.base import Engine
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.weights import Weights
 from tailrace.sim.engine import SimEngine
 from tailrace.types import Sample
-from tailrace.weights.base import Weights
 
 
 class TestSimEngine(EngineContract):

@@ -9,11 +9,11 @@ import pytest
 from helpers.episodes import answer
 from helpers.virtual import EXACT, change
 from tailrace import clock
+from tailrace.contracts.weights import Weights
 from tailrace.errors import EngineDied, Evicted, VersionGone
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import KV, Group, Prompt, Sample, SampleId, Span
-from tailrace.weights.base import Weights
 
 TEN = EXACT.engines
 

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.virtual import EXACT, change
 from tailrace import clock
+from tailrace.contracts.reward import TimeoutSettings
 from tailrace.errors import CheckpointError, RewardFailed
-from tailrace.reward.base import TimeoutSettings
-from tailrace.reward.timeout import Anchors
+from tailrace.rollout.reward_timeout import Anchors
 from tailrace.sim.reward import SimRewards, rewards_of
 from tailrace.sim.settings import (
     SimCodeSettings,

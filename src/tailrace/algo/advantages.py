@@ -163,7 +163,7 @@ def overlong_penalty(num_tokens: int, *, max_completion_tokens: int, buffer: flo
 def kl_penalty(
     logprobs: Sequence[float], reference_logprobs: Sequence[float], estimator: KLEstimator
 ) -> float:
-    """Sum the estimates of KL(policy || reference) over a sample's tokens (`algo/losses.py` for each token).
+    """Sum the estimates of KL(policy || reference) over a sample's tokens.
 
     k1 is log pi(y) - log pi_ref(y), the penalty of RLHF (2203.02155, eq. 2). Of the three, only k1 in the
     reward gives the gradient of the KL under policy gradients.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tailrace.engine.settings import SamplingSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
 
@@ -68,7 +68,7 @@ class AlgorithmSettings(Settings):
 
     loss: LossName = "grpo"
     """grpo: the clipped surrogate of PPO with a ratio for each token. gspo: with a ratio for each sequence.
-    cispo: the ratio is clipped, its gradient is not. reinforce: log-prob times advantage. (algo/losses.py)"""
+    cispo: the ratio is clipped, its gradient is not. reinforce: log-prob times advantage."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio is clipped below 1 - clip_low. Not used by cispo."""
     clip_high: float = Field(default=0.2, gt=0, le=1000)
@@ -115,7 +115,7 @@ class AlgorithmSettings(Settings):
     """Coefficient of the KL to the reference model, which is the model that the run began with. 0: no
     reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of that KL. (algo/losses.py)"""
+    """Estimator of that KL."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: an estimate for each token, differentiated. reward: the sum over a sample is subtracted from its
     reward."""

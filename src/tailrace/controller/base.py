@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 
 from pydantic import Field, model_validator
 
-from tailrace.data.base import Prompts
-from tailrace.engine.base import Engine
+from tailrace.contracts.data import Prompts
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.reward import Rewards
+from tailrace.contracts.trainer import Reference, Trainer
 from tailrace.ledger.prices import Prices
-from tailrace.reward.base import Rewards
-from tailrace.reward.timeout import Anchors
 from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
+from tailrace.rollout.reward_timeout import Anchors
 from tailrace.rollout.router import Play
 from tailrace.settings import Resumable, Settings
-from tailrace.trainer.base import Reference, Trainer
 
 
 class RunSettings(Settings):

@@ -20,27 +20,27 @@ from pathlib import Path
 from typing import Literal
 
 from tailrace import clock
+from tailrace.contracts.data import Prompts
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.reward import Rewards
+from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
-from tailrace.data.base import Prompts
-from tailrace.engine.base import Engine
 from tailrace.errors import BadRow, ConfigError, GroupsLost, NotFinite, ScheduleError, StalenessError
 from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.figures import Lags
-from tailrace.reward.base import Rewards
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
-from tailrace.weights.base import Weights
 
 MAX_CONSECUTIVE_BAD_ROWS = 10_000
 """A row without a usable prompt is skipped and counted. This many in succession end the run."""

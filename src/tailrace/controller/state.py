@@ -2,8 +2,8 @@
 
 from math import isfinite
 
+from tailrace.contracts.trainer import StepStats
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.trainer.base import StepStats
 
 KNOWN_VERSIONS = 1000
 """The versions whose lag is known exactly; checkpoints save a number for each."""

@@ -231,7 +231,7 @@ class ProbeRow(LedgerRow, frozen=True, array_like=True):
     """Number of the answer, from 1, among those of all engines in this process of the run."""
     version: int
     difference: float
-    """This, the next two and `cause` are fields of Arrival (engine/base.py)."""
+    """This, the next two and `cause` are fields of Arrival (contracts/engine.py)."""
     cache_difference: float
     limit: float
     cause: str

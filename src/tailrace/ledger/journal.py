@@ -19,7 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import now, waiting
-from tailrace.engine.base import Arrival
+from tailrace.contracts.engine import Arrival
 from tailrace.ledger.base import (
     GroupRow,
     LedgerRow,

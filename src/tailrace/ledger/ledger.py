@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tailrace.clock import now
-from tailrace.engine.base import Arrival
+from tailrace.contracts.engine import Arrival
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import MarkRow
 from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
@@ -116,7 +116,7 @@ class Ledger:
 
     def check(self, num_generated: int) -> None:
         """Check that both balances close. Raises a LedgerError if tokens or prompts are unaccounted for.
-        `num_generated`: tokens that samples gained, as counted when they arrived (engine/base.py)."""
+        `num_generated`: tokens that samples gained, as counted when they arrived (contracts/engine.py)."""
         totals = self.totals
         held = self.held_tokens
         known = totals.num_known_tokens + held

@@ -11,9 +11,9 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.engine.base import Arrival, DecodeSums
+from tailrace.contracts.engine import Arrival, DecodeSums
+from tailrace.contracts.trainer import StepStats
 from tailrace.record.figures import Lags, Row
-from tailrace.trainer.base import StepStats
 from tailrace.types import KV, FinishReason, Sample, SampleId
 
 

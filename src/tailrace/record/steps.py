@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from statistics import fmean
 
-from tailrace.engine.base import Arrival
+from tailrace.contracts.engine import Arrival
 from tailrace.record import events
 from tailrace.record.bounds import BoundMeter
 from tailrace.record.events import Event, Recorder, Sink

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 from tailrace.clock import now
-from tailrace.environments.base import Environment, EpisodeOver, Outcome
-from tailrace.environments.episode import Episode, Observe, Rewritten, Serve, Written, not_written
+from tailrace.contracts.environments import Environment, EpisodeOver, Outcome
+from tailrace.contracts.trainer import Reference
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
-from tailrace.trainer.base import Reference
+from tailrace.rollout.episode import Episode, Observe, Rewritten, Serve, Written, not_written
 from tailrace.types import Prompt, Sample
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from math import comb
 from statistics import fmean
 
 from tailrace.clock import now, waiting
-from tailrace.data.base import Prompts
+from tailrace.contracts.data import Prompts
+from tailrace.contracts.reward import Rewards
 from tailrace.errors import BadRow, RewardFailed
 from tailrace.record.events import EvaluatedSample, RowSkipped
-from tailrace.reward.base import Rewards
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
 

@@ -24,12 +24,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from tailrace.engine.base import Engine
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.trainer import Trainer
 from tailrace.errors import ConfigError, NotWoken, ScheduleError, ServerRefused
 from tailrace.rollout.pool import Pool
 from tailrace.rollout.progress import RolloutProgress, peak_kv
 from tailrace.settings import RunPath, Settings
-from tailrace.trainer.base import Trainer
 
 RISE = 1.05
 """A round with more preemptions than so many times those of the last round of its kind doubles the size."""

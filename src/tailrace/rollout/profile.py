@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from tailrace.clock import now
-from tailrace.data.base import Prompts
-from tailrace.engine.base import Engine
+from tailrace.contracts.data import Prompts
+from tailrace.contracts.engine import Engine
 from tailrace.errors import ConfigError
 from tailrace.rollout.placement import regroup
 from tailrace.types import Group, Prompt, Sample, SampleId

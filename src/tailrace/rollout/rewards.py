@@ -7,9 +7,9 @@ from functools import partial, reduce
 from typing import Protocol
 
 from tailrace.clock import Signal
+from tailrace.contracts.reward import Rewards
+from tailrace.contracts.trainer import Reference
 from tailrace.errors import RewardBroken, RewardFailed, ScheduleError
-from tailrace.reward.base import Rewards
-from tailrace.trainer.base import Reference
 from tailrace.types import Sample
 
 
@@ -35,8 +35,7 @@ def chain_of_rewards(
     """Return the rewards of a run.
 
     Args:
-        scorers: reward functions, programs in place of them and judges beside them (`assembly/live.py`), or
-            simulated ones.
+        scorers: reward functions, programs in place of them and judges beside them, or simulated ones.
         max_failures: failures in sequence that end the run. None: there is no limit.
         reference: sets log-probs of each sample, too.
         rollout: whose end rewards wait for.
@@ -79,8 +78,8 @@ class WithFailureLimit:
 
 
 class WithReference:
-    """`Rewards` (reward/base.py) that also set `Sample.reference_logprobs`. Both are computed at the same
-    time, as soon as a sample is finished."""
+    """`Rewards` (contracts/reward.py) that also set `Sample.reference_logprobs`. Both are computed at the
+    same time, as soon as a sample is finished."""
 
     def __init__(self, rewards: Rewards, reference: Reference) -> None:
         self._rewards, self._reference = rewards, reference
@@ -95,8 +94,8 @@ class WithReference:
 
 
 class SynchronousRewards:
-    """`Rewards` (reward/base.py) that wait until no request is served or waits: the baseline of RollPacker
-    4.3."""
+    """`Rewards` (contracts/reward.py) that wait until no request is served or waits: the baseline of
+    RollPacker 4.3."""
 
     def __init__(self, rewards: Rewards, rollout: Rollout) -> None:
         self._rewards, self._rollout = rewards, rollout

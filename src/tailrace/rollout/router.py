@@ -15,8 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from tailrace.clock import Signal, now
-from tailrace.engine.base import Engine, with_version
-from tailrace.environments.episode import Serve, Written, not_written
+from tailrace.contracts.engine import Engine, with_version
 from tailrace.errors import Evicted, LedgerError, VersionGone
 from tailrace.record.events import (
     Decoded,
@@ -26,6 +25,7 @@ from tailrace.record.events import (
     RequestEnded,
     RequestStarted,
 )
+from tailrace.rollout.episode import Serve, Written, not_written
 from tailrace.types import Sample
 
 MAX_ENTRIES = 8

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 from math import ceil
 
+from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
-from tailrace.engine.base import Engine
 from tailrace.schedules.parameters import Bound, Count
 from tailrace.schedules.window import in_flight
 

@@ -15,11 +15,11 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tailrace.contracts.trainer import OffloadSettings, Place
 from tailrace.errors import ConfigError
 from tailrace.memory import STATE_BYTES, ModelShape, ProcessMemory, gib, in_turn
 from tailrace.settings import Settings
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimClusterSettings, SimSettings
-from tailrace.trainer.base import OffloadSettings, Place
 
 BYTES_PER_WEIGHT = 2
 """Engines hold weights and KV cache in bfloat16."""

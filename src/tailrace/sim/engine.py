@@ -34,13 +34,21 @@ from math import log2, sqrt
 from typing import NamedTuple
 
 from tailrace.clock import now
-from tailrace.engine.base import Arrival, Capabilities, DecodeSums, Engine, EngineState, Usage, with_version
+from tailrace.contracts.engine import (
+    Arrival,
+    Capabilities,
+    DecodeSums,
+    Engine,
+    EngineState,
+    Usage,
+    with_version,
+)
+from tailrace.contracts.weights import Weights
 from tailrace.errors import EngineDied, Evicted, VersionGone
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
 from tailrace.sim.world import Chance
 from tailrace.types import KV, FinishReason, Group, Sample
-from tailrace.weights.base import Weights
 
 
 class Steps(NamedTuple):

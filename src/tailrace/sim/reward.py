@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
 
+from tailrace.contracts.reward import Rewards
 from tailrace.errors import RewardFailed
-from tailrace.reward.base import Rewards
-from tailrace.reward.timeout import Anchors
+from tailrace.extras.judges.simulated import SimJudge
+from tailrace.rollout.reward_timeout import Anchors
 from tailrace.sim.host import Host
-from tailrace.sim.judge import SimJudge
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
 from tailrace.sim.world import MANY_PROMPTS, Chance, row_of
 from tailrace.types import Sample
@@ -77,8 +77,8 @@ class SimJudgedRewards:
 
 
 class SimCodeRewards:
-    """Programs whose test cases take virtual time, one worker each, as reward/code.py runs real ones with
-    `score = "all"`."""
+    """Programs whose test cases take virtual time, one worker each, as extras/sandbox/code.py runs real ones
+    with `score = "all"`."""
 
     def __init__(self, cost: SimRewardSettings, code: SimCodeSettings, seed: int, anchors: Anchors) -> None:
         self._cost, self._code, self._seed, self._anchors = cost, code, seed, anchors

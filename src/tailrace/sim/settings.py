@@ -1,16 +1,17 @@
 """The [sim] section: what a simulated set-up costs in seconds.
 
-A field whose default is None is taken from the other sections of the config (`assembly/simulation.py`). A
-value in [sim] wins. Without a config the DEFAULT_ constants hold, and one engine.
+A field whose default is None is taken from the other sections of the config
+(`drivers/assembly/simulation.py`). A value in [sim] wins. Without a config the DEFAULT_ constants hold, and
+one engine.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tailrace.reward.base import TimeoutSettings
+from tailrace.contracts.reward import TimeoutSettings
+from tailrace.contracts.trainer import OffloadSettings
 from tailrace.settings import FolderOrName, RunPath, Settings
-from tailrace.trainer.base import OffloadSettings
 
 DEFAULT_SLOTS = 256
 DEFAULT_MEDIAN_TOKENS = 1230.0

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from tailrace.contracts.trainer import StepStats
+from tailrace.contracts.weights import Weights
 from tailrace.errors import CheckpointError, ScheduleError
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimReferenceSettings, SimTrainerSettings
-from tailrace.trainer.base import StepStats
 from tailrace.types import Sample
-from tailrace.weights.base import Weights
 
 Awake = Literal["asleep", "early", "whole"]
 STEPS_FILE = "steps.txt"

@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from tailrace.data.base import Epochs
+from tailrace.contracts.data import Epochs
 from tailrace.errors import ConfigError
 from tailrace.sim.settings import (
     DEFAULT_MAX_TOKENS,

@@ -14,17 +14,18 @@ from helpers.fakes.server import FakeServer
 from helpers.fakes.sglang import FakeSglang
 from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import VOCABULARY
-from tailrace.engine import sglang, vllm
-from tailrace.engine.base import TokenCounter
-from tailrace.engine.http import HttpEngine
-from tailrace.engine.self_test import Expected, check_server
-from tailrace.engine.settings import SamplingSettings, SglangEngineSettings, VllmEngineSettings
-from tailrace.engine.supervised import SupervisedEngine
-from tailrace.trainer.adapter import adapter_tensors
-from tailrace.trainer.base import LoraSettings
+from tailrace.contracts.engine import TokenCounter
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import LoraSettings
+from tailrace.contracts.weights import Link, Weights, expected_tensors
+from tailrace.drivers.engine.settings import SglangEngineSettings, VllmEngineSettings
+from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.drivers.trainer.adapter import adapter_tensors
+from tailrace.extras.http import sglang, vllm
+from tailrace.extras.http.engine import HttpEngine
+from tailrace.extras.http.self_test import Expected, check_server
+from tailrace.extras.http.server import JoinedServer
 from tailrace.types import Group, Prompt, Sample, SampleId
-from tailrace.weights.base import Link, Weights, expected_tensors
-from tailrace.workers.server import JoinedServer
 
 NUM_TOKENS = 128
 

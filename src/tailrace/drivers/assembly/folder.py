@@ -1,0 +1,179 @@
+"""The output directory of a run.
+
+config.toml      resolved: every default is written out
+metrics.jsonl    one object for each optimizer step
+summary.json     the totals of the run
+samples/         what was trained on, a file for each round
+events.jsonl     what happened when, of all processes of the run (record/events.py)
+checkpoints/     round_000010/: a Hugging Face folder and the state of the optimizer
+model/           the newest checkpoint as a plain Hugging Face folder
+ledger.sqlite    the fate of each token and prompt, and the state of the run at each checkpoint
+counts/          how many tokens each engine produced, by its own count
+logs/            what the worker processes printed
+tensorboard/     what trackers write here, as does wandb/
+reward.pkl       the reward function, where a script or a notebook gave it
+lock             held by the process that trains here; the system releases it when that process ends. Its time
+                 is that at which workers began to start
+"""
+
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tailrace import clock
+from tailrace.config import RunConfig, load_config
+from tailrace.contracts.engine import COUNTS_FOLDER
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_model
+from tailrace.errors import ConfigError, DiskFull
+from tailrace.ledger.recovery import StartingPoint
+from tailrace.record.events import Recorder, Sink
+from tailrace.record.figures import Row
+from tailrace.record.metrics import MetricsWriter
+from tailrace.record.run_log import LogWriter
+from tailrace.record.samples import SamplesWriter
+from tailrace.record.steps import StepMeter
+from tailrace.record.summary import Summary
+
+ONLY_OF_THE_TRAINER = "trainer"
+"""What of a checkpoint is not part of the model (drivers/trainer/checkpoint.py)."""
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples"
+        self.summary = path / "summary.json"
+        self.events = path / "events.jsonl"
+        self.counts = path / COUNTS_FOLDER
+        self.lock = path / "lock"
+        self.reward = path / "reward.pkl"
+
+    def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
+        """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
+        if not self.config.exists():
+            remedy = "name the output directory of a run"
+            raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
+        try:
+            return load_config(self.config, overrides)
+        except ConfigError as why:
+            why.args = (f"{self.config}: {why}",)
+            raise
+
+    def kept(self, config: RunConfig) -> RunConfig:
+        """The config as the folder keeps it: without the folder's own path, because it may be moved."""
+        function = (config.reward.function or "").replace(f"{self.reward.resolve()}:", f"{self.reward.name}:")
+        reward = config.reward.model_copy(update={"function": function or None})
+        return config.model_copy(update={"reward": reward})
+
+    def newest_checkpoint(self) -> Path | None:
+        """The checkpoint of the latest round, and in it of the latest optimizer step."""
+        found = (path for path in self.checkpoints.glob("round_*") if "." not in path.name)
+        return max(found, default=None)
+
+    def clear(self) -> None:
+        """Delete what a run that trained nothing left behind, but not its ledger, logs and lock."""
+        for folder in (self.counts, self.samples, self.model, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in (self.config, self.metrics, self.summary, self.events):
+            path.unlink(missing_ok=True)
+
+    def begin_anew(self, config: str) -> None:
+        """Replace the files of an earlier simulation, or of an earlier lap of a race, and write config.toml.
+        Raises a ConfigError if a live run has begun here."""
+        if self.lock.exists():
+            problem = "it holds a run of tailrace train"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.clear()
+        self.config.write_text(config, encoding="utf-8")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training in the folder, which is made if it does not exist. Raises a
+        ConfigError if another process trains in it, or it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = FileLock(self.lock).acquire(timeout=0)
+        except Timeout:
+            problem = "another process is training in it"
+            remedy = "let that one end, or choose another"
+            raise ConfigError("--output-dir", str(self.path), problem, remedy) from None
+        except OSError as why:
+            problem = f"it cannot be written ({why.strerror})"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another") from None
+        with held:
+            yield
+
+    @contextmanager
+    def shortage_explained(self) -> Iterator[None]:
+        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy, and one of too
+        few file descriptors into a ConfigError."""
+        try:
+            yield
+        except OSError as why:
+            if why.errno in (EMFILE, ENFILE):
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                problem = f"the run needs more file descriptors ({why.strerror})"
+                raise ConfigError("ulimit -n", limit, problem, "raise it, for example to 1024") from why
+            if why.errno not in (ENOSPC, EDQUOT):
+                raise
+            where = why.filename or self.path
+            raise DiskFull(f"{where}: {why.strerror}; make room on the disk, then --resume") from why
+
+    def export(self, checkpoint: Path) -> Path:
+        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one.
+
+        Weights are hard links where the file system has them. Small files are copies: a user may edit them.
+        """
+        ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
+        with replacing(self.model) as new:
+            shutil.copytree(checkpoint, new, ignore=ignore, copy_function=_link_weights, dirs_exist_ok=True)
+            seal_model(new, checkpoint)
+        return self.model
+
+
+def recorder_of(
+    folder: RunFolder | None,
+    summary: Summary,
+    *others: Sink,
+    start: StartingPoint | None = None,
+    earlier: Sequence[Row] = (),
+    token_samples: int | None = None,
+    waits: Callable[[], Mapping[str, float]] = dict,
+) -> Recorder:
+    """What records a run, live or in virtual time.
+
+    Args:
+        folder: for metrics and events; None: there are no files.
+        summary: written after the log, because the page takes summary.json for the last file.
+        start, earlier: of a resumed run, where it goes on, and the rows before that.
+        token_samples: as [record] has it; None: no samples are written.
+        waits: what tasks wait for; a simulation has none.
+    """
+    files: list[Sink] = []
+    if folder:
+        start = start or StartingPoint()
+        place = {"round": start.base.round, "version": start.base.version, "step": start.base.step}
+        files.append(MetricsWriter(folder.metrics))
+        if token_samples is not None:
+            files.append(SamplesWriter(folder.samples, token_samples=token_samples))
+        files.append(LogWriter(folder.events, waits=waits, life=start.life, **place))
+    return Recorder(StepMeter(*files, summary, *others, wall_clock=clock.wall_time, earlier=earlier))
+
+
+def _link_weights(file: str, target: str) -> None:
+    if file.endswith(".safetensors"):
+        with suppress(OSError):
+            os.link(file, target)
+            return
+    shutil.copy(file, target)

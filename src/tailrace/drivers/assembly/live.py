@@ -1,0 +1,454 @@
+"""The parts of a live run: data, worker processes, judges, and their checks."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from tailrace import clock
+from tailrace.algo.advantages import ComputeAdvantages
+from tailrace.config import RunConfig
+from tailrace.contracts.data import MixedSettings, Prompts, Split, sources_of
+from tailrace.contracts.engine import Engine
+from tailrace.contracts.reward import Call, Rewards, check_sources
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.controller.base import RunComponents
+from tailrace.devices import check_device
+from tailrace.drivers.assembly.environments import (
+    calls_reward_functions,
+    check_episodes,
+    open_play,
+    prompts_of_episodes,
+    unused_rewards,
+)
+from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER
+from tailrace.drivers.assembly.machine import Fitted, Machine, fit
+from tailrace.drivers.assembly.memory import engines_on_gpu
+from tailrace.drivers.assembly.placement import check_placement, device_sharing, prices_of
+from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
+from tailrace.drivers.assembly.simulation import most_groups
+from tailrace.drivers.assembly.workers import open_workers
+from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
+from tailrace.drivers.data.open import check_lengths, open_prompts
+from tailrace.drivers.engine.native.support import check_model
+from tailrace.drivers.engine.settings import (
+    NativeEngineSettings,
+    PipelineRlEngineSettings,
+    SglangEngineSettings,
+    TinkerEngineSettings,
+    VllmEngineSettings,
+)
+from tailrace.drivers.environments.open import tools_of
+from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.trainer.adapter import check_lora
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
+from tailrace.drivers.workers.hosts import check_host
+from tailrace.drivers.workers.process import preload
+from tailrace.drivers.workers.reward import RewardPool
+from tailrace.errors import BadRow, ConfigError
+from tailrace.extras.http.dialect import find_interpreter
+from tailrace.extras.http.vllm import check_sampling
+from tailrace.extras.judges.endpoint import (
+    EndpointJudge,
+    Judge,
+    NoFunctions,
+    WithJudges,
+    check_endpoint,
+    check_templates,
+)
+from tailrace.extras.judges.memory import check_folder
+from tailrace.extras.judges.settings import EndpointJudgeSettings
+from tailrace.extras.sandbox.code import CodeRewards, check_cases, has_cases
+from tailrace.extras.sandbox.sandbox import Sandbox, check_installed
+from tailrace.importing import install
+from tailrace.memory import ModelShape
+from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
+from tailrace.record.sinks import check_trackers, import_sinks
+from tailrace.rollout.reward_timeout import Anchors
+from tailrace.types import Prompt
+
+CHECKED_ROWS = 16
+"""Rows whose columns the parameters of the reward function are matched to. A row may lack some of them."""
+MEASURED_PROMPTS = 256
+"""Prompts of which the longest stands for all in the estimate of memory."""
+MOST_MEASURED = 4096
+"""Prompts of a round that are looked at for rows that come twice."""
+SMALL_MODEL = 20_000_000
+"""Parameters; smaller models are trained with larger learning rates."""
+MAX_BAD_ROWS = 1000
+"""Rows without a usable prompt that are skipped in the search for usable ones."""
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the results. An output that is closed or full ends no run."""
+    with suppress(OSError, ValueError):
+        print(f"tailrace: {line}", file=sys.stderr)
+
+
+def begin_start(config: RunConfig) -> None:
+    """Say that a command starts, and let the modules of its workers be imported beside its checks."""
+    say("loads the tokenizer, the data and the reward, and the modules of the workers beside them")
+    if config.host.kind == "local":
+        preload()
+
+
+def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
+    """Check all that can be checked without starting a process, and choose what depends on the machine.
+
+    Args:
+        schedules: that will run, with the same choices for all; none: nothing is trained.
+
+    Raises:
+        ConfigError: a section is missing; the model, the data or the reward cannot work.
+        CheckpointError: the model is a checkpoint that is damaged.
+    """
+    for name in ("model", "data"):
+        if getattr(config, name) is None:
+            problem = "this command needs the section"
+            raise ConfigError(name, None, problem, f"add [{name}] to the config")
+    config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
+    assert config.model and config.data and config.sampling
+    check_policy(config)
+    for source in sources_of(config.data):
+        check_lengths(
+            max_context_tokens=context_length(config.model.path),
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            max_prompt_tokens=source.max_prompt_tokens,
+        )
+    tokenizer = load_tokenizer(config.model.path)
+    check_episodes(config, tokenizer)
+    prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
+    usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
+    first = usable_prompts(prompts, CHECKED_ROWS)
+    if tag := OPEN_TAG.search(first[0].opened):
+        say(f"prompts end with {tag[0]!r}: completions lack it, and rewards get it as completion_prefix")
+    _check_rewards(config, [prompt.row for prompt in first])
+    _check_judges(config, first)
+    import_sinks(config.record.sinks)
+    check_trackers(config.record.trackers)
+    check_placement(config)
+    check_host(config.host, engine=config.engine, weights=config.weights)
+    key, num_groups = max(map(most_groups, schedules), key=lambda each: each[1], default=("", 0))
+    measured = usable_prompts(prompts, max(MEASURED_PROMPTS, min(num_groups, MOST_MEASURED)))
+    remarks = [*_learning_rate(config), *_repeated_rows(measured[:num_groups], key, num_groups)]
+    for remark in remarks:
+        say(f"warning: {remark}")
+    overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
+    longest = max(len(prompt.ids) for prompt in measured)
+    fitted = fitted_to_machine(config, prompt_tokens=longest, overlaps=overlaps)
+    return replace(fitted, remarks=[*fitted.remarks, *remarks])
+
+
+def _learning_rate(config: RunConfig) -> Iterator[str]:
+    """A rate at which policies collapse."""
+    rate, usual = config.trainer.learning_rate, TrainerSettings.model_fields["learning_rate"].default
+    if rate < 100 * usual or config.trainer.kind != "torch" or config.model is None:
+        return
+    usual *= 10 if config.trainer.lora else 1
+    usual *= 1 if ModelShape.read(config.model.path).num_parameters > SMALL_MODEL else 100
+    if rate >= 100 * usual:
+        often = f"{rate / usual:,.0f} times what models of this size usually have ({usual:g})"
+        yield f"trainer.learning_rate = {rate:g}: {often}; if rewards fall or entropy collapses, lower it"
+
+
+def _repeated_rows(prompts: Sequence[Prompt], key: str, num_groups: int) -> Iterator[str]:
+    rows = {prompt.row_number for prompt in prompts} - {None}
+    if rows and len(rows) < len(prompts):
+        many = f"the data have {len(rows)} rows to train on, so a row is drawn several times"
+        yield f"schedule.{key} = {num_groups}: {many}; lower it, or give more rows"
+
+
+def check_policy(config: RunConfig) -> None:
+    """Check the model, and what generates and trains with it. Raises as `check_live`."""
+    assert config.model
+    path = config.model.path
+    remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
+    verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
+    _check_engine(config)
+    if config.trainer.kind == "torch":
+        _check_trainer(config)
+    sampling, size = config.sampling or SamplingSettings(), read_config(path)["vocab_size"]
+    for id in sampling.stop_token_ids:
+        if id >= size:
+            problem = f"the model's vocabulary has {size} tokens"
+            raise ConfigError("sampling.stop_token_ids", id, problem, "correct it, or remove it")
+    if not (end_of_text_ids(path) or sampling.stop_token_ids or sampling.stop):
+        say(
+            f"warning: nothing ends a text: {path} names no eos_token_id, so every completion has "
+            "sampling.max_completion_tokens; add it to generation_config.json, or set sampling.stop_token_ids"
+        )
+
+
+def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
+    """Choose what a checked config leaves to this machine, where the workers are on it. Raises as `fit`."""
+    if config.host.kind != "local" or config.trainer.kind == "tinker":
+        return Fitted(config)
+    machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
+    fitted = fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
+    if fitted.warning:
+        say(f"warning: {fitted.warning}")
+    return fitted
+
+
+def _check_trainer(config: RunConfig) -> None:
+    assert config.model
+    if config.host.starts("trainer"):  # other hosts may have others
+        check_device("trainer.device", config.trainer.device)
+    if config.trainer.lora:
+        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+        check_lora(config.model.path, config.trainer.lora, **kinds)
+
+
+def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+    assert config.data
+    reward = config.reward
+    if warning := unused_rewards(config):
+        say(f"warning: {warning}")
+    calls_functions = calls_reward_functions(config)
+    if calls_functions:
+        scorer = Scorer.load(reward, config.data)
+        scorer.check_columns({column: None for row in rows for column in row})
+        if reward.named():
+            say(f"reward: {scorer.describe()}")
+    if reward.code:
+        check_cases(rows, reward.code, others=calls_functions or bool(reward.judges))
+        if reward.sandbox == "bubblewrap":
+            check_installed()
+
+
+def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check the judges, and ask those behind endpoints about an empty completion of one of these prompts."""
+    reward = config.reward
+    assert config.data
+    sources = [each.name for each in sources_of(config.data) if isinstance(each, MixedSettings)]
+    alone = not reward.calls_functions and not reward.code
+    check_sources("judge", reward.judges, sources, complete=alone)
+    for judge in reward.judges:
+        scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
+        check_templates([judge], [prompt.row for prompt in scored])
+        if isinstance(judge, EndpointJudgeSettings):
+            for prompt in scored[:1]:
+                call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
+                if warning := clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False):
+                    say(f"warning: {warning}")
+            continue
+        check_folder(judge)
+        if config.host.kind != "local":
+            problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
+            raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
+        check_device("reward.judges.device", judge.device)
+
+
+def _check_engine(config: RunConfig) -> None:
+    assert config.model and config.sampling
+    match config.engine:
+        case NativeEngineSettings(device=device):
+            check_model(config.model.path)
+            if config.host.starts("engine"):
+                check_device("engine.device", device)
+        case VllmEngineSettings():
+            check_files(config.model.path)
+            check_sampling(config.sampling)
+            if not config.engine.urls:
+                find_interpreter(config.engine)
+        case SglangEngineSettings():
+            check_files(config.model.path)
+            if (transport := config.weights.transport) != "filesystem":
+                problem, remedy = "SGLang reads weights from a folder", 'set it to "filesystem"'
+                raise ConfigError("weights.transport", transport, problem, remedy)
+            if not config.engine.urls:
+                find_interpreter(config.engine)
+        case TinkerEngineSettings():
+            _check_service(config)
+        case PipelineRlEngineSettings():
+            check_files(config.model.path)
+            if (transport := config.weights.transport) != "process_group":
+                problem = "such an engine takes weights over a process group"
+                raise ConfigError("weights.transport", transport, problem, 'set it to "process_group"')
+
+
+def _check_service(config: RunConfig) -> None:
+    """Check a run on a service with Tinker's API. The folder of the model has the tokenizer and the context;
+    its weights are not read."""
+    try:
+        from tailrace.extras.tinker.client import check_algorithm_of_service, check_service
+    except ImportError as why:
+        problem, remedy = f"{why.name} is not installed", install("tinker")
+        raise ConfigError("engine.kind", "tinker", problem, remedy) from why
+    check_algorithm_of_service(config.algorithm, config.sampling or SamplingSettings())
+    for section, kind, problem in (
+        ("environment", "single_turn", "a service plays no episodes"),
+        ("placement", "disaggregated", "the devices are the service's"),
+        ("host", "local", "nothing of the run is on other hosts"),
+    ):
+        if (given := getattr(config, section).kind) != kind:
+            raise ConfigError(f"{section}.kind", given, f'{problem} (engine.kind = "tinker")', "remove it")
+    assert isinstance(config.engine, TinkerEngineSettings)
+    check_service(config.engine)
+
+
+def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
+    """Return the first prompts of the run's order, without rows that have no usable prompt. Raises a
+    ConfigError if there is none; with the reason of the first row."""
+    found: list[Prompt] = []
+    bad: list[BadRow] = []
+    while len(found) < num and len(bad) < MAX_BAD_ROWS:
+        try:
+            found.append(prompts[len(found) + len(bad)])
+        except BadRow as why:
+            bad.append(why)
+    if not found:
+        problem = f"none of the first {len(bad)} rows has a usable prompt; this is the reason of the first"
+        raise ConfigError("data", str(bad[0]), problem, "check the data and the model's chat template")
+    return found
+
+
+def first_of_each_source(prompts: Prompts) -> list[Prompt]:
+    """Return the first usable prompt of each data source among the first prompts of the run's order."""
+    by_source: dict[str, Prompt] = {}
+    for prompt in usable_prompts(prompts, CHECKED_ROWS):
+        by_source.setdefault(prompt.source, prompt)
+    return list(by_source.values())
+
+
+def training_prompts(config: RunConfig, seed: int) -> Prompts:
+    """Return the training prompts of a live config, in the order that a seed fixes. Raises a ConfigError if
+    the settings name no data that can be read."""
+    assert config.model
+    return _open_prompts(config, load_tokenizer(config.model.path), seed, "train")
+
+
+def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
+    assert config.model and config.data
+    prompts = open_prompts(
+        config.data,
+        tokenizer,
+        seed=seed,
+        split=split,
+        max_context_tokens=context_length(config.model.path),
+        tools=tools_of(config.environment),
+    )
+    return prompts_of_episodes(config, tokenizer, prompts)
+
+
+async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
+    """Restore the trainer from `folder`, and load its weights into the engines as a version."""
+    async with on_devices_of_trainer(parts):
+        await parts.trainer.restore(folder)
+        weights = await parts.trainer.publish(version)
+        await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
+
+
+@asynccontextmanager
+async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
+    """Before a run the engines have the devices that they share with the trainer. Inside the block it has
+    them."""
+    is_shared = parts.sharing.kind != "disaggregated"
+    engines = parts.engines if is_shared else ()
+    await asyncio.gather(*(engine.sleep() for engine in engines))
+    if is_shared:
+        await parts.trainer.wake()
+    yield
+    if is_shared:
+        await parts.trainer.sleep()
+    await asyncio.gather(*(engine.wake() for engine in engines))
+
+
+def advantages_of(config: RunConfig) -> ComputeAdvantages:
+    """Return what computes the advantages of a scored group."""
+    assert config.sampling
+    return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
+
+
+@asynccontextmanager
+async def open_parts(
+    config: RunConfig, folder: Path, *, life: int | None = None
+) -> AsyncIterator[RunComponents]:
+    """Start the workers of a checked config, score one row, and end the workers with the block.
+
+    Args:
+        folder: receives the workers' logs.
+        life: number of the run's life; the engines then keep their token counts in the folder.
+
+    Raises:
+        ConfigError: a worker cannot do its job, or the reward function is defective.
+        WorkerDied: a worker ended.
+    """
+    assert config.model and config.data and config.sampling
+    tokenizer = load_tokenizer(config.model.path)
+    async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(open_workers(config, folder, tokenizer, life=life))
+        _check_capabilities(config, opened.engines)
+        prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
+        anchors, judges = Anchors(), list[Judge](opened.judges)
+        for each in config.reward.judges:
+            if isinstance(each, EndpointJudgeSettings):
+                judges.append(judge := EndpointJudge(each, config.reward.timeout_s))
+                stack.push_async_callback(judge.close)
+        rewards = await _scorers(config, opened.rewards, judges, prompts, anchors, tokenizer)
+        async with open_play(config, tokenizer, opened.reference) as play:
+            yield RunComponents(
+                engines=opened.engines,
+                trainer=opened.trainer,
+                rewards=rewards,
+                prompts=prompts,
+                held_out=_open_prompts(config, tokenizer, config.run.seed, "eval"),
+                reference=opened.reference,
+                sharing=device_sharing(config),
+                anchors=anchors,
+                synchronous_rewards=config.reward.synchronous,
+                play=play,
+                prices=prices_of(config),
+            )
+
+
+def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
+    """Raises a ConfigError if the placement needs engines that sleep, and one cannot."""
+    if inexact := [engine.name for engine in engines if not engine.capabilities.exact_versions]:
+        problem = f"{', '.join(inexact)} cannot say which weights generated a token"
+        effect = "after an update in flight, some tokens may count as one version newer than they are"
+        say(f"warning: {problem}: {effect}; update the server")
+    probed = "probe_every" in config.weights.model_fields_set and config.weights.probe_every
+    mute = next((engine.name for engine in engines if not engine.capabilities.scores), None)
+    if probed and mute:
+        problem = f"{mute} cannot prove that weights have arrived: it does not score a given sequence"
+        remedy = "set it to 0; the embedded engine can, and vLLM with sampling.temperature = 1"
+        raise ConfigError("weights.probe_every", config.weights.probe_every, problem, remedy)
+    awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
+    if awake and config.placement.kind != "disaggregated":
+        problem = f"{awake} cannot give the memory of its devices back"
+        remedy = 'add "--enable-sleep-mode" to engine.args of vLLM, or write "disaggregated"'
+        raise ConfigError("placement.kind", config.placement.kind, problem, remedy)
+
+
+async def _scorers(
+    config: RunConfig,
+    functions: RewardPool | None,
+    judges: Sequence[Judge],
+    prompts: Prompts,
+    anchors: Anchors,
+    tokenizer: Tokenizer,
+) -> Rewards:
+    """What scores samples: reward functions, programs in place of them, judges beside them. A row is scored
+    with the functions, if one is called, and an empty program runs in the sandbox."""
+    assert config.data
+    code, text = config.reward.code, text_of(tokenizer)
+    if functions:
+        understood = Scorer.load(config.reward, config.data).describe()
+        for prompt in first_of_each_source(prompts):
+            if code and has_cases(prompt.row, code):
+                continue
+            if warning := await functions.check_one_row(prompt, understood):
+                say(f"warning: {warning}")
+    scorers: Rewards = functions or NoFunctions()
+    if code:
+        sandbox = Sandbox(config.reward.sandbox, code)
+        await sandbox.check()
+        others = scorers if functions or config.reward.judges else None
+        scorers = CodeRewards(code, sandbox, anchors, text, workers=config.reward.workers, others=others)
+    if judges:
+        scorers = WithJudges(scorers, judges, text, drop_timeouts=config.reward.on_timeout == "drop")
+    return scorers

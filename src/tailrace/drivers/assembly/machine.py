@@ -1,0 +1,281 @@
+"""What a live run takes from this machine where the config does not set it: types, threads, micro-batch, KV
+cache; and what is said of a run that is too large."""
+
+import os
+import textwrap
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tailrace.config import RunConfig
+from tailrace.drivers.assembly.memory import engines_on_gpu, longest_sample, run_memory
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.memory import LEAST, MIB, ProcessMemory, gib, in_turn
+
+MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
+"""Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
+CHOSEN_SHARE = 0.9
+"""Of the memory that choices fill."""
+CUDA_BYTES = 600 * MIB
+"""CUDA's context and the workspaces of its libraries."""
+BFLOAT16 = ("amx_bf16", "avx512_bf16")
+"""Flags of processors that compute bfloat16 faster than float32."""
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_TOKENS, _KV = "trainer.max_tokens_per_microbatch", "engine.kv_cache_tokens"
+SMALLER = "choose a smaller model, set [trainer.lora] rank = 16, or lower engine.replicas or trainer.replicas"
+REMEDIES = {
+    "micro-batch": f"lower {_TOKENS} or sampling.max_completion_tokens, or set "
+    "trainer.activation_checkpointing = true",
+    "KV cache": f"lower {_KV} or engine.max_num_seqs",
+    "computation": "lower engine.max_num_seqs or engine.max_prefill_tokens",
+    "copies": "set trainer.async_checkpoints = false",
+    "asleep": 'write "disk" for parts of [trainer.offload]',
+}
+"""How the largest part of an estimate becomes smaller."""
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def host_limit() -> int:
+    """Memory that processes of this machine, or of this container, may have."""
+    found = [file.read_text(encoding="utf-8").strip() for file in _CGROUP_LIMITS if file.is_file()]
+    limits = [int(text) for text in found if text.isdigit()]
+    return min([*limits, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")])
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What processes of this machine, or of this container, may use.
+
+    Args:
+        memory: of the host, in bytes.
+        bfloat16: the first of BFLOAT16 that the processor has.
+        gpu_memory: of the largest CUDA device; 0: there is none, or the run does not use it.
+        gpu_bfloat16: whether that computes bfloat16.
+    """
+
+    cores: int
+    memory: int
+    bfloat16: str = ""
+    gpu_memory: int = 0
+    gpu_bfloat16: bool = True
+
+    @classmethod
+    def read(cls, *, uses_gpu: bool) -> "Machine":
+        """Ask the machine. Imports torch only for a GPU."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if _CPU_LIMIT.is_file():
+            quota, period = _CPU_LIMIT.read_text(encoding="utf-8").split()
+            cores = min(cores, max(1, int(quota) // int(period))) if quota.isdigit() else cores
+        information = Path("/proc/cpuinfo")
+        flags = set(information.read_text(encoding="utf-8").split()) if information.is_file() else set()
+        bfloat16 = next((flag for flag in BFLOAT16 if flag in flags), "")
+        if not uses_gpu:
+            return cls(cores, host_limit(), bfloat16)
+        import torch
+
+        # Not mem_get_info: it would take memory of the device for this process.
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        largest = max(((gpu.total_memory, gpu.major) for gpu in gpus), default=(0, 8))
+        return cls(cores, host_limit(), bfloat16, largest[0], largest[1] >= 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A config with the values that were chosen.
+
+    Args:
+        table: the processes with their devices and memory, and the reason of each choice; empty where the run
+            is not on this machine.
+        remarks: settings that a person should look at, such as those that leave cores idle, in words.
+        warning: that the memory may not suffice; empty: it does.
+    """
+
+    config: RunConfig
+    table: str = ""
+    remarks: Sequence[str] = ()
+    warning: str = ""
+
+
+def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:
+    """Choose what a checked config does not set. Raises a ConfigError if weights, optimizer state and the
+    smallest KV cache do not fit.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+        overlaps: the schedule trains while engines generate.
+    """
+    reasons: dict[str, str] = {}
+    idle: list[str] = []
+    for choices in (_dtypes, _threads):
+        for key, value, reason in choices(config, machine, overlaps):
+            if _is_unset(config, key):
+                config = _with(config, {key: value})
+                reasons[key] = reason
+            elif choices is _threads and 0 < (given := _value(config, key) or 0) < value:
+                idle.append(f"{key} = {given} leaves cores idle: it could be {value}, {reason}")
+    if lack := _shortage(config, machine, prompt_tokens, parts=LEAST):
+        assert config.model
+        raise ConfigError("model.path", str(config.model.path), f"the run needs {lack[0]}", SMALLER)
+    sizes = _sizes(config, prompt_tokens)
+    fits = (
+        each for each in sizes if not _shortage(_with(config, each), machine, prompt_tokens, CHOSEN_SHARE)
+    )
+    chosen = next(fits, sizes[-1])
+    config = _with(config, chosen)
+    kind = "CPU" if config.trainer.device == "cpu" else "GPU"
+    for key in chosen:
+        most = f"; at most {sizes[0][key]:,} on a {kind}" if key == _TOKENS else ""
+        reasons[key] = f"the largest power of two with which the run fits{most}"
+    warning = ""
+    if lack := _shortage(config, machine, prompt_tokens):
+        warning = f"the run may need {lack[0]}; {REMEDIES.get(lack[1], SMALLER)}"
+    return Fitted(config, _table(config, machine, prompt_tokens, reasons), idle, warning)
+
+
+def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
+    gpu = "bfloat16" if machine.gpu_bfloat16 else "float32", "of the GPU"
+    cpu = "float32", f"the processor has neither {' nor '.join(BFLOAT16)}"
+    if machine.bfloat16:
+        cpu = "bfloat16", f"the processor has {machine.bfloat16}"
+    yield "trainer.dtype", *(cpu if config.trainer.device == "cpu" else gpu)
+    if not _is_joined(config):  # such a server has a type already
+        yield "engine.dtype", *(gpu if engines_on_gpu(config) else cpu)
+
+
+def _is_joined(config: RunConfig) -> bool:
+    """Whether the engines are servers that run already."""
+    return not isinstance(config.engine, NativeEngineSettings) and bool(config.engine.urls)
+
+
+def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
+    engine, trainer, placement = config.engine, config.trainer, config.placement
+    keys = ("engine.threads", "trainer.threads")
+    num_engines = 0 if _is_joined(config) or engines_on_gpu(config) else engine.num_engines
+    nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
+    lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
+    listed = [sum(map(len, each)) for each in lists]
+    for own, other in ((0, 1), (1, 0)):
+        key, cores, reason = keys[own], machine.cores, f"of {machine.cores} cores; "
+        if listed[own]:
+            cores, reason = listed[own], f"of the {listed[own]} cores that [placement] lists"
+        elif nums[other] and overlaps:
+            given = 0 if _is_unset(config, keys[other]) else nums[other] * (_value(config, keys[other]) or 0)
+            cores = max(1, cores - (listed[other] or given or cores // 2))
+            reason += "the schedule trains while engines generate"
+        elif nums[other]:
+            reason += "the schedule never trains while engines generate"
+        else:
+            reason += "no other part needs them"
+        if nums[own]:
+            yield key, max(1, cores // nums[own]), reason
+
+
+def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
+    """What may be chosen for the sizes that the config does not set, the best first."""
+    most = MICROBATCH if config.trainer.device == "cpu" else MICROBATCH_GPU
+    batches = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
+    caches: list[dict[str, int]] = [{}]
+    if isinstance(config.engine, NativeEngineSettings) and _is_unset(config, _KV):
+        longest = longest_sample(config, prompt_tokens)
+        needed = min(config.engine.kv_cache_tokens, config.engine.max_num_seqs * longest)
+        caches += [{_KV: size} for size in _powers(needed - 1, longest)]
+    return [cache | batch for cache in caches for batch in (batches if _is_unset(config, _TOKENS) else [{}])]
+
+
+def _powers(most: int, least: int) -> list[int]:
+    """Powers of two, the largest first."""
+    return [2**n for n in range(most.bit_length() - 1, -1, -1) if 2**n >= least]
+
+
+def held_at_once(
+    config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine
+) -> Iterator[tuple[str, int, list[ProcessMemory]]]:
+    """Name each memory with its size and the processes that fill it at the same time, with what they hold in
+    it as `on_device`. Engines and trainer that share devices take turns."""
+    placement, takes_turns = config.placement, config.placement.kind != "disaggregated"
+    for present in in_turn(processes).values() if placement.kind == "colocated" else [processes]:
+        yield "host memory", machine.memory, [replace(each, on_device=each.host_parts) for each in present]
+    lists = {"engine": placement.engines, "trainer": placement.trainer} if placement.devices == "gpus" else {}
+    on_gpus: defaultdict[object, list[ProcessMemory]] = defaultdict(list)
+    context = {"CUDA": CUDA_BYTES}
+    for each in (each for each in processes if each.device != "cpu" and machine.gpu_memory):
+        numbers: list[object] = [*chain(*lists.get(each.name, ()))]
+        if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
+            numbers = numbers or ["chosen by the server"]
+        one = replace(each, num=1, on_device={**context, **each.on_device}, asleep={**context, **each.asleep})
+        for number in numbers or [int(each.device.partition(":")[2] or 0)] * each.num:
+            on_gpus[number].append(one)
+    for beside in on_gpus.values():
+        for present in in_turn(beside).values() if takes_turns else [beside]:
+            yield f"the memory of {beside[0].device}", machine.gpu_memory, present
+
+
+def _shortage(
+    config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0, parts: Collection[str] = ()
+) -> tuple[str, str] | None:
+    """What the run needs more of than a share of a memory, and the largest part; None: it fits.
+
+    Args:
+        parts: that count; empty: all.
+    """
+    for where, limit, present in held_at_once(config, list(run_memory(config, prompt_tokens)), machine):
+        sizes = {
+            (each.num, each.name, part): each.num * size
+            for each in present
+            for part, size in each.on_device.items()
+            if not parts or part in parts
+        }
+        if (needed := sum(sizes.values())) > share * limit:
+            num, name, part = max(sizes, key=sizes.__getitem__)
+            largest = f"the largest part is {num} x {name}: {part} {gib(sizes[num, name, part])}"
+            return f"{gib(needed)} of {where}, and this machine has {gib(limit)}; {largest}", part
+    return None
+
+
+def _is_unset(config: RunConfig, key: str) -> bool:
+    """Whether the config leaves a setting to the machine. Not every kind of engine has each."""
+    name, _, field = key.partition(".")
+    section = getattr(config, name)
+    return field in type(section).model_fields and field not in section.model_fields_set
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, field = key.partition(".")
+    return getattr(getattr(config, section), field, None)
+
+
+def _with(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The config with other values, by dotted key."""
+    for key, value in values.items():
+        name, _, field = key.partition(".")
+        section = getattr(config, name).model_copy(update={field: value})
+        config = config.model_copy(update={name: section})
+    return config
+
+
+def _table(config: RunConfig, machine: Machine, prompt_tokens: int, reasons: Mapping[str, str]) -> str:
+    """Processes with devices, threads, types, micro-batch and estimated memory, and why; 77 columns wide."""
+    layout, processes = "{:31} {:>6} {:>7} {:>8} {:>11} {:>9}", list(run_memory(config, prompt_tokens))
+    rows = [layout.format("process", "device", "threads", "dtype", "micro-batch", "memory")]
+    for each in processes:
+        computes = each.name.startswith(("trainer", "reference"))
+        settings = config.engine if each.name == "engine" else config.trainer if computes else None
+        cells = [getattr(settings, name, "") for name in ("threads", "dtype", "max_tokens_per_microbatch")]
+        cells[2] = f"{cells[2]:,}" if cells[2] else ""
+        held = sum(each.host_parts.values()) if each.device == "cpu" else each.device_bytes
+        number = f" x {each.num}" if each.num > 1 else ""
+        rows.append(layout.format(f"{each.name}{number}", each.device, *cells, gib(held)))
+    most: dict[str, tuple[int, int]] = {}
+    for where, limit, present in held_at_once(config, processes, machine):
+        held = sum(each.num * each.device_bytes for each in present)
+        most[where] = max(most.get(where, (0, limit)), (held, limit))
+    rows += [f"{where}, at most: {gib(held)} of {gib(limit)}" for where, (held, limit) in most.items()]
+    for key, reason in reasons.items():
+        value = _value(config, key)
+        value = f"{value:,}" if isinstance(value, int) else value
+        rows += textwrap.wrap(f"{key} = {value}: {reason}", 77, subsequent_indent="  ")
+    return "\n".join(rows)

@@ -1,0 +1,298 @@
+"""The placement of a config: the devices of its processes, and their checks."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from statistics import NormalDist
+
+from tailrace import clock
+from tailrace.config import RunConfig
+from tailrace.contracts.weights import ProcessGroupSettings
+from tailrace.devices import DeviceMap, Devices
+from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.ledger.prices import Prices
+from tailrace.model_folder import read_config
+from tailrace.rollout.placement import DeviceSharing, PlacementSettings
+from tailrace.rollout.profile import EngineProfile, ProfileRow, measure
+from tailrace.sim.engine import SimEngine
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_SLOTS, SimSettings
+from tailrace.sim.world import SimPrompts, law_of
+
+NUM_LENGTHS = 5
+"""Lengths of a profile that is computed."""
+
+
+def device_map(config: RunConfig) -> DeviceMap:
+    """Return the devices of each process of a live run. Without a list the processes share the machine.
+    Raises a ConfigError if there are too few, or two processes would have the same device."""
+    placement, num_engines = config.placement, config.engine.num_engines
+    ranks, replicas = config.trainer.ranks, config.trainer.replicas
+    engines, trainers = placement.engines, placement.trainer
+    if config.host.kind == "ray":
+        for name, listed in (("engines", engines), ("trainer", trainers)):
+            if listed:
+                problem = "Ray chooses nodes and devices (host.kind = 'ray')"
+                remedy = "remove it, and name amounts in [host.resources]"
+                raise ConfigError(f"placement.{name}", listed, problem, remedy)
+    _check_lists("placement.engines", engines, num_engines, "engines", tensor_parallel_size(config))
+    _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
+    if placement.kind == "disaggregated" and (both := _numbers(engines) & _numbers(trainers)):
+        problem = f"the engines have the devices {sorted(both)}, too"
+        remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
+        raise ConfigError("placement.trainer", trainers, problem, remedy)
+    _check_exist(placement)
+    of_ranks = [each for devices in trainers for each in _divided(devices, ranks)]
+    return DeviceMap(
+        tuple(_devices(placement, each) for each in engines) or (None,) * num_engines,
+        tuple(_devices(placement, each) for each in of_ranks) or (None,) * (ranks * replicas),
+    )
+
+
+def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceSharing:
+    """Whether engines and trainer have devices in common, which engines have those of the replicas that train
+    early, and how many engines may be joined. Raises a ConfigError if the elastic placement has nothing to
+    lend or would lend everything, engines cannot be joined as asked, or the offline profile lacks a size.
+    `sim`: [sim] with everything that it takes from the other sections, for simulated engines, which have no
+    lists of devices."""
+    placement, replicas = config.placement, config.trainer.replicas
+    num_engines, size = config.engine.num_engines, tensor_parallel_size(config)
+    if sim:
+        num_engines, size = sim.engines.count or 1, sim.cluster.tensor_parallel if sim.cluster else size
+    sizes = tensor_parallel_sizes(placement, size, num_engines, sim)
+    start_width = _start_width(placement, sizes, num_engines, sim)
+    max_width = sizes[-1] // size
+    if placement.kind == "elastic":
+        if replicas % 2:
+            problem = "the elastic placement trains with one half of the replicas, and then with both"
+            raise ConfigError("trainer.replicas", replicas, problem, f"set it to {replicas + 1}")
+        if num_engines < 2:
+            problem = f"{num_engines} engine cannot give a half of the devices to the trainer"
+            raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
+    early = max(1, replicas // 2)
+    if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
+        return DeviceSharing(placement.kind, (), early, max_width, start_width)
+    first = _numbers(placement.trainer[:early])
+    lent = tuple(bool(first & set(each)) for each in placement.engines)
+    if not any(lent) or all(lent):
+        has = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device"
+        problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
+        raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
+    return DeviceSharing(placement.kind, lent, early, max_width, start_width)
+
+
+def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | None:
+    """Return the prices of a config with the devices that they count for; None: it has no prices. A device is
+    a GPU, or a process on CPUs. `sim`: as in `device_sharing`."""
+    if config.prices is None:
+        return None
+    if sim and sim.cluster:
+        return Prices(config.prices, *sim.cluster.devices_by_use)
+    placement, trainer = config.placement, config.trainer
+    num_engines = sim.engines.count or 1 if sim else config.engine.num_engines
+    generating, training = num_engines * tensor_parallel_size(config), trainer.ranks * trainer.replicas
+    if not sim and placement.devices == "gpus" and placement.engines and placement.trainer:
+        gpus = _numbers(placement.engines)
+        return Prices(config.prices, len(gpus), len(_numbers(placement.trainer) - gpus))
+    in_common = 0 if placement.kind == "disaggregated" else generating
+    return Prices(config.prices, generating, max(0, training - in_common))
+
+
+def check_placement(config: RunConfig) -> None:
+    """Check the placement of a live run. Raises a ConfigError if it cannot work."""
+    assert config.model
+    _check_gpus_of_ranks(config)
+    _check_numbers(config)
+    _check_nccl(config)
+    heads = read_config(config.model.path).get("num_attention_heads")
+    sizes = {
+        "engine.tensor_parallel_size": tensor_parallel_size(config),
+        "placement.max_tensor_parallel_size": config.placement.max_tensor_parallel_size or 1,
+    }
+    for key, size in sizes.items():
+        if isinstance(heads, int) and heads % size:
+            problem = f"the {heads} attention heads of the model cannot be divided by it"
+            raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
+    largest = config.placement.max_tensor_parallel_size
+    if largest and (not isinstance(config.engine, VllmEngineSettings) or config.engine.urls):
+        problem = "only vLLM servers that the run starts can be restarted with another size"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    if largest and config.host.kind == "ray":
+        problem = "Ray gives each server its devices once, and two servers cannot be joined"
+        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+    device_map(config)
+    device_sharing(config)
+    _check_reference(config)
+
+
+def _check_reference(config: RunConfig) -> None:
+    """With LoRA the reference is the trainer without its adapter."""
+    trainer = config.trainer
+    sleeps = config.placement.kind != "disaggregated" and "weights" not in trainer.kept_asleep()
+    if sleeps and trainer.lora and config.algorithm.needs_reference:
+        problem = "the reference is the trainer without its adapter, and computes while engines generate"
+        key, remedy = "trainer.offload.weights", 'set it to "device"'
+        raise ConfigError(key, trainer.offload.weights, problem, remedy)
+
+
+def _check_gpus_of_ranks(config: RunConfig) -> None:
+    """NCCL refuses two ranks on one GPU. Without a list of GPUs all processes would use the same one."""
+    trainer, placement = config.trainer, config.placement
+    num = trainer.ranks * trainer.replicas
+    has_own = config.host.kind == "ray" or (placement.devices == "gpus" and placement.trainer)
+    if num > 1 and trainer.device != "cpu" and not has_own:
+        problem = f"the {num} processes of the trainer would all use {trainer.device}"
+        remedy = 'set placement.devices = "gpus", and list the GPUs of each replica'
+        raise ConfigError("placement.trainer", placement.trainer, problem, remedy)
+
+
+def _check_numbers(config: RunConfig) -> None:
+    """A process with a list of GPUs sees them as cuda:0, cuda:1 and so on, whatever their numbers are."""
+    placement, engine = config.placement, config.engine
+    named = {"trainer.device": (config.trainer.device, placement.trainer)}
+    if isinstance(engine, NativeEngineSettings):
+        named["engine.device"] = (engine.device, placement.engines)
+    for key, (device, lists) in named.items():
+        if placement.devices == "gpus" and lists and device.startswith("cuda:"):
+            problem = "placement gives the process its GPUs, and it sees no others"
+            raise ConfigError(key, device, problem, 'write "cuda"')
+
+
+def _check_nccl(config: RunConfig) -> None:
+    """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
+    placement, engine = config.placement, config.engine
+    if not isinstance(config.weights, ProcessGroupSettings) or config.weights.backend != "nccl":
+        return
+    native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
+    used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]
+    is_one = len(set(used)) < len(used) and config.host.kind != "ray"
+    if placement.engines or placement.trainer:  # a process with a list sees no other GPUs
+        is_one = not {gpus[0] for gpus in placement.trainer[:1]}.isdisjoint(chain(*placement.engines))
+    if is_one or "cpu" in used:
+        problem = "trainer and engines must have GPUs, and different ones"
+        raise ConfigError("weights.backend", "nccl", problem, 'write "gloo", or change the devices')
+
+
+def tensor_parallel_size(config: RunConfig) -> int:
+    """Return the devices of one engine."""
+    return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size
+
+
+@contextmanager
+def trainer_cpus_reserved(devices: DeviceMap) -> Iterator[None]:
+    """Keep this process, and the processes that it starts without devices, off the CPUs that only the trainer
+    has, inside the block."""
+    trainer = _cpus(devices.trainer) - _cpus(devices.engines)
+    cpus = os.sched_getaffinity(0) if trainer else set()
+    if not cpus - trainer:
+        yield
+        return
+    os.sched_setaffinity(0, cpus - trainer)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def tensor_parallel_sizes(
+    placement: PlacementSettings, smallest: int, num_engines: int, sim: SimSettings | None = None
+) -> list[int]:
+    """Return the sizes that the planner may choose, in ascending order. Raises a ConfigError if the engines
+    cannot be joined to the largest, or a group would not be on one node of [sim.cluster]."""
+    key, largest = "placement.max_tensor_parallel_size", placement.max_tensor_parallel_size
+    if largest is None:
+        return [smallest]
+    width, rest = divmod(largest, smallest)
+    if rest or width & (width - 1) or not width:
+        problem = f"the size is doubled from engine.tensor_parallel_size = {smallest} and never becomes that"
+        raise ConfigError(key, largest, problem, "choose a power of two of it")
+    if num_engines % width:
+        problem = f"{num_engines} engines of {smallest} devices cannot be joined to groups of {largest}"
+        raise ConfigError(key, largest, problem, "lower it, or add engines")
+    if sim and sim.cluster and largest > sim.cluster.devices_per_node:
+        problem = f"a node has {sim.cluster.devices_per_node} devices"
+        raise ConfigError(key, largest, problem, "an engine must be on one node")
+    return [smallest << doubled for doubled in range(width.bit_length())]
+
+
+def _start_width(
+    placement: PlacementSettings, sizes: Sequence[int], num_engines: int, sim: SimSettings | None
+) -> Callable[[float], int]:
+    """Return the engines that are joined in the first rounds, as a function of the requests of a round."""
+    start, num_devices = placement.start_tensor_parallel_size or sizes[0], num_engines * sizes[0]
+    if start not in sizes:
+        problem, remedy = "the planner never chooses it", f"choose from {', '.join(map(str, sizes))}"
+        raise ConfigError("placement.start_tensor_parallel_size", start, problem, remedy)
+    profile = EngineProfile.read(placement.profile) if placement.profile else None
+    if profile is None and sim and len(sizes) > 1:
+        profile = EngineProfile(computed_profile(sim, sizes), "computed")
+    if profile is None or placement.start_tensor_parallel_size:
+        return lambda num_requests: start // sizes[0]
+    profile.check(sizes)
+    return lambda num_requests: profile.fastest(sizes, num_requests, num_devices) // sizes[0]
+
+
+def computed_profile(sim: SimSettings, sizes: Sequence[int]) -> list[ProfileRow]:
+    """Return the profile of simulated engines, at equally frequent lengths of [sim.lengths]. The rates
+    are those of the first size."""
+    cost, law, width = sim.engines, law_of(sim.lengths), sizes[-1] // sizes[0]
+    quantiles = [NormalDist().inv_cdf((number + 0.5) / NUM_LENGTHS) for number in range(NUM_LENGTHS)]
+    longest, most = sim.lengths.max_tokens or DEFAULT_MAX_TOKENS, width * (cost.slots or DEFAULT_SLOTS)
+    lengths = sorted({max(1, min(longest, int(law(quantile)))) for quantile in quantiles})
+    batches = sorted({*(4**power for power in range(8) if 4**power < most), most})
+
+    async def run() -> list[ProfileRow]:
+        engines = [SimEngine(f"{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(width)]
+        prompts = SimPrompts(sim.lengths.prompt_tokens)
+        return [row async for row in measure(engines, sizes[0], sizes, batches, lengths, prompts)]
+
+    return clock.run(run(), virtual=True)
+
+
+def _check_lists(key: str, lists: Sequence[Sequence[int]], num: int, what: str, size: int) -> None:
+    if not lists:
+        return
+    if len(lists) != num:
+        problem = f"it lists devices of {len(lists)}, for {num} {what}"
+        raise ConfigError(key, lists, problem, "write one list for each")
+    for number, devices in enumerate(lists):
+        if not devices or len(devices) % size:
+            problem = f"number {number} of the {what} has {len(devices)} devices for {size} ranks"
+            raise ConfigError(key, lists, problem, "give it a multiple of that number")
+    if len(_numbers(lists)) < len(list(chain.from_iterable(lists))):
+        raise ConfigError(key, lists, "a device is listed twice", "list each device once")
+
+
+def _check_exist(settings: PlacementSettings) -> None:
+    """Raises a ConfigError if this machine lacks one of the devices."""
+    if settings.devices == "gpus":
+        import torch
+
+        there = set(range(torch.cuda.device_count()))
+    else:
+        there = set(os.sched_getaffinity(0)) if sys.platform == "linux" else set()
+    for key, lists in (("placement.engines", settings.engines), ("placement.trainer", settings.trainer)):
+        if missing := sorted(_numbers(lists) - there):
+            numbers = f"{len(there)} {settings.devices}: {sorted(there)}"
+            raise ConfigError(
+                key, lists, f"there is no {missing}; this process may use {numbers}", "lower it"
+            )
+
+
+def _numbers(lists: Sequence[Sequence[int]]) -> set[int]:
+    return set(chain.from_iterable(lists))
+
+
+def _divided(devices: Sequence[int], parts: int) -> list[Sequence[int]]:
+    size = len(devices) // parts
+    return [devices[start : start + size] for start in range(0, len(devices), size)]
+
+
+def _devices(settings: PlacementSettings, numbers: Sequence[int]) -> Devices:
+    return Devices(gpus=tuple(numbers)) if settings.devices == "gpus" else Devices(cpus=tuple(numbers))
+
+
+def _cpus(devices: Sequence[Devices | None]) -> set[int]:
+    return {cpu for each in devices if each for cpu in each.cpus}

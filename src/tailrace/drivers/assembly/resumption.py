@@ -1,0 +1,136 @@
+"""Where a process of a run begins: with its ledger open, and at a checkpoint that is whole.
+
+A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
+needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from hashlib import blake2b
+from pathlib import Path
+
+from tailrace.config import RunConfig, changed_keys, check_resumable, files_of
+from tailrace.contracts.engine import counted_tokens
+from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.live import say, training_prompts
+from tailrace.drivers.assembly.placement import prices_of
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
+from tailrace.errors import CheckpointError, ConfigError
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.record.figures import Row, steps_of
+
+BLOCK = 2**20
+"""Bytes of a file that are read at a time."""
+
+
+@contextmanager
+def opened(
+    config: RunConfig, folder: RunFolder, resume: bool
+) -> Iterator[tuple[Store | None, StartingPoint]]:
+    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
+    stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
+    if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
+        with closing(open_store(config.ledger, folder.path)) as store:
+            yield store, _starting_point(config, folder, store)
+        return
+    if stepped or has_trained(config.ledger, folder.path, folder.checkpoints):
+        problem = "it holds a run already"
+        raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
+    folder.clear()
+    start = first_life(config.to_json(), inputs_of(config))
+    created = create_store(config.ledger, folder.path)
+    with closing(created) if created else nullcontext():
+        if created:
+            created.commit(start.opening)
+        folder.config.write_text(config.toml(), encoding="utf-8")
+        yield created, start
+
+
+def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
+    tables = read_ledger(store)
+    last, inputs = tables.lives[max(tables.lives)], inputs_of(config)
+    check_resumable(last.config, config)
+    for key, (before, after) in changed_keys(last.config, config).items():
+        say(f"{key} was {before!r} and is {after!r}")
+    if changed := changed_files(last.inputs, inputs):
+        if not config.run.accept_changed_inputs:
+            problem = f"the run was begun with another content of {changed}"
+            remedy = "put it back, begin a new run in another --output-dir, or set this to true"
+            raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
+        say(f"goes on with another content of {changed}")
+    start = next_life(
+        tables,
+        config=config.to_json(),
+        inputs=inputs,
+        checkpoints=folder.checkpoints,
+        num_generated=counted_tokens(folder.counts),
+        prompt_of=training_prompts(config, config.run.seed).__getitem__,
+        seed=config.run.seed,
+    )
+    if (prices := prices_of(config)) and (
+        overrun := prices.settings.overrun(prices.cost(start.totals, start.num_generated))
+    ):
+        raise ConfigError("prices.budget", prices.settings.budget, overrun, "raise it, then --resume")
+    _check_checkpoint(folder, start)
+    undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
+    num_undone = max(undone, default=start.base.step) - start.base.step
+    where = start.base.checkpoint or "the model of the config"
+    say(f"resumed from {where}, step {start.base.step} ({num_undone} step{'s' * (num_undone != 1)} undone)")
+    return start
+
+
+def inputs_of(config: RunConfig) -> dict[str, str]:
+    """Return a digest of each file that a resumed run reads again, by its path."""
+    named = [file for path in files_of(config) for file in (path.rglob("*") if path.is_dir() else [path])]
+    return {str(file): _digest(file) for file in named if file.is_file() and not file.name.startswith(".")}
+
+
+def changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the files whose content differs, for a message."""
+    return ", ".join(sorted({name for name, _ in before.items() ^ after.items()}))
+
+
+def _digest(file: Path) -> str:
+    """Return a digest of the content of a file; of weights, of their size and 64 blocks."""
+    digest, size = blake2b(digest_size=16), file.stat().st_size
+    step = max(BLOCK, size // 64) if file.suffix == ".safetensors" else BLOCK
+    with file.open("rb") as opened:
+        for place in range(0, size, step):
+            opened.seek(place)
+            digest.update(opened.read(BLOCK))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
+    """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
+    missing = ", ".join(mark.checkpoint for mark in start.missing)
+    if not start.base.checkpoint:
+        if any(mark.step for mark in start.missing):
+            raise CheckpointError(
+                f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
+                "put the folder back, or begin a new run in another --output-dir"
+            )
+        return
+    if missing:
+        say(f"checkpoints that the ledger knows are missing: {missing}")
+    path = folder.checkpoints / start.base.checkpoint
+    if not verify(path, remedy(path), step=start.base.step):
+        raise CheckpointError(f"{path / CHECKSUMS_FILE} is missing; {remedy(path)}")
+
+
+def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
+    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there.
+
+    A round that was resumed after some of its steps was evaluated with later weights than its checkpoint has.
+    """
+    round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
+    found = [
+        (row["eval/accuracy"], int(row["round"]))
+        for row in earlier
+        if "eval/accuracy" in row
+        and round_of_step.get(row["step"], -1) < row["round"]
+        and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
+    ]
+    return max(found, key=lambda each: each[0], default=None)

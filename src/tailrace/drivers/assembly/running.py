@@ -1,0 +1,312 @@
+"""What runs a schedule on live workers: the run of `tailrace train` or of the Python API, and the laps of
+`compare` and `diagnose`."""
+
+import asyncio
+import faulthandler
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tailrace import clock
+from tailrace.config import RunConfig, with_model_folder
+from tailrace.controller.base import RunComponents
+from tailrace.controller.execution import RunResult, execute
+from tailrace.controller.interruption import Interruption
+from tailrace.controller.watchdog import end_at_last, watch_controller_lag
+from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.drivers.assembly.live import (
+    advantages_of,
+    begin_start,
+    check_live,
+    on_devices_of_trainer,
+    open_parts,
+    rewind,
+    say,
+)
+from tailrace.drivers.assembly.resumption import best_evaluation, opened
+from tailrace.drivers.assembly.schedule import (
+    BoundSchedule,
+    resolve,
+    steps_of_a_round,
+    with_published_defaults,
+)
+from tailrace.drivers.assembly.signals import signals_received
+from tailrace.drivers.assembly.simulation import failure_limit
+from tailrace.errors import Interrupted, WorkerDied
+from tailrace.importing import saved_function
+from tailrace.ledger.journal import Journal, commits_on_thread
+from tailrace.ledger.ledger import NullJournal
+from tailrace.ledger.recovery import StartingPoint
+from tailrace.ledger.store import Store
+from tailrace.record.display import Display
+from tailrace.record.events import Recorder
+from tailrace.record.metrics import read_rows
+from tailrace.record.rewind import rewind_records
+from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
+from tailrace.record.summary import RunSummary, Summary
+
+STOPPING = "{}: saves a checkpoint when the step under way has ended; a second signal ends it at once"
+RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
+
+
+def train(
+    config: RunConfig,
+    output_dir: Path,
+    *,
+    resume: bool = False,
+    schedule: BoundSchedule | None = None,
+    reward: Callable[..., Any] | None = None,
+    interruption: Interruption | None = None,
+) -> RunSummary:
+    """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
+
+    If a worker dies that cannot be replaced alone, the run is resumed from its newest checkpoint, at most
+    `host.restarts` times.
+
+    SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
+
+    Args:
+        resume: continue the run in the output directory, if one has begun there.
+        schedule: in place of the schedule that the config names; checked by the caller.
+        reward: in place of the reward functions that the config names.
+        interruption: lets another thread end the run in order.
+    """
+    config = with_published_defaults(with_model_folder(config))
+    schedule = schedule or resolve(config)
+    folder, interruption = RunFolder(output_dir), interruption or Interruption()
+    saved = b"" if reward is None else saved_function(reward, "reward")
+    begin_start(config)
+    with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
+        checked = Path(scratch) / "reward.pkl"
+        checked.write_bytes(saved)
+        fitted = check_live(_with_reward(config, reward, checked), schedule)
+    if fitted.table:
+        print(fitted.table, file=sys.stderr)
+    config = _with_reward(fitted.config, reward, folder.reward)
+    with folder.locked(), folder.shortage_explained(), signals_received(interruption.request, RESUME):
+        num_restarts = 0
+        while True:
+            try:
+                is_resumed = resume or num_restarts > 0
+                summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
+                for each in fitted.remarks:  # the bound takes the threads as given
+                    say(f"warning: {each}")
+                return summary
+            except WorkerDied as died:
+                limit = config.host.restarts
+                if num_restarts == limit or interruption.signal is not None:
+                    raise
+                num_restarts += 1
+                say(str(died))
+                say(f"restart {num_restarts} of {limit}")
+
+
+def _with_reward(config: RunConfig, reward: Callable[..., Any] | None, path: Path) -> RunConfig:
+    """The config with a reward function that is saved in a file."""
+    if reward is None:
+        return config
+    name = getattr(reward, "__name__", "reward")
+    settings = config.reward.model_copy(update={"function": f"{path.resolve()}:{name}", "functions": ()})
+    return config.model_copy(update={"reward": settings})
+
+
+def _one_life(
+    config: RunConfig,
+    schedule: BoundSchedule,
+    folder: RunFolder,
+    resume: bool,
+    reward: bytes,
+    interruption: Interruption,
+) -> RunSummary:
+    """Train until the run ends or a worker dies."""
+    folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
+    with opened(folder.kept(config), folder, resume) as (store, start):
+        if reward:
+            folder.reward.write_bytes(reward)
+        if start.base.cut_steps:
+            start.steps_per_round = steps_of_a_round(config, schedule)
+        try:
+            training = _train(config, schedule, folder, store, start, interruption)
+            outcome, summary = clock.run(training, virtual=False)
+        except asyncio.CancelledError:
+            state = " before training began: there is nothing to save; start the run again"
+            if start.base.checkpoint:
+                state = (
+                    f" before training went on; --resume continues from {start.base.checkpoint}, as before"
+                )
+            raise _interrupted(interruption, state) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # that of `end_at_last`
+        if outcome.checkpoint:
+            folder.export(outcome.checkpoint)
+        _report(summary, folder, config)
+    if outcome.interrupted and interruption.signal is None:
+        say(f"{interruption.reason}; saved {outcome.checkpoint}; raise prices.budget, then --resume")
+        return summary
+    if outcome.interrupted and outcome.checkpoint:
+        saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
+        raise _interrupted(interruption, f": {saved}; --resume continues from there")
+    if outcome.interrupted:
+        state = " before the first optimizer step: no weights to save; start again, or --resume"
+        raise _interrupted(interruption, state)
+    return summary
+
+
+async def _train(
+    config: RunConfig,
+    schedule: BoundSchedule,
+    folder: RunFolder,
+    store: Store | None,
+    start: StartingPoint,
+    interruption: Interruption,
+) -> tuple[RunResult, RunSummary]:
+    interruption.begin()
+    start.began_s = clock.now()
+    async with open_parts(config, folder.path, life=start.life) as parts:
+        say(f"the workers are ready after {clock.now() - start.began_s:.1f} s")
+        if start.base.checkpoint:
+            await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
+        if store and start.life > 1:
+            store.commit(start.opening)
+            folder.config.write_text(folder.kept(config).toml(), encoding="utf-8")
+        rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
+        recorder, summary = _recorder(config, folder, start, interruption)
+        with commits_on_thread(store) if store else nullcontext() as commit:
+            journal = Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal()
+            outcome = await _executed(
+                ComparedSchedule(config, schedule),
+                parts,
+                recorder,
+                folder=folder.checkpoints,
+                starting_point=start,
+                journal=journal,
+                interruption=interruption,
+                beside=[watch_controller_lag(recorder), end_at_last(config.run.step_timeout_s)],
+            )
+    return outcome, summary.summary()
+
+
+def _recorder(
+    config: RunConfig,
+    folder: RunFolder,
+    start: StartingPoint,
+    interruption: Interruption,
+) -> tuple[Recorder, Summary]:
+    earlier = read_rows(folder.metrics)
+    start.best = best_evaluation(earlier, folder)
+    summary = Summary(folder.summary, earlier=earlier)
+    loop = asyncio.get_running_loop()  # the display asks from a thread of its own
+    waits = partial(clock.who_waits, loop)
+    display = Display(config.run.rounds, waits, config.record, start_s=start.began_s)
+    interruption.on_request = lambda: display.stopping(
+        STOPPING.format(Signals(interruption.signal or 0).name)
+    )
+    tracked = TrackedRun(
+        config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.base.step
+    )
+    recorder = recorder_of(
+        folder,
+        summary,
+        display,
+        *open_sinks(config.record.sinks, folder.path, display.say),
+        *open_trackers(config.record.trackers, tracked, display.say),
+        start=start,
+        earlier=earlier,
+        token_samples=config.record.token_samples,
+        waits=clock.open_waits,
+    )
+    return recorder, summary
+
+
+def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
+    lines = [f"events    {folder.events}  (tailrace view {folder.path})"]
+    lost = {"skipped": summary.rows_skipped, "failed": summary.failures, "groups": summary.groups.reasons}
+    for what, reasons in lost.items():
+        if reasons:
+            lines.append(f"{what:9} {', '.join(f'{count} {reason}' for reason, count in reasons.items())}")
+    if config.prices and summary.cost is not None:
+        lines.insert(0, f"cost      {config.prices.words(summary.cost)}")
+    if summary.bound:
+        lines.insert(0, f"bound     {summary.bound.line}")
+    if summary.eval:
+        first, last = summary.eval.first, summary.eval.last
+        lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
+    if folder.model.exists():
+        lines.append(f"model     {folder.model}")
+    lines += [f"advice    {kind}, {text}" for kind, text in summary.advisories.items()]
+    with suppress(OSError, ValueError):  # the output may be closed
+        print(*lines, sep="\n")
+
+
+def _interrupted(interruption: Interruption, state: str) -> Interrupted:
+    number = interruption.signal or 0
+    return Interrupted(f"{Signals(number).name}{state}", number)
+
+
+# -- laps -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSchedule:
+    """A schedule, and the config that its workers are made from."""
+
+    config: RunConfig
+    schedule: BoundSchedule
+
+    @property
+    def setup(self) -> str:
+        """The settings that worker processes are made from."""
+        sections = "model data sampling reward engine algorithm trainer host placement"
+        return json.dumps(self.config.model_dump(mode="json", include=set(sections.split())), sort_keys=True)
+
+
+class SharedWorkers:
+    """The workers of one racer at a time, always at the weights that training starts from: those of a
+    checkpoint, or of the model."""
+
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
+        self._folder, self._checkpoint = folder, checkpoint
+        self.start = checkpoint or folder / "start"
+        self._setup = ""
+        self._open = AsyncExitStack()
+        self._parts: RunComponents | None = None
+
+    async def parts(self, racer: ComparedSchedule) -> RunComponents:
+        """The workers of a racer, rewound. Workers of another set-up are closed first."""
+        if self._parts is None or racer.setup != self._setup:
+            await self.aclose()
+            self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
+            self._setup = racer.setup
+            if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
+                async with on_devices_of_trainer(self._parts):
+                    await (await self._parts.trainer.save(self.start))
+        await rewind(self._parts, self.start, version=0)
+        return self._parts
+
+    async def aclose(self) -> None:
+        self._parts = None
+        await self._open.aclose()
+
+
+async def run_lap(racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int) -> None:
+    """Run a schedule on given workers, without evaluations and checkpoints."""
+    changes = {"eval_every": 0, "checkpoint_every": 0, "rounds": rounds}
+    config = racer.config.model_copy(update={"run": racer.config.run.model_copy(update=changes)})
+    await _executed(replace(racer, config=config), parts, recorder)
+
+
+async def _executed(
+    racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, **life: Any
+) -> RunResult:
+    """Run a schedule on workers. `life`: what `execute` is told of a run that may be resumed."""
+    config, schedule = racer.config, racer.schedule
+    parts = replace(parts, max_failures=failure_limit(config, schedule))
+    advantages = advantages_of(config)
+    return await execute(schedule, parts, config.run, recorder, compute_advantages=advantages, **life)

@@ -1,0 +1,246 @@
+"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
+
+A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a
+broken bound and a wait without an end are found before any process starts, also in a schedule of the user's
+own.
+"""
+
+import inspect
+import math
+from collections.abc import Collection, Coroutine, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, get_type_hints
+
+from tailrace import clock
+from tailrace.algo.base import check_algorithm
+from tailrace.config import RunConfig, validated
+from tailrace.contracts.data import Prompts
+from tailrace.controller.base import RunSettings
+from tailrace.controller.execution import execute
+from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.errors import ConfigError, ScheduleError, Stuck
+from tailrace.importing import import_function
+from tailrace.record.events import (
+    Accumulated,
+    Event,
+    Recorder,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    Stepped,
+)
+from tailrace.rollout.members import GroupSettings
+from tailrace.rollout.placement import DeviceSharing
+from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
+from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
+from tailrace.types import Prompt
+
+MAX_REHEARSED = 50_000
+"""Prompts of a rehearsal, which takes half a millisecond for each."""
+BoundSchedule = partial[Coroutine[Any, Any, None]]
+"""A schedule with its parameters; it is called with the run."""
+
+
+def with_published_defaults(config: RunConfig) -> RunConfig:
+    """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
+    Raises a ConfigError if the algorithm cannot be combined with it."""
+    algorithm = config.algorithm
+    if algorithm.old_policy is None:
+        recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
+        algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
+    check_algorithm(algorithm, group_size=config.run.num_trained, sampling=config.sampling)
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def resolve(config: RunConfig) -> BoundSchedule:
+    """The schedule of a config, ready to run: [schedule], and [schedules.NAME] over it. Raises a ConfigError
+    if it is not found, or its parameters do not fit it or one another."""
+    config = with_published_defaults(config)
+    check_parameter_names(config)
+    name = config.schedule.get("name")
+    section = {**config.schedule, **config.schedules.get(str(name), {})}
+    parameters = {key: value for key, value in section.items() if key != "name"}
+    return bind(_find(name), parameters, config)
+
+
+def bind(schedule: Schedule, parameters: Mapping[str, Any], config: RunConfig) -> BoundSchedule:
+    """A schedule with its parameters, rehearsed as the config has it. Raises a ConfigError if the parameters
+    do not fit the schedule or one another."""
+    bound = partial(schedule, **_checked(schedule, parameters))
+    _rehearse(bound, config)
+    return bound
+
+
+def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too. Raises a
+    ConfigError if there is no such schedule."""
+    accepted = _parameters_of(_find(name))
+    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
+
+
+def compared_parameters(config: RunConfig, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """[schedule] for a schedule of a comparison. What it needs and the config does not give makes its rounds
+    as large as those of the others, with twice a step in flight.
+
+    Returns:
+        The parameters, and those of them that the config does not give.
+    """
+    shared, needed = shared_parameters(config, name), _parameters_of(_find(name))
+    given = {**config.schedule, **config.schedules.get(name, {})}
+    step = given.get("groups_per_step") or given.get("groups_per_round")
+    if not isinstance(step, int):
+        return shared, {}  # the check of the parameters says what is missing
+    groups = given.get("groups_per_round") or step * given.get("steps_per_round", 1)
+    staleness = given.get("staleness", 1)
+    requests = math.ceil(config.run.group_size / (config.sim.engines.count or config.engine.num_engines))
+    sensible = {
+        "groups_per_round": groups,
+        "groups_per_step": step,
+        "steps_per_round": max(1, groups // step),
+        "groups_launched": math.ceil(1.5 * groups),
+        "groups_per_draw": math.ceil(1.5 * groups),
+        "staleness": staleness,
+        "groups_in_flight": (staleness + 1) * step,
+        "window": step,
+        "ring_groups": 2 * step,
+        "in_flight_per_engine": 2 * step * requests,
+        "requests_per_engine": math.ceil(1.5 * groups) * requests,
+    }
+    missing = (key for key, each in needed.items() if each.default is each.empty and key not in given)
+    chosen = {key: sensible[key] for key in missing if key in sensible}
+    return shared | chosen, chosen
+
+
+def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
+    """Check that a schedule, or one of those compared with it, has each key of [schedule], and that each
+    [schedules.NAME] fits its schedule. Raises a ConfigError if not."""
+    schedules = map(_find, (config.schedule.get("name"), *compared))
+    parameters = chain.from_iterable(map(_parameters_of, schedules))
+    _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])
+    for name, section in config.schedules.items():
+        if ":" not in name:  # a file need not be importable while another schedule runs
+            _check_keys(f"schedules.{name}", section, [*_parameters_of(_find(name, f"schedules.{name}"))])
+
+
+def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
+    for name in (name for name in given if name not in accepted):
+        remedy = f"it has: {', '.join(each for each in accepted if each != 'name')}"
+        raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
+
+
+def _parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
+    _, *parameters = inspect.signature(schedule).parameters.items()  # the first is the run
+    return dict(parameters)
+
+
+def _find(name: object, key: str = "schedule.name") -> Schedule:
+    names = ", ".join(SCHEDULES)
+    if not isinstance(name, str):
+        raise ConfigError(key, name, "it is missing", f"choose from {names}")
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if ":" not in name:
+        raise ConfigError(
+            key, name, "there is no such schedule", f"choose from {names}, or 'module:function'"
+        )
+    schedule: Schedule = import_function(name, key)
+    if not inspect.iscoroutinefunction(schedule):
+        raise ConfigError(key, name, "it is not an async function", "write `async def`")
+    return schedule
+
+
+def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given parameters, as the types of the signature."""
+    parameters = _parameters_of(schedule)
+    _check_keys("schedule", given, [*parameters])
+    for name, parameter in parameters.items():
+        if name not in given and parameter.default is inspect.Parameter.empty:
+            problem = f"the schedule {schedule.__name__} needs it, and it is missing"
+            remedy = f"set it, or {name} of [schedules.{schedule.__name__}]"
+            raise ConfigError(f"schedule.{name}", None, problem, remedy)
+    hints = get_type_hints(schedule, include_extras=True)
+    return {name: validated(hints.get(name, Any), value, f"schedule.{name}") for name, value in given.items()}
+
+
+class FewPrompts:
+    """Prompts of a rehearsal, of which there is an end."""
+
+    def __init__(self, prompts: Prompts, parameters: Mapping[str, object]) -> None:
+        self._prompts, self._parameters = prompts, parameters
+
+    def __getitem__(self, index: int) -> Prompt:
+        if index >= MAX_REHEARSED:
+            problem = f"a rehearsal of two rounds draws more than {MAX_REHEARSED} prompts"
+            raise ConfigError("schedule", dict(self._parameters), problem, "lower the numbers of groups")
+        return self._prompts[index]
+
+
+class _Rehearsal:
+    """A sink that notes whether the trainer computed while an engine generated, and each round's steps."""
+
+    def __init__(self) -> None:
+        self.overlaps, self.steps = False, list[int]()
+        self._num_served, self._served_until_s = 0, -math.inf
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RoundStarted():
+                self.steps.append(0)
+            case RequestStarted():
+                self._num_served += 1
+            case RequestEnded(time_s=time_s):
+                self._num_served, self._served_until_s = self._num_served - 1, time_s
+            case Accumulated(start_s=start_s) | Stepped(start_s=start_s):
+                self.overlaps |= self._num_served > 0 or self._served_until_s > start_s
+                self.steps[-1] += isinstance(event, Stepped)
+
+    def close(self) -> None:
+        pass
+
+
+def trains_while_generating(config: RunConfig, schedule: BoundSchedule) -> bool:
+    """Whether the trainer computes while engines generate, in a rehearsal of a schedule that was resolved."""
+    return _rehearse(schedule, config, reward_s=0.0).overlaps  # else rewards hide a short overlap
+
+
+def steps_of_a_round(config: RunConfig, schedule: BoundSchedule) -> int | None:
+    """Optimizer steps of a round of a schedule that was resolved; None: they differ from round to round."""
+    first, second, *_ = _rehearse(schedule, config).steps
+    return first if first == second else None
+
+
+def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> _Rehearsal:
+    """Raises a ConfigError if the schedule cannot run with these parameters."""
+    settings, sim, kind = config.run, config.sim, config.placement.kind
+    lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
+    replicas = 2 if kind == "elastic" else 1
+    count = max(replicas, min(2, sim.engines.count or config.engine.num_engines))
+    engines = SimEngineSettings(count=count, versions=sim.engines.versions or config.num_versions)
+    synchronous = config.reward.synchronous or sim.rewards.synchronous
+    rewards = SimRewardSettings(synchronous=synchronous, median_s=reward_s)
+    short = SimSettings(engines=engines, lengths=lengths, rewards=rewards)
+    group_size = min(settings.group_size, 2)  # what a schedule declares or waits for does not hang on K
+    rules = GroupSettings(replacements=int(settings.groups.has_rule))  # real lengths decide on a deadline
+    rounds = RunSettings(rounds=2, group_size=group_size, groups=rules, step_timeout_s=3600.0)
+
+    async def watched(run: Run) -> None:
+        await schedule(run)
+        if run.declared is None:
+            remedy = "it must say run.declare(staleness=...): 0 is on-policy, math.inf is no bound"
+            raise ScheduleError(f"the schedule declares nothing; {remedy}")
+
+    async def two_rounds() -> None:
+        parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=DeviceSharing(kind))
+        few = FewPrompts(parts.prompts, schedule.keywords)
+        await execute(watched, replace(parts, prompts=few), rounds, Recorder(rehearsal))
+
+    rehearsal = _Rehearsal()
+    try:
+        clock.run(two_rounds(), virtual=True)
+    except (ScheduleError, Stuck) as why:
+        problem = f"a rehearsal failed: {why}"
+        raise ConfigError("schedule", "these parameters", problem, "change them") from why
+    return rehearsal

@@ -1,0 +1,276 @@
+"""A simulated run: [sim] completed from the other sections, its parts, and a schedule run to its end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+
+from tailrace import clock
+from tailrace.algo.advantages import GRPO
+from tailrace.algo.advantages import ComputeAdvantages as Advantages
+from tailrace.config import RunConfig
+from tailrace.contracts.data import Epochs
+from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.controller.execution import execute
+from tailrace.drivers.assembly.folder import recorder_of
+from tailrace.drivers.assembly.placement import device_sharing, prices_of
+from tailrace.errors import ConfigError
+from tailrace.extras.judges.simulated import SimJudge, forward_pass
+from tailrace.ledger.prices import Prices
+from tailrace.record.events import Recorder, Sink
+from tailrace.record.figures import Row, rounds_of, steps_of
+from tailrace.record.summary import Summary
+from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
+from tailrace.rollout.pool import SetAdvantages
+from tailrace.rollout.reward_timeout import Anchors
+from tailrace.schedules import Schedule
+from tailrace.sim.cluster import rates
+from tailrace.sim.engine import SimEngine, let_die
+from tailrace.sim.host import Host
+from tailrace.sim.reward import rewards_of
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
+from tailrace.sim.trainer import SimReference, SimTrainer
+from tailrace.sim.world import Lengths, SimPrompts, law_of
+
+OF_DEVICES = {
+    "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
+    "trainer": ("tokens_per_s", "step_s", "swap_s", "early_swap_s"),
+}
+"""Keys of [sim] that depend on the model and on the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a run in virtual time gave.
+
+    Args:
+        steps: a row for each optimizer step, those of the warm-up included.
+        rounds: a row for each round that trained, those of the warm-up included.
+        lap: the figures of the rounds after the warm-up.
+        over_bound: time of the whole run over its lower bound (record/bounds.py), minus 1.
+        seconds: virtual time from the start of the run to its end.
+    """
+
+    steps: Sequence[Row]
+    rounds: Sequence[Row]
+    lap: Row
+    over_bound: float
+    seconds: float
+
+
+def simulate(
+    schedule: Schedule,
+    sim: SimSettings,
+    settings: RunSettings,
+    *,
+    sharing: DeviceSharing = DISAGGREGATED,
+    replicas: int = 1,
+    reference: bool = False,
+    prices: Prices | None = None,
+    warm_up_rounds: int = 0,
+    sinks: Sequence[Sink] = (),
+    parts: Callable[[], RunComponents] | None = None,
+    compute_advantages: SetAdvantages = GRPO,
+) -> Simulated:
+    """Run a schedule to its end in virtual time.
+
+    Args:
+        sharing, replicas, reference, prices: as in `simulated_parts`.
+        warm_up_rounds: first rounds that the lap does not count.
+        sinks: receive every event and row, too.
+        parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
+            `sim` and the arguments of `simulated_parts` are not used then.
+        compute_advantages: as `execute`.
+    """
+    summary = Summary()
+    make = partial(simulated_parts, sim, settings.seed, reference=reference, replicas=replicas)
+    parts = parts or partial(make, sharing=sharing, prices=prices)
+    recorder = recorder_of(None, summary, *sinks)
+    seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
+    bound = summary.bound
+    over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound and bound.run_bound_s else 0.0
+    lap = summary.lap(warm_up_rounds)
+    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
+
+
+def _executed(
+    schedule: Schedule,
+    parts: Callable[[], RunComponents],
+    settings: RunSettings,
+    recorder: Recorder,
+    compute_advantages: SetAdvantages,
+) -> float:
+    """Return the virtual seconds that a run took."""
+
+    async def run() -> float:
+        await execute(schedule, parts(), settings, recorder, compute_advantages=compute_advantages)
+        return clock.now()
+
+    return clock.run(run(), virtual=True)
+
+
+def simulated_parts(
+    settings: SimSettings,
+    seed: int,
+    *,
+    reference: bool = False,
+    replicas: int = 1,
+    sharing: DeviceSharing = DISAGGREGATED,
+    prices: Prices | None = None,
+    max_failures: int | None = None,
+) -> RunComponents:
+    """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
+
+    Args:
+        reference: whether the run has a reference model.
+        replicas: replicas of the trainer, which divide its speed.
+        sharing: whether engines and trainer have devices in common.
+        prices: what the run pays for.
+        max_failures: as RunComponents.
+    """
+    settings = rates(settings)
+    lengths = Lengths(settings.lengths, seed)
+    epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
+    prompts = SimPrompts(settings.lengths.prompt_tokens, epochs)
+    max_tokens = settings.lengths.max_tokens or DEFAULT_MAX_TOKENS
+    hosts = _hosts(settings)
+    engines = [
+        _engine(f"engine-{number}", settings.engines, lengths, max_tokens, host)
+        for number, host in enumerate(hosts)
+    ]
+    if settings.faults:
+        for number, engine in enumerate(engines):
+            let_die(engine, number, settings.faults, seed)
+    anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
+    return RunComponents(
+        engines=engines,
+        trainer=SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated"),
+        rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
+        prompts=prompts,
+        held_out=prompts,
+        reference=SimReference(settings.reference) if reference else None,
+        sharing=sharing,
+        anchors=anchors,
+        synchronous_rewards=settings.rewards.synchronous,
+        max_failures=max_failures,
+        prices=prices,
+    )
+
+
+def _hosts(settings: SimSettings) -> list[Host | None]:
+    """Return the host of each engine: one that all share, or the devices that each shares with judges."""
+    count = settings.engines.count or 1
+    if settings.host and settings.rewards.judge:
+        return [Host(settings.host) for _ in range(count)]
+    return [Host(settings.host) if settings.host else None] * count
+
+
+def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> list[SimJudge]:
+    """One on each device of the engines."""
+    if settings.rewards.judge is None or settings.cluster is None:
+        return []
+    forward, size = forward_pass(settings), settings.cluster.tensor_parallel
+    return [SimJudge(forward, host) for host in hosts for _ in range(size)]
+
+
+def _engine(
+    name: str, cost: SimEngineSettings, lengths: Lengths, max_tokens: int, host: Host | None
+) -> SimEngine:
+    engine = SimEngine(name, cost, lambda sample: lengths(sample, engine.version), max_tokens, host)
+    return engine
+
+
+def costs_given(sim: SimSettings) -> list[tuple[str, str]]:
+    """Return the section and the key of each cost that the config gives."""
+    costs = [(section, key) for section, keys in OF_DEVICES.items() for key in keys]
+    return [(section, key) for section, key in costs if key in getattr(sim, section).model_fields_set]
+
+
+def note_default_costs(sim: SimSettings, console: Console) -> None:
+    """Say so if the figures are those of no model and of no machine."""
+    costs = [key for _, key in costs_given(sim) if key != "count"]
+    if not costs and sim.cluster is None:
+        note = "note: the costs of engines and trainer are defaults; --like RUN takes those of a run"
+        console.print(f"{note}, [sim.cluster] those of a model on devices")
+
+
+def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:
+    """Run a schedule on simulated parts; return the virtual seconds that it took. Raises a ConfigError if
+    [sim] cannot work."""
+    sim, deadline_s = sim_settings(config), config.run.groups.deadline_s
+    if deadline_s and deadline_s < sim.engines.base_s:
+        problem = f"no sample can meet it: a decode step takes {sim.engines.base_s:g} s"
+        raise ConfigError("run.groups.deadline_s", deadline_s, problem, "raise it")
+    parts = partial(
+        simulated_parts,
+        sim,
+        config.run.seed,
+        max_failures=failure_limit(config, schedule),
+        reference=config.algorithm.needs_reference,
+        replicas=config.trainer.replicas,
+        sharing=device_sharing(config, sim),
+        prices=prices_of(config, sim),
+    )
+    advantages = Advantages(config.algorithm, sim_max_tokens(config))
+    return _executed(schedule, parts, config.run, recorder, advantages)
+
+
+def failure_limit(config: RunConfig, schedule: Schedule) -> int:
+    """`reward.max_failures`, or the samples of a round."""
+    return config.reward.max_failures or config.run.group_size * most_groups(schedule)[1]
+
+
+def most_groups(schedule: Schedule) -> tuple[str, int]:
+    """The largest number of groups among the parameters of a schedule, with its name: those of a round, of a
+    step or in flight. 1, if it has none."""
+    parameters = getattr(schedule, "keywords", {})
+    groups = [(value, name) for name, value in parameters.items() if name.startswith("groups_")]
+    value, name = max(groups, default=(1, ""))
+    return name, value
+
+
+def sim_settings(config: RunConfig) -> SimSettings:
+    """[sim] of a config. What it leaves open follows from [sim.cluster], or is taken from [engine] and
+    [sampling]. Raises a ConfigError if [sim.cluster] cannot work, the placement is another one, or lengths
+    cannot be read."""
+    sim, kind = without_rates(config), config.placement.kind
+    if cluster := sim.cluster:
+        if (cluster.rollout_devices is None) == (kind == "disaggregated"):
+            found = "all devices generate" if cluster.rollout_devices is None else "some devices only train"
+            remedy = 'choose "disaggregated" with sim.cluster.rollout_devices, or another kind without it'
+            raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
+        sim = rates(sim)
+    count = sim.engines.count or config.engine.num_engines
+    return sim.model_copy(update={"engines": sim.engines.model_copy(update={"count": count})})
+
+
+def without_rates(config: RunConfig) -> SimSettings:
+    """[sim] of a config with what is taken from the other sections, before [sim.cluster] fills the rates.
+    Raises a ConfigError if lengths cannot be read."""
+    sim, lengths, cluster = config.sim, config.sim.lengths, config.sim.cluster
+    law_of(lengths)
+    max_tokens = sim_max_tokens(config)
+    taken = 1.0 if lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
+    median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
+    slots = sim.engines.slots or config.engine.max_num_seqs
+    synchronous = sim.rewards.synchronous or config.reward.synchronous
+    if cluster:
+        given = {"offload": config.trainer.offload, "trainer_replicas": config.trainer.replicas}
+        given |= {"model": str(config.model.path)} if config.model else {}
+        cluster = cluster.model_copy(update={k: v for k, v in given.items() if getattr(cluster, k) is None})
+    changes = {
+        "cluster": cluster,
+        "rewards": sim.rewards.model_copy(update={"synchronous": synchronous}),
+        "engines": sim.engines.model_copy(
+            update={"slots": slots, "versions": sim.engines.versions or config.num_versions}
+        ),
+        "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
+    }
+    return sim.model_copy(update=changes)
+
+
+def sim_max_tokens(config: RunConfig) -> int:
+    """Length limit of a completion in virtual time."""
+    limit = config.sampling.max_completion_tokens if config.sampling else DEFAULT_MAX_TOKENS
+    return config.sim.lengths.max_tokens or limit

@@ -1,0 +1,100 @@
+"""`tailrace simulate`: the schedule of a config in virtual time. It needs no model.
+
+It writes config.toml, metrics.jsonl, summary.json and events.jsonl, as a live run does (folder.py), and has
+the same sinks and trackers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.table import Column, Table
+
+from tailrace.config import load_config
+from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
+from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual, sim_settings
+from tailrace.drivers.commands.tables import open_console, print_table
+from tailrace.errors import ConfigError
+from tailrace.extras.plan.fit_command import fitted_run
+from tailrace.record.events import Sink
+from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
+from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
+from tailrace.record.summary import RunSummary, Summary
+from tailrace.sim.settings import SimSettings
+from tailrace.sim.world import Lengths
+
+
+def simulate(
+    config: Path,
+    /,
+    *,
+    output_dir: Path | None = None,
+    like: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
+) -> None:
+    """Run the schedule on simulated parts and print its figures.
+
+    Args:
+        config: a TOML file.
+        output_dir: for metrics, summary and events. Without it the config's sinks and trackers are not used.
+        like: a run whose costs and lengths are taken instead of [sim].
+        json_path: another file for the summary.
+    """
+    loaded = load_config(config, overrides)
+    if like:
+        for key in (key for key in overrides if key.startswith("sim.")):
+            remedy = f"remove it, or use the [sim] that tailrace fit {like} prints"
+            raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
+        loaded = loaded.model_copy(update={"sim": fitted_run(like).sim})
+    schedule, name = resolve(loaded), str(loaded.schedule["name"])
+    loaded = with_published_defaults(loaded)
+    sim = sim_settings(loaded)
+    check_trackers(loaded.record.trackers)
+    console = open_console()
+    summary = Summary(output_dir / "summary.json" if output_dir else None)
+    sinks: list[Sink] = [Summary(json_path)]
+    if folder := RunFolder(output_dir) if output_dir else None:
+        folder.begin_anew(loaded.toml(chosen=False))
+        tracked = TrackedRun(loaded.record.project, folder.path, loaded.model_dump(mode="json"))
+        sinks += open_sinks(loaded.record.sinks, folder.path, console.print)
+        sinks += open_trackers(loaded.record.trackers, tracked, console.print)
+    seconds = run_virtual(loaded, schedule, recorder_of(folder, summary, *sinks))
+    totals, prices = summary.summary(), loaded.prices
+    if prices and prices.budget and not totals.rounds:
+        raise ConfigError("prices.budget", prices.budget, "it is spent within the first round", "raise it")
+    print_table(console, _table(name, sim, seconds, totals, summary.lap()))
+    note_default_costs(loaded.sim, console)
+    if totals.bound:
+        console.print(f"bound     {totals.bound.line}")
+    if prices and totals.cost is not None:
+        console.print(f"cost      {prices.overrun(totals.cost) or prices.words(totals.cost)}")
+    if output_dir:
+        console.print(f"files     {output_dir}")
+
+
+def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap: Row) -> Table:
+    table = Table("figure", Column(name, justify="right"), title_justify="left")
+    median_tokens, max_tokens = Lengths(sim.lengths, 0).median_tokens, sim.lengths.max_tokens
+    table.title = (
+        f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of "
+        f"{median_tokens:,.0f} tokens in the median, {max_tokens:,} at most"
+    )
+    table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
+    for key, value in summary.round.items():
+        table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
+    table.add_row("samples/s", f"{lap['samples_per_s']:,.2f}")
+    table.add_row("seconds per 1,000 samples", f"{1000 / lap['samples_per_s']:,.1f}")
+    table.add_row("tokens/s", f"{lap['tokens_per_s']:,.0f}")
+    for key, label in COSTS.items():
+        if key in lap:
+            table.add_row(label, f"{lap[key]:,.4f}")
+    for key, (label, form) in {**QUALITIES, **BIASES}.items():
+        if key in lap:
+            table.add_row(label, form.format(lap[key]))
+    table.add_row("tokens trained", f"{summary.tokens.trained:,}")
+    for reason, tokens in summary.tokens.wasted.items():
+        table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")
+    return table

@@ -1,0 +1,37 @@
+"""`tailrace train`: one live run."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from tailrace.config import load_config, with_model_folder
+from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.running import train
+from tailrace.drivers.assembly.schedule import resolve
+
+
+def run(
+    config: Path,
+    /,
+    *,
+    output_dir: Path,
+    resume: bool = False,
+    dry_run: bool = False,
+    overrides: Mapping[str, str],
+) -> None:
+    """Train a model.
+
+    Args:
+        config: a TOML file.
+        output_dir: for all files of the run.
+        resume: continue the run in the output directory, if one has begun there.
+        dry_run: print the resolved config, with a table of the processes as comments, and stop.
+    """
+    loaded = load_config(config, overrides)
+    if not dry_run:
+        train(loaded, output_dir, resume=resume)
+        return
+    loaded = with_model_folder(loaded)
+    fitted = check_live(loaded, resolve(loaded))
+    print(fitted.config.toml(), end="")
+    print(textwrap.indent(fitted.table, "# "))

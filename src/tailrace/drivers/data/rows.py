@@ -1,0 +1,300 @@
+"""Prompts from a table of rows, in an endless seeded order.
+
+A row without a usable prompt costs its own index only: it is read when it is asked for.
+The tables are JSONL, parquet, and Hugging Face dataset folders with one split or several.
+
+A mixture has several sources in one endless order: each thousand consecutive prompts have every source in
+proportion to its weight, in an order that the seed shuffles anew. The place of a prompt within its source is
+found without visiting the earlier prompts.
+"""
+
+from codecs import BOM_UTF8
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, RowsSettings, Split
+from tailrace.drivers.data.encoding import PromptEncoder, Tools, is_prompt
+from tailrace.errors import BadRow, ConfigError
+from tailrace.importing import install
+from tailrace.types import Prompt
+
+EVAL_SPLITS = ("test", "validation")
+"""Splits that are the evaluation set when none is named, in this order."""
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec's decoder: also of bytes that are not UTF-8, and of thousands of open brackets."""
+UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""Errors of msgspec's encoder, for instance of images, and of integers of more than 64 bits."""
+
+
+class Table(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        """Raises a BadRow if the row cannot be read."""
+
+
+class JsonLines:
+    """A JSONL file in memory. A line is decoded when it is asked for. Raises a ConfigError if the file is
+    something else. `key`: of the config, which names it."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        text = path.read_bytes().removeprefix(BOM_UTF8)
+        self._lines = [line for line in text.splitlines() if line.strip()]
+        problem = "" if self._lines else "it is empty"
+        if b"\0" in text[:4]:
+            problem = "its encoding is UTF-16 or UTF-32"
+        with suppress(*NOT_JSON):  # several lines of JSON are no JSON
+            whole = msgspec.json.decode(text)
+            if not isinstance(whole, dict) or len(self._lines) > 1:
+                problem = f"the whole file is one JSON {'array' if isinstance(whole, list) else 'value'}"
+        if problem:
+            raise ConfigError(key, str(path), problem, "write JSON lines: one object a line, in UTF-8")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(self._lines[place], type=dict[str, Any])
+        except NOT_JSON as why:
+            raise BadRow("not a JSON object", str(why)) from why
+
+
+def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
+    """Open the table that a split comes from. Return it, and whether training and evaluation share it, so
+    that prompts must be held out of it. Raises a ConfigError if there is no such file, folder or split, or it
+    cannot be read."""
+    if split == "eval" and settings.eval_path is not None:
+        return _open_eval_path(settings, settings.eval_path), False
+    found = _read("data.path", settings.path)
+    if not isinstance(found, Mapping):
+        return found, settings.eval_path is None
+    train = _named("data.split", settings.split, settings.path, found)
+    if settings.eval_path is not None:
+        return train, False
+    evaluation = _eval_split(settings, settings.path, found)
+    shared = evaluation is None or evaluation is train
+    return train if evaluation is None or split == "train" else evaluation, shared
+
+
+def _open_eval_path(settings: RowsSettings, path: Path) -> Table:
+    found = _read("data.eval_path", path)
+    if not isinstance(found, Mapping):
+        return found
+    if len(found) == 1 and settings.eval_split is None:
+        return next(iter(found.values()))
+    if (table := _eval_split(settings, path, found)) is not None:
+        return table
+    problem = f"it has the splits {', '.join(found)}, and none of {' and '.join(EVAL_SPLITS)}"
+    raise ConfigError("data.eval_path", str(path), problem, "name one of them in data.eval_split")
+
+
+def _eval_split(settings: RowsSettings, path: Path, splits: Mapping[str, Table]) -> Table | None:
+    """Return the evaluation split of a folder with several, or None when it has none."""
+    if settings.eval_split is not None:
+        return _named("data.eval_split", settings.eval_split, path, splits)
+    return next((splits[name] for name in EVAL_SPLITS if name in splits), None)
+
+
+def _named(key: str, name: str, path: Path, splits: Mapping[str, Table]) -> Table:
+    if name not in splits:
+        raise ConfigError(key, name, f"{path} has no such split", f"choose from {', '.join(splits)}")
+    return splits[name]
+
+
+def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
+    """Read one table, or the splits of a folder that has them."""
+    if not path.exists():
+        raise ConfigError(key, str(path), "there is no such file or folder", "name one that exists")
+    if path.suffix == ".jsonl" and path.is_file():
+        return JsonLines(path, key)
+    try:
+        import datasets
+
+        found: Table | Mapping[str, Table]
+        if path.suffix == ".parquet":
+            found = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        elif any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(str(path))
+    except ImportError as why:
+        problem = f"reading this needs the package datasets ({why})"
+        remedy = f"{install('datasets')}, or give a .jsonl file"
+        raise ConfigError(key, str(path), problem, remedy) from why
+    except Exception as why:
+        # The library datasets raises errors of pyarrow, of the file system and its own.
+        problem = f"it is neither a JSONL file, a parquet file nor a dataset folder ({why})"
+        raise ConfigError(key, str(path), problem, "check the path and the files in it") from why
+    return found
+
+
+class RowPrompts:
+    """The endless prompts of one split of a table, shuffled anew in each epoch."""
+
+    def __init__(self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split) -> None:
+        """Raises a ConfigError if the rows cannot be read, none of them has a prompt, or there are too few to
+        hold any out."""
+        self._table, shared = open_table(settings, split)
+        self._column, self._tools_column = settings.prompt_column, settings.tools_column
+        self._encoder, self._columns = encoder, set[str]()
+        own_path = split == "eval" and settings.eval_path is not None
+        key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
+        digests = [self._digest(place) for place in range(len(self._table))]
+        self._check_prompts(str(path), digests)
+        places: Sequence[int] = range(len(digests))
+        if shared:
+            held_out = hold_out(key, str(path), digests)
+            places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
+        self._places, self._epochs = places, Epochs(len(places), seed)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row_number = self._epochs.row_at(index)
+        row = self._row(self._places[row_number])
+        given = row.get(self._column)
+        text, ids = self._encoder.encode(given, _tools(row.get(self._tools_column)))
+        carried, source = _sendable(row), row.get("data_source")
+        named, opened = source if isinstance(source, str) else "", self._encoder.opened(given, text)
+        return Prompt(index, ids, text, carried, row_number, carried[self._column], named, opened)
+
+    def _row(self, place: int) -> dict[str, Any]:
+        """Return the columns of a row. Messages and tools have no nulls that Arrow added. Raises a BadRow if
+        it cannot be read."""
+        try:
+            row = dict(self._table[place])
+        except BadRow:
+            raise
+        except Exception as why:  # decoders of images and sounds raise errors of their own
+            raise BadRow("a row that cannot be read", str(why)) from why
+        self._columns |= row.keys()
+        added = set() if isinstance(self._table, JsonLines) else {self._column, self._tools_column}
+        return {name: _without_nulls(value) if name in added else value for name, value in row.items()}
+
+    def _digest(self, place: int) -> int | None:
+        """Return a number that is equal for equal prompts, or None where the row has no prompt."""
+        try:
+            prompt = self._row(place).get(self._column)
+            return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
+        except (BadRow, *UNSENDABLE):
+            return None
+
+    def _check_prompts(self, path: str, digests: list[int | None]) -> None:
+        """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
+        first = next((place for place, digest in enumerate(digests) if digest is not None), None)
+        problem, remedy = "", ""
+        if first is None:
+            problem = f"none of the {len(digests)} rows of {path} has a prompt in this column (columns: "
+            problem += f"{', '.join(sorted(self._columns)) or 'none'})"
+            remedy = "name the column that holds the prompt"
+        elif isinstance(self._table[first][self._column], list) and not self._encoder.has_template:
+            problem = "the prompts are chat messages, and the model's tokenizer has no chat template"
+            remedy = "give prompts as strings, or add a template"
+        if problem:
+            raise ConfigError("data.prompt_column", self._column, problem, remedy)
+
+
+def _tools(column: object) -> Tools | None:
+    """Return the tools of a row, which may be JSON text, as in tables whose tools differ in their parameters.
+    Raises a BadRow if they are not a list of objects."""
+    try:
+        tools = msgspec.json.decode(column) if isinstance(column, str) and column else column
+    except NOT_JSON as why:
+        raise BadRow("tools that are not JSON", str(why)) from why
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools that are not a list of objects", f"found {tools!r:.80}")
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without the keys that are null: each object of a column has the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _sendable(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return the columns as plain values. Raises a BadRow that names one that cannot be sent to another
+    process."""
+    plain: dict[str, object] = {}
+    for name, value in row.items():
+        try:
+            plain[name] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+        except UNSENDABLE as why:
+            raise BadRow(f"the column {name!r} cannot be sent to another process", str(why)) from why
+    return plain
+
+
+def hold_out(key: str, path: str, digests: list[int | None]) -> set[int]:
+    """Return the digests of the different prompts that are held out: at least one."""
+    different = sorted({digest for digest in digests if digest is not None})
+    if len(different) < 2:
+        remedy = "give more rows, or an evaluation set in data.eval_path"
+        raise ConfigError(key, path, "it needs two different prompts, to hold one out", remedy)
+    return set(different[: ceil(len(different) / HELD_OUT_ONE_IN)])
+
+
+PAGE = 1000
+"""Consecutive prompts in which the shares are exact, to one prompt."""
+
+
+class MixedPrompts:
+    """The endless prompts of several sources.
+
+    Args:
+        sources: the prompts of each source; each is read from its index 0 on.
+        weights: their relative shares. Each source has at least one prompt a page.
+    """
+
+    def __init__(
+        self, names: Sequence[str], sources: Sequence[Prompts], weights: Sequence[float], seed: int
+    ) -> None:
+        self._names, self._sources, self._seed = names, sources, seed
+        self._shares = shares(weights)
+        self._page = lru_cache(maxsize=2)(self._make_page)
+
+    def __getitem__(self, index: int) -> Prompt:
+        page, place = divmod(index, PAGE)
+        source, earlier = self._page(page)[place]
+        prompt = self._sources[source][page * self._shares[source] + earlier]
+        number = prompt.row_number
+        if number is not None:  # different for rows of different sources
+            number = number * len(self._sources) + source
+        return replace(prompt, index=index, row_number=number, source=self._names[source])
+
+    def _make_page(self, page: int) -> list[tuple[int, int]]:
+        """Return the source of each place, and how many places before it in the page have that source."""
+        ordered = [source for source, share in enumerate(self._shares) for _ in range(share)]
+        found: list[tuple[int, int]] = []
+        seen = [0] * len(self._shares)
+        for place in np.random.default_rng([self._seed, page]).permutation(PAGE):
+            source = ordered[place]
+            found.append((source, seen[source]))
+            seen[source] += 1
+        return found
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """Return how many prompts of a page each source has, by largest remainders; at least one each."""
+    total = sum(map(Fraction, weights))
+    exact = [max(Fraction(weight) / total * PAGE, Fraction(1)) for weight in weights]
+    counts = [int(each) for each in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: max(0, PAGE - sum(counts))]:
+        counts[i] += 1
+    counts[counts.index(max(counts))] -= sum(counts) - PAGE  # what rare sources got beyond their share
+    return counts

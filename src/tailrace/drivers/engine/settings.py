@@ -1,0 +1,161 @@
+"""Settings of the rollout engines."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Tag, model_validator
+
+from tailrace.contracts.weights import DTYPE
+from tailrace.devices import Device
+from tailrace.settings import CHOSEN, Settings, default_tag
+
+
+class ReplicaSettings(Settings):
+    """What the settings of all kinds of engines have in common."""
+
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Engines; 1 to 1024. Each is a process, or a server."""
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
+    """The type of weights and KV cache. Not set: as trainer.dtype, for the engine's device."""
+    max_num_seqs: int = Field(default=128, ge=1, le=65_536)
+    """Requests that one engine decodes together; 1 to 65,536."""
+    health_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds without an answer after which an engine counts as dead; above 0. Longer than the longest decode
+    step and load."""
+    recovery_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds for which a run waits for an engine when all are dead; above 0. Then it ends. A restart that
+    takes longer is begun again."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return self.replicas
+
+
+class NativeEngineSettings(ReplicaSettings):
+    """The embedded engine."""
+
+    kind: Literal["native"] = "native"
+    """Selects this kind of engine."""
+    threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
+    """Torch threads of each process; 1 to 1024. Not set: as trainer.threads."""
+    device: Device = "cpu"
+    """The torch device: "cpu", "cuda" or "cuda:N"."""
+    kv_cache_tokens: int = Field(default=262_144, ge=1, le=2**40, json_schema_extra=CHOSEN)
+    """Size of one engine's KV cache, in token positions; 1 to 2^40. When it is full, the most recently
+    admitted request is preempted and recomputed later. Not set: 262,144, or what fits the memory."""
+    max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
+    """Context tokens computed between two decode steps, at most; 1 to 2^31. A longer context is computed
+    alone."""
+
+
+class ServerEngineSettings(ReplicaSettings):
+    """An inference server that is reached over HTTP: started and supervised by the run, or joined."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = ()
+    """Addresses of running servers to join, for example `http://10.0.0.7:8000`; one engine each. Without them
+    the run starts `replicas` servers itself. They may also be of `tailrace serve`. Where they need a bearer
+    token: $TAILRACE_TOKEN."""
+    python: str | None = None
+    """The Python interpreter whose environment has the server. Without it: $VLLM_PYTHON or $SGLANG_PYTHON."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Devices of one server that was started by the run; 1 to 1024."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments of a server that the run starts, passed on as they are."""
+    env: dict[str, str] = {}
+    """Further environment variables of a server that the run starts."""
+    start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds that a server may take to start; above 0."""
+    max_logprob_difference: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,
+    in nats. Without it: 0.05, or 3 where server or trainer computes in bfloat16."""
+    max_mean_logprob_difference: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """It also fails if they differ by more in the mean; above 0, in nats. Without it: 0.01, or 0.15 where
+    server or trainer computes in bfloat16."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the run."""
+        return len(self.urls) or self.replicas
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.urls and "replicas" in self.model_fields_set and self.replicas != len(self.urls):
+            raise ValueError(f"replicas = {self.replicas}, but {len(self.urls)} urls are one engine each")
+        return self
+
+
+class VllmEngineSettings(ServerEngineSettings):
+    """vLLM."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Selects this kind of engine."""
+
+
+class SglangEngineSettings(ServerEngineSettings):
+    """SGLang."""
+
+    kind: Literal["sglang"] = "sglang"
+    """Selects this kind of engine."""
+
+
+class PipelineRlEngineSettings(ServerEngineSettings):
+    """Any engine with the three routes that PipelineRL needs (extras/http/pipelinerl.py)."""
+
+    kind: Literal["pipelinerl"] = "pipelinerl"
+    """Selects this kind of engine."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1)
+    """Addresses of running engines, one each: the run starts none of this kind."""
+
+
+class TinkerEngineSettings(ServerEngineSettings):
+    """The samplers of a service with Tinker's API (extras/tinker/client.py). Its key: $TINKER_API_KEY."""
+
+    kind: Literal["tinker"] = "tinker"
+    """Selects this kind of engine."""
+
+    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1, max_length=1)
+    """The address of the service."""
+    base_model: str = Field(min_length=1)
+    """The service's name of the model."""
+    chunk_tokens: int = Field(default=256, ge=0)
+    """Tokens that are asked for at once; 0 or greater. A response that is parked loses those of one chunk at
+    most, and takes new weights between two chunks. 0: whole responses."""
+
+
+HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings
+EngineSettings = Annotated[
+    Annotated[NativeEngineSettings, Tag("native")]
+    | Annotated[VllmEngineSettings, Tag("vllm")]
+    | Annotated[SglangEngineSettings, Tag("sglang")]
+    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")]
+    | Annotated[TinkerEngineSettings, Tag("tinker")],
+    default_tag("native"),
+]
+
+
+class ServeSettings(Settings):
+    """Where `tailrace serve` listens and what it accepts."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. On one that is not loopback every route but /health needs the token."""
+    port: int = Field(default=8000, ge=0, le=65_535)
+    """0 to 65,535. 0: a free port."""
+    served_model_name: str = ""
+    """The model's name in requests and replies. Empty: its folder."""
+    weights_folder: Path | None = None
+    """New weights are read from files below it. None: the server takes no new weights from files."""
+    max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
+    """The largest request body, in bytes; 1,024 to 2^40."""
+
+
+class HostedModel(Settings):
+    """What `tailrace serve` must know of its model."""
+
+    path: Path
+    dtype: DTYPE
+    max_model_len: int
+    """Tokens of a prompt and its completion together, at most."""
+    vocab_size: int
+    kv_cache_tokens: int

@@ -1,0 +1,334 @@
+"""An engine that outlives its processes: restarted when it dies, it continues with the newest weights.
+
+    open -- died, hung, weights refused --> dead -- pause, start, newest weights --> open
+    open -- sleep --> asleep -- wake, newest weights --> open
+
+The requests of an engine that is dead or asleep are evicted with their tokens; the router gives them to
+another engine. An engine that dies asleep is restarted when it is woken.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+from typing_extensions import override
+
+from tailrace.clock import Signal, ended, now, waiting
+from tailrace.contracts.engine import (
+    Arrival,
+    Capabilities,
+    Engine,
+    EngineLife,
+    EngineState,
+    TokenCounter,
+    Usage,
+)
+from tailrace.contracts.weights import Weights
+from tailrace.errors import EngineDied, EnginesLost, Evicted, NotArrived, TailraceError, TransferFailed
+from tailrace.types import KV, Sample
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pauses before restarts: the first, doubled each time up to the longest."""
+WELL_S = 60.0
+"""An engine that lived this long is restarted after the first pause again."""
+TRANSFERS, TRANSFER_PAUSE_S = 3, 1.0
+"""Attempts to load weights before the engine counts as dead, and the pause between two of them."""
+
+
+class SupervisedEngine(Engine):
+    """An engine over a sequence of lives.
+
+    Args:
+        start: begins a life.
+        counter: counts the tokens of all lives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        start: Callable[[], Awaitable[EngineLife]],
+        counter: TokenCounter,
+        versions: int = 1,
+    ) -> None:
+        self.name, self.slots, self.width, self.versions = name, slots, 1, versions
+        self._slots_of_one = slots
+        self.capabilities = Capabilities()
+        self.state: EngineState = "dead"
+        self.on_state: Callable[[str], None] = lambda why: None
+        self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
+        self.why_dead = "it has not started"
+        self._start, self._counter = start, counter
+        self._life: EngineLife | None = None
+        self._end: asyncio.Future[str]
+        """Why the present life is over, once that is known."""
+        self._changed = Signal()
+        """A life was ended, or the device is back."""
+        self._calls: dict[asyncio.Future[None], None] = {}
+        """Requests of the present life."""
+        self._newest: Weights | None = None
+        self._lent = False
+        """It was put to sleep and not woken."""
+        self._ended = Usage(num_counted=0)
+        """Counters of the lives that ended."""
+
+    async def open(self) -> None:
+        """Begin the first life. Raises TailraceError if the engine cannot start."""
+        self._adopt(await self._begin(), "it has started")
+
+    async def keep(self, restart_timeout_s: float) -> None:
+        """Restart the engine whenever it dies, until cancelled. A restart that takes longer than
+        `restart_timeout_s` is given up and begun again."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began_s = now()
+            await self._end_of_life()
+            if now() - began_s >= WELL_S:
+                pause_s = FIRST_PAUSE_S
+            while self._life is None:
+                while self._lent:
+                    await self._changed.wait(f"the device of {self.name}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                await self._restart(restart_timeout_s)
+
+    @override
+    async def generate(self, sample: Sample) -> None:
+        life = self._life
+        if life is None or self.state != "open":
+            raise Evicted(f"{self.name} is {self.state}")
+        # A task of its own can be cancelled without the caller.
+        self._calls[call := asyncio.ensure_future(life.generate(sample))] = None
+        try:
+            await asyncio.wait([call])
+        except asyncio.CancelledError:
+            await _cancelled([call])
+            raise
+        finally:
+            del self._calls[call]
+        if call.cancelled():
+            raise Evicted(f"{self.name} is {self.state}")
+        try:
+            call.result()
+        except EngineDied as died:
+            self._doom(life, str(died))
+            raise
+
+    @override
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        """A transfer that fails is repeated; after TRANSFERS failures the engine is dead.
+
+        When it returns, no request of this engine gains a token of older weights any more.
+        """
+        self._newest = weights
+        life = self._life
+        if life is None:
+            return
+        if self.state == "open":
+            try:
+                await self._send_newest(life, kv)
+            except (EngineDied, TransferFailed) as error:
+                self._doom(life, str(error))
+        while self._life is life and self._end.done():
+            await self._changed.wait(f"{self.name} to end")
+
+    @override
+    async def sleep(self) -> None:
+        if self._lent:
+            return
+        self._lent = True
+        self._set("asleep", "its device is lent")
+        await self._evict()
+        life = self._life
+        if life is not None and not self._end.done():
+            try:
+                await life.sleep()
+            except EngineDied as died:
+                self._doom(life, str(died))
+
+    @override
+    async def wake(self) -> None:
+        """An engine that died is only started; it opens when it can."""
+        if not self._lent or not self.width:
+            return
+        self._lent = False
+        self._changed.fire()
+        life = self._life
+        if life is None or self._end.done():
+            self._set("dead", self.why_dead)
+            return
+        try:
+            await life.wake()
+            await self._send_newest(life, "recompute")
+        except (EngineDied, TransferFailed) as error:
+            self._doom(life, str(error))
+        if self.state == "asleep" and not self._lent:
+            self._set("open", "its device is back")
+
+    async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
+        """As EngineLife.score. Raises Evicted if it is dead."""
+        if self._life is None:
+            raise Evicted(f"{self.name} is {self.state}")
+        return await self._life.score(ids, num_prefix)
+
+    @override
+    async def regroup(self, width: int) -> None:
+        """Its life is ended; with another width a new one begins, as after a death."""
+        self._lent, self.why_dead = True, "its tensor-parallel size changes"
+        if self.state != "asleep":
+            self._set("asleep", self.why_dead)
+        await self._evict()
+        life = self._life
+        if life is not None and not self._end.done():
+            self._end.set_result(self.why_dead)
+        while life is not None and self._life is life:
+            await self._changed.wait(f"{self.name} to end")
+        self.width, self.slots = width, self._slots_of_one * max(width, 1)
+        await self.wake()
+
+    @override
+    def usage(self) -> Usage:
+        usage = self._ended + self._life.usage() if self._life else self._ended
+        return msgspec.structs.replace(usage, num_generated=self._counter.num)
+
+    async def close(self) -> None:
+        """End the life."""
+        if self._life is not None:
+            await self._life.close()
+
+    def _set(self, state: EngineState, why: str) -> None:
+        self.state = state
+        self.on_state(why)
+
+    def _adopt(self, life: EngineLife, why: str) -> None:
+        self._life, self._end = life, asyncio.get_running_loop().create_future()
+        self.capabilities = life.capabilities
+        self._set("open", why)
+
+    def _doom(self, life: EngineLife, why: str) -> None:
+        """Send no more requests to a life; `keep` ends it."""
+        if self._life is life and not self._end.done():
+            self.why_dead = why
+            self._end.set_result(why)
+            if not self._lent:
+                self._set("dead", why)
+
+    async def _end_of_life(self) -> None:
+        """Wait until the life is over, give its requests back and keep its counters."""
+        life, end = self._life, self._end
+        assert life is not None
+        died = asyncio.ensure_future(life.died())
+        try:
+            await asyncio.wait([died, end], return_when=asyncio.FIRST_COMPLETED)
+            self._doom(life, end.result() if end.done() else died.result())
+        finally:
+            died.cancel()
+        await life.close()
+        await self._evict()
+        # Tokens that it generated and did not report are in no count.
+        self._ended = msgspec.structs.replace(
+            self._ended + life.usage(),
+            num_running=0,
+            num_waiting=0,
+            kv_tokens=0,
+            kv_capacity=None,  # the next life may have another
+            num_counted=self._counter.num,
+        )
+        self._life = None
+        self._changed.fire()
+
+    async def _restart(self, restart_timeout_s: float) -> None:
+        """Try to begin a life. A failure is in `why_dead`. Raises NotArrived if the new process does not get
+        the newest weights either."""
+        width = self.width
+        try:
+            async with asyncio.timeout(restart_timeout_s):
+                life = await self._begin()
+        except TimeoutError:
+            self.why_dead = f"it did not start within {restart_timeout_s:g} s"
+        except NotArrived as why:
+            raise NotArrived(f"{why}; neither did {TRANSFERS} attempts nor a restart help") from why
+        except (TailraceError, OSError) as error:
+            self.why_dead = str(error)
+        else:
+            if self._lent or self.width != width:  # meanwhile
+                await life.close()
+            else:
+                self._adopt(life, "it was restarted")
+
+    async def _begin(self) -> EngineLife:
+        """Start a life, up to the newest weights."""
+        life = await self._start()
+        life.counter = self._counter
+        try:
+            with waiting(f"{self.name} to start"):
+                await life.ready()
+                await self._send_newest(life, "recompute")
+        except BaseException:
+            await life.close()
+            raise
+        return life
+
+    async def _send_newest(self, life: EngineLife, kv: KV) -> None:
+        """Load the newest weights, and those that are published meanwhile. Raises TransferFailed if all
+        attempts fail, the last one by a NotArrived if they were loaded and are not proven."""
+        num_failed, loaded = 0, None
+        while self._newest is not None and loaded is not self._newest:
+            weights = self._newest
+            try:
+                await life.load(weights, kv=kv)
+                self._examine(life.arrival)
+                loaded = weights
+            except TransferFailed as failed:
+                num_failed += 1
+                if isinstance(failed, NotArrived):
+                    kv = "recompute"
+                if num_failed == TRANSFERS:
+                    raise
+                await asyncio.sleep(TRANSFER_PAUSE_S)
+
+    def _examine(self, arrival: Arrival | None) -> None:
+        """Raise NotArrived if a publication has not arrived."""
+        if arrival is None:
+            return
+        self.on_arrival(arrival)
+        if arrival.cause:
+            raise NotArrived(f"{self.name}: version {arrival.version} has not arrived: {arrival.cause}")
+
+    async def _evict(self) -> None:
+        """Give all requests back once their tokens are in their samples."""
+        await _cancelled(list(self._calls))
+
+
+async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel calls and wait for their end."""
+    for call in calls:
+        call.cancel()
+    try:
+        await ended(*calls)
+    finally:
+        for call in calls:
+            if not call.cancelled() and not isinstance(call.exception(), Evicted | None):
+                call.result()  # a defect
+
+
+async def watch_engines(
+    engines: Sequence[SupervisedEngine], recovery_timeout_s: float, every_s: float = 1.0
+) -> None:
+    """Keep all engines, until cancelled. Raises EnginesLost if all are dead for `recovery_timeout_s`, and
+    NotArrived if one does not get the newest weights after a restart either."""
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            tasks.create_task(engine.keep(recovery_timeout_s))
+        alive_s = now()
+        while True:
+            await asyncio.sleep(every_s)
+            # An engine of width 0 sleeps as long as another one has its devices, even if that one is dead.
+            owners = [engine for engine in engines if engine.width]
+            if not owners or any(engine.state != "dead" for engine in owners):
+                alive_s = now()
+            elif now() - alive_s >= recovery_timeout_s:
+                causes = "; ".join(f"{engine.name}: {engine.why_dead}" for engine in engines)
+                raise EnginesLost(
+                    f"all engines are dead for {recovery_timeout_s:g} s (engine.recovery_timeout_s). {causes}"
+                )

@@ -1,0 +1,98 @@
+"""Which weights of a model folder LoRA adapts, and the tensors of the adapter, without torch and peft.
+
+Tensors are named as in peft's files, without peft's prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from tailrace.contracts.trainer import LoraSettings
+from tailrace.contracts.weights import TensorInfo
+from tailrace.errors import ConfigError
+from tailrace.importing import install
+from tailrace.model_folder import tensor_shapes
+
+_WEIGHT = ".weight"
+_NOT_LINEAR = ("embed_tokens", "lm_head")
+_KEY = "trainer.lora"
+VLLM_MAX_RANK = 512
+"""As extras/http/vllm.py."""
+
+
+def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
+    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs). Raises a ConfigError if
+    a file is missing or damaged, or a name of `target_modules` is of no linear layer."""
+    linear = {
+        name.removesuffix(_WEIGHT): (shape[0], shape[1])
+        for name, shape in tensor_shapes(model).items()
+        if name.endswith(_WEIGHT) and len(shape) == 2 and _kind(name.removesuffix(_WEIGHT)) not in _NOT_LINEAR
+    }
+    if lora.target_modules == "all-linear":
+        return linear
+    kinds = sorted({_kind(name) for name in linear})
+    if unknown := [name for name in lora.target_modules if name not in kinds]:
+        problem = f"{', '.join(unknown)}: no linear layer of the model has this name"
+        key = f"{_KEY}.target_modules"
+        raise ConfigError(key, str(list(lora.target_modules)), problem, f"choose from {', '.join(kinds)}")
+    return {name: shape for name, shape in linear.items() if _kind(name) in lora.target_modules}
+
+
+def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
+    """Check what can be checked without loading the model, against `engine.kind` and `weights.transport`.
+    Raises a ConfigError if peft is not installed, a layer does not exist, or the engine or the transport
+    takes no adapters."""
+    if find_spec("peft") is None:
+        raise ConfigError(f"{_KEY}.rank", lora.rank, "it needs peft, which is not installed", install("lora"))
+    if lora.versions > 1 and lora.publish != "adapter":
+        problem, remedy = "merged weights replace each other", 'set it to 1, or publish = "adapter"'
+        raise ConfigError(f"{_KEY}.versions", lora.versions, problem, remedy)
+    if lora.publish == "adapter":
+        _check_taker(lora, engine, transport)
+    if not adapted_modules(model, lora):
+        problem = "the model has no linear layer of these names"
+        raise ConfigError(f"{_KEY}.target_modules", str(lora.target_modules), problem, "name at least one")
+
+
+def _check_taker(lora: LoraSettings, engine: str, transport: str) -> None:
+    key, value, in_files = f"{_KEY}.publish", lora.publish, transport == "filesystem"
+    if engine == "native" and in_files:
+        problem = "the embedded engine reads a version in a folder as a whole model"
+        raise ConfigError(key, value, problem, 'choose another weights.transport, or write "merged"')
+    if engine == "vllm" and not in_files:
+        problem = f"vLLM reads an adapter from a folder, and weights.transport is {transport!r}"
+        remedy = 'set weights.transport = "filesystem", or write "merged"'
+        raise ConfigError(key, value, problem, remedy)
+    if engine == "vllm" and lora.rank > VLLM_MAX_RANK:
+        problem = f"vLLM takes adapters of a rank of {VLLM_MAX_RANK} at most"
+        raise ConfigError(f"{_KEY}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
+    if engine not in ("native", "vllm"):
+        problem = f"engines of the kind {engine!r} take whole weights only"
+        raise ConfigError(key, value, problem, 'write "merged"')
+
+
+def peft_config(model: Path, lora: LoraSettings) -> dict[str, object]:
+    """The config file of a published adapter, as peft and inference servers read it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(adapted_modules(model, lora)),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def adapter_tensors(model: Path, lora: LoraSettings) -> tuple[TensorInfo, ...]:
+    """Return the tensors of an adapter's publication. They are float32, whatever the type of the engine.
+    Raises as `adapted_modules`."""
+    tensors: list[TensorInfo] = []
+    for name, (outputs, inputs) in adapted_modules(model, lora).items():
+        tensors.append(TensorInfo(f"{name}.lora_A.weight", (lora.rank, inputs), "float32"))
+        tensors.append(TensorInfo(f"{name}.lora_B.weight", (outputs, lora.rank), "float32"))
+    return tuple(tensors)
+
+
+def _kind(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -1,0 +1,110 @@
+"""LoRA by peft: a trained low-rank adapter beside frozen weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tailrace.contracts.trainer import LoraSettings
+from tailrace.drivers.trainer.distributed import gather
+from tailrace.errors import CheckpointError, ConfigError
+
+_NAME = "default"
+_PREFIX = "base_model.model."
+"""Of the names in peft's files."""
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+class Adapter:
+    """Puts a new adapter into a model and freezes all its weights.
+
+    The factors A are drawn from a fixed seed, so that all ranks draw the same. The factors B are zero. Raises
+    a ConfigError if the model has no such layers, or they are not linear."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
+        self._model, names = model, settings.target_modules
+        self._config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=names if isinstance(names, str) else list(names),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=str(model.config.name_or_path),
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                inject_adapter_in_model(self._config, model, _NAME)
+            except ValueError as why:
+                problem = f"peft cannot adapt these layers ({' '.join(str(why).split())[:200]})"
+                key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
+                raise ConfigError(key, str(names), problem, remedy) from why
+        self._layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
+        self._scale = settings.alpha / settings.rank
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The factors, which are trained, by their names in peft's files without its prefix."""
+        return {
+            f"{name}.{factor}.weight": getattr(layer, factor)[_NAME].weight
+            for name, layer in self._layers.items()
+            for factor in ("lora_A", "lora_B")
+        }
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights with their Hugging Face names, the adapter added, one after another. All ranks must
+        take sharded ones."""
+        for name, parameter in self._model.named_parameters():
+            module, _, kind = name.replace(".base_layer.", ".").rpartition(".")
+            if ".lora_" not in name:
+                yield f"{module}.{kind}", self._merge(self._layers.get(module), kind, gather(parameter))
+
+    @torch.no_grad()
+    def _merge(self, layer: Linear | None, kind: str, weight: Tensor) -> Tensor:
+        if layer is None or kind != "weight":
+            return weight
+        a, b = (gather(getattr(layer, factor)[_NAME].weight) for factor in ("lora_A", "lora_B"))
+        return weight + self._scale * (b @ a)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block the model is the one without the adapter: the reference model."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+    def save(self, folder: Path, factors: Mapping[str, Tensor]) -> None:
+        """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written.
+        `factors` are whole tensors, by the names of `parameters`."""
+        folder.mkdir()
+        tensors = {_PREFIX + name: factor.cpu().contiguous() for name, factor in factors.items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        self._config.inference_mode = True  # as peft writes it
+        self._config.save_pretrained(str(folder))
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Read the factors that `save` wrote, by the names of `parameters`. Raises a CheckpointError if they
+        cannot be read, or were trained with other settings."""
+        try:
+            tensors = load_file(folder / WEIGHTS_FILE)
+            config = LoraConfig.from_pretrained(str(folder))
+        except (OSError, SafetensorError, ValueError) as why:
+            remedy = "resume with the settings that the run began with, or begin a new run"
+            raise CheckpointError(
+                f"{folder}: there is no adapter that can be read ({why}); {remedy}"
+            ) from why
+        for key, name in (("rank", "r"), ("alpha", "lora_alpha")):
+            if (before := getattr(config, name)) != (here := getattr(self._config, name)):
+                raise CheckpointError(
+                    f"{folder}: its {key} is {before}, here {here}; set trainer.lora.{key} as it was"
+                )
+        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,111 @@
+"""AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
+
+If the model is sharded, each rank has a shard of every parameter, gradient and moment (distributed.py).
+"""
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.trainer.batch import AdamStep
+from tailrace.drivers.trainer.distributed import Ranks, gather, local
+
+MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+"""AdamW's names of its moments."""
+
+
+class Optimizer:
+    """Owns the gradients of the parameters: backward passes add to them, `step` consumes them."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainerSettings) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._settings = settings
+        self.num_steps = 0
+        self._num_updates = 0
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
+        others = [p for p in self._parameters.values() if p.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            fused=True,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step: lr * min(1, steps / warmup_steps)."""
+        warmup = self._settings.warmup_steps
+        return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
+
+    @property
+    def parameters(self) -> Collection[Tensor]:
+        """Those that are trained."""
+        return self._parameters.values()
+
+    def gradients(self) -> list[Tensor]:
+        """The sum of gradients since the last step, by parameter."""
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def moments(self) -> list[Tensor]:
+        """What AdamW keeps of its steps so far."""
+        return [tensor for state in self._adamw.state.values() for tensor in state.values()]
+
+    def add_replicas(self, ranks: Ranks) -> None:
+        """Add up the gradients of all replicas."""
+        ranks.sum_over_replicas([local(gradient) for gradient in self.gradients()])
+
+    def step(self, count: int, adam: AdamStep | None = None) -> float:
+        """Do one step on gradient / count and reset the gradient. Return the norm before clipping. A gradient
+        that is not finite changes neither the weights nor AdamW's moments and step count; the step is
+        counted. `adam`: parameters of this step in place of the settings'."""
+        self.num_steps += 1
+        gradients = self.gradients()
+        for gradient in gradients:
+            gradient.div_(count)
+        total_norm = gather(get_total_norm(gradients))
+        norm = float(total_norm)
+        if math.isfinite(norm):
+            self._num_updates += 1
+            max_norm = adam.max_grad_norm if adam else self._settings.max_grad_norm
+            if max_norm:
+                clip_grads_with_norm_(self._parameters.values(), max_norm, total_norm)
+            matrices, others = self._adamw.param_groups
+            for group in (matrices, others):
+                group["lr"] = adam.learning_rate if adam else self.learning_rate
+                if adam:
+                    group.update(betas=adam.betas, eps=adam.eps)
+            if adam:
+                matrices["weight_decay"] = adam.weight_decay
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=False)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint needs to continue bit for bit (checkpoint.State)."""
+        states = self._adamw.state
+        moments = {
+            f"{part}.{name}": states[parameter][key]
+            for part, key in MOMENTS.items()
+            for name, parameter in self._parameters.items()
+            if parameter in states
+        }
+        return {"counts": torch.tensor([self.num_steps, self._num_updates]), **moments}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state`, with a gradient of zero. Its moments become those of this optimizer."""
+        self.num_steps, self._num_updates = map(int, state["counts"].tolist())
+        self._adamw.zero_grad(set_to_none=False)
+        self._adamw.state.clear()
+        for name, parameter in self._parameters.items() if self._num_updates else ():
+            step = torch.tensor(float(self._num_updates), device=parameter.device)
+            moments = {key: state[f"{part}.{name}"] for part, key in MOMENTS.items()}
+            self._adamw.state[parameter] = {"step": step, **moments}

@@ -1,0 +1,1 @@
+"""For runs on several hosts: workers placed by Ray, or that join by themselves."""

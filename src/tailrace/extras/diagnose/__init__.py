@@ -1,0 +1,1 @@
+"""For runs whose engine and trainer disagree: `tailrace diagnose`."""

@@ -1,0 +1,1 @@
+"""For runs on GPUs: engines behind vLLM, SGLang or PipelineRL servers."""

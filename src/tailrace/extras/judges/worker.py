@@ -1,0 +1,74 @@
+"""A judge model in a process of its own, from both sides."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from tailrace.contracts.reward import Call, RewardSettings
+from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
+from tailrace.errors import RewardFailed
+from tailrace.extras.judges.endpoint import Verdict, messages_of, score_reader
+from tailrace.extras.judges.settings import LocalJudgeSettings
+
+if TYPE_CHECKING:
+    from tailrace.extras.judges.local import ModelJudge
+
+Messages = list[dict[str, str]]
+"""What the judge reads, as chat messages."""
+
+
+class JudgeJob(Job):
+    """Score completions with a model."""
+
+    judge: LocalJudgeSettings
+
+
+def judge_jobs(reward: RewardSettings) -> list[JudgeJob]:
+    """Return the jobs of the judges that are worker processes."""
+    models = [each for each in reward.judges if isinstance(each, LocalJudgeSettings)]
+    return [JudgeJob(threads=each.threads, judge=each) for each in models]
+
+
+class JudgeWorker(BatchWorker):
+    """A process of a judge model. What arrives while a batch is computed is the next batch."""
+
+    job_type = JudgeJob
+
+    def __init__(self, judge: "ModelJudge") -> None:
+        self._judge = judge
+
+    @override
+    @classmethod
+    def load_job(cls, job: JudgeJob, connection: WorkerConnection) -> "JudgeWorker":
+        from tailrace.extras.judges.local import ModelJudge
+
+        return cls(ModelJudge.load(job.judge))
+
+    @batched
+    def score(self, conversations: list[Messages]) -> Iterable[float | RewardFailed]:
+        """Score completions. One that has no score has its failure."""
+        return self._judge.scores(conversations)
+
+    @batched
+    def write(self, conversations: list[Messages]) -> Iterable[str | RewardFailed]:
+        """Write answers. One that has none has its failure."""
+        return self._judge.answers(conversations)
+
+
+class RemoteJudge:
+    """A Judge (extras/judges/endpoint.py) in its own process. It has no time limit: its work is bounded by
+    the length of the text."""
+
+    def __init__(self, worker: RemoteWorker, settings: LocalJudgeSettings) -> None:
+        self._worker, self.settings, self._read = worker, settings, score_reader(settings)
+
+    async def judge(self, call: Call) -> Verdict:
+        """As Judge.judge. When this is cancelled, the score is computed nevertheless."""
+        messages = messages_of(self.settings, call)
+        if not self.settings.answer_tokens:
+            return Verdict(await self._worker.call(JudgeWorker.score, messages))
+        answer = await self._worker.call(JudgeWorker.write, messages)
+        if (score := self._read(answer)) is None:
+            raise RewardFailed("judge unreadable", f"no score in {answer!r:.300} (reward.judges.pattern)")
+        return Verdict(score, answer)

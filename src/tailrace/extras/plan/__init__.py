@@ -1,0 +1,1 @@
+"""For the owner of a cluster: `tailrace plan` and `tailrace fit`."""

@@ -1,0 +1,342 @@
+"""The candidates of a cluster: every schedule on every division of the devices for which it is made, and what
+bounds their times: the lengths of the responses, without running a simulation.
+
+Schedules whose times cannot differ here are represented by one: `conventional` shuffles what `serial` trains,
+`rolloutpipe` trains later what `rolloutpipe_eager` accumulates, `seer` orders requests only where they wait
+for slots, and `streamrl` needs rows that come again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import ceil, inf
+from statistics import fmean
+from typing import Any
+
+from tailrace.contracts.data import Epochs
+from tailrace.rollout.placement import Kind
+from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.sim.settings import SimClusterSettings, SimSettings
+from tailrace.sim.world import Lengths, SimPrompts
+from tailrace.types import Group, Sample, SampleId
+
+LEFT_OUT = {
+    "conventional": "serial",
+    "rolloutpipe": "rolloutpipe_eager",
+    "april_dapo": "april",
+    "tailbatch_dapo": "tailbatch",
+}
+"""Schedules that are not planned, and those that represent them. The `_dapo` ones filter groups, which no
+lengths of responses foretell."""
+LAGS = (1, 3)
+"""Bounds of lag that are tried, besides 0 and none."""
+RACES = (1.25, 1.5)
+"""Multiples of the wanted prompts that race. RollPacker (section 6.4) tries both."""
+ROUNDS_SORTED = 8
+"""Rounds whose prompts `tailrace_on_policy` sorts by length."""
+WIDTHS = (1.5, 2, 3, 4)
+"""Groups in flight, as multiples of those of a step."""
+PARTS = 16
+"""Divisions of more devices than this differ by one part of so many."""
+
+
+def response_lengths(sim: SimSettings, group_size: int, prompts: Iterable[int], seed: int) -> list[list[int]]:
+    """Return the lengths of the responses to prompts, with the weights that a run begins with."""
+    length_of, rows = Lengths(sim.lengths, seed), sim.lengths.rows
+    drawn = SimPrompts(sim.lengths.prompt_tokens, Epochs(rows, seed) if rows else None)
+    groups = [Group(drawn[index], group_size, []) for index in prompts]
+    return [
+        [length_of(Sample(SampleId(group.prompt.index, 0, k), group)) for k in range(group_size)]
+        for group in groups
+    ]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The responses of the first prompts."""
+
+    groups: Sequence[Sequence[int]]
+    """The lengths of each group's responses, in tokens."""
+    prompt_tokens: int
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        return fmean(fmean(group) for group in self.groups)
+
+    @cached_property
+    def mean_context(self) -> float:
+        """Positions of a running request, mean over its decode steps."""
+        squares = fmean(fmean(tokens**2 for tokens in group) for group in self.groups)
+        return self.prompt_tokens + squares / self.mean_tokens / 2
+
+    @cached_property
+    def longest_of_group(self) -> float:
+        return self.longest(1)
+
+    def longest(self, num_groups: int) -> float:
+        """Longest response of a rollout of so many groups, mean over rollouts."""
+        return fmean(max(rollout) for rollout in self._rollouts(num_groups))
+
+    def longest_of_race(self, wanted: int, launched: int) -> float:
+        """Longest trained response of a round of tail batching (RollPacker 3), mean over rounds: the first of
+        the launched groups win, and the others have a round of their own when there are enough."""
+        longest, deferred, rounds = self._longest, list[int](), list[int]()
+        for first in range(0, len(longest) - launched + 1, launched):
+            ordered = sorted(longest[first : first + launched])
+            rounds.append(ordered[wanted - 1])
+            deferred += ordered[wanted:]
+            if len(deferred) >= wanted:
+                rounds.append(max(deferred[:wanted]))
+                del deferred[:wanted]
+        return fmean(rounds)
+
+    def longest_of_step(self, num_groups: int, groups_per_step: int) -> float:
+        """Longest response of a step, where the groups of a rollout are trained from short to long and each
+        step starts the rest again; mean over steps."""
+        ordered = [sorted(rollout) for rollout in self._rollouts(num_groups)]
+        return fmean(fmean(rollout[groups_per_step - 1 :: groups_per_step]) for rollout in ordered)
+
+    @cached_property
+    def _longest(self) -> list[int]:
+        return [max(group) for group in self.groups]
+
+    def _rollouts(self, num_groups: int) -> list[list[int]]:
+        """The longest response of each group, by rollout. What is too short for one is left out."""
+        last = max(1, len(self._longest) - num_groups + 1)
+        return [self._longest[first : first + num_groups] for first in range(0, last, num_groups)]
+
+
+def _no_wait(load: Workload) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A schedule with its parameters, and what bounds its time.
+
+    Args:
+        label: tells it from the schedule's other candidates; the same on every division of the devices.
+        lag: largest age of a trained token, in optimizer steps.
+        steps: optimizer steps of a round, which ends with a publication.
+        alive: groups that are generated at the same time, at most.
+        waited_tokens: the longest response that an optimizer step waits for, on average.
+        stops: the engines wait while the trainer steps and publishes.
+        cycle: rounds after which the schedule is where it began.
+    """
+
+    schedule: str
+    parameters: Mapping[str, Any]
+    label: str = ""
+    lag: float = 0
+    steps: int = 1
+    alive: float = inf
+    waited_tokens: Callable[[Workload], float] = _no_wait
+    stops: bool = True
+    cycle: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}, {self.label}" if self.label else self.schedule
+
+    def ready(self) -> Schedule:
+        return partial(SCHEDULES[self.schedule], **self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule on a division of the devices."""
+
+    work: Work
+    kind: Kind
+    rollout_devices: int | None
+    """Devices that generate; None: all generate and train in turn."""
+    tensor_parallel: int
+
+    @property
+    def replicas(self) -> int:
+        return 2 if self.kind == "elastic" else 1
+
+    def on(self, cluster: SimClusterSettings) -> SimClusterSettings:
+        """The cluster with this division of its devices."""
+        division = {"rollout_devices": self.rollout_devices, "tensor_parallel": self.tensor_parallel}
+        return cluster.model_copy(update=division | {"trainer_replicas": self.replicas})
+
+    def name(self, devices: int) -> str:
+        return f"{self.work.name} ({self.division(devices)})"
+
+    def division(self, devices: int) -> str:
+        """The devices in words."""
+        if self.rollout_devices is None:
+            words = "in turn" if self.kind == "colocated" else "elastic"
+        else:
+            words = f"{self.rollout_devices} + {devices - self.rollout_devices}"
+        return f"{words}, TP {self.tensor_parallel}" if self.tensor_parallel > 1 else words
+
+
+def candidates(
+    sim: SimSettings, groups_per_step: int, group_size: int, max_lag: float = inf
+) -> Iterator[Candidate]:
+    """Yield the candidates of a cluster. What [sim.cluster] sets itself stays. `max_lag`: an age of trained
+    tokens, in optimizer steps, that is tried besides LAGS."""
+    assert sim.cluster
+    for kind, rollout_devices, size in divisions(sim.cluster):
+        num_engines = (rollout_devices or sim.cluster.devices) // size
+        num_slots = num_engines * (sim.engines.slots or 1)
+        rows = bool(sim.lengths.rows)
+        lags = sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
+        for work in _works(kind, groups_per_step, group_size, lags, num_engines, num_slots, rows):
+            if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):
+                yield Candidate(work, kind, rollout_devices, size)
+
+
+def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, int]]:
+    """Yield placement, devices that generate, and tensor-parallel size."""
+    devices = cluster.devices
+    given = cluster.model_fields_set
+    largest = min(devices, cluster.devices_per_node)
+    sizes = [2**n for n in range(largest.bit_length()) if 2**n <= largest]
+    for size in [cluster.tensor_parallel] if "tensor_parallel" in given else sizes:
+        if given_devices := cluster.rollout_devices:
+            if size <= given_devices:
+                yield "disaggregated", given_devices, size
+            continue
+        steps = {round(devices * part / PARTS / size) * size for part in range(1, PARTS)}
+        for rollout_devices in sorted(each for each in steps if 0 < each < devices):
+            yield "disaggregated", rollout_devices, size
+        if devices % size == 0:
+            yield "colocated", None, size
+            if devices // size > 1:
+                yield "elastic", None, size
+
+
+def _works(
+    kind: Kind, U: int, K: int, lags: Sequence[float], num_engines: int, num_slots: int, rows: bool
+) -> Iterator[Work]:
+    match kind:
+        case "colocated":
+            yield from _in_turn(U, K, lags, num_slots)
+        case "elastic":
+            yield from _streamed(U, lags, rows)
+        case "disaggregated":
+            yield from _streamed(U, lags, rows)
+            yield from _never_stopped(U, K, lags, num_engines)
+
+
+def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int) -> Iterator[Work]:
+    """Schedules that generate, then train."""
+    for lag in (0, *lags):
+        R = (int(lag) + 1) * U
+        for name in ("serial", "seer") if num_slots < R * K else ("serial",):
+            yield _rollout(name, R, U)
+        if lag:
+            yield replace(_rollout("sortedrl", R, U), steps=1, cycle=R // U)
+        for alive in _widths(U, lag):
+            parameters = dict(groups_per_round=U, groups_launched=alive, staleness=int(lag))
+            label = f"{alive} launched, staleness {lag:.0f}"
+            yield Work("april", parameters, label, lag, alive=alive)
+    yield _restarted(4 * U, U)
+    for race in _races(U):
+        yield _race("tailbatch", U, race)
+        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_no_wait)
+    yield _sorted_races(U)
+    for alive in (2 * U, 3 * U):
+        parameters = dict(groups_per_round=U, groups_launched=alive)
+        yield Work("april", parameters, f"{alive} launched", inf, alive=alive)
+
+
+def _streamed(U: int, lags: Sequence[float], rows: bool) -> Iterator[Work]:
+    """Schedules that train complete groups while the others are generated with the same weights."""
+    for name in ("periodic_asynchrony", "streamrl") if rows else ("periodic_asynchrony",):
+        yield Work(name, dict(groups_per_round=U), alive=U, waited_tokens=lambda load: load.longest(U))
+    for race in _races(U):
+        yield _race("rollpacker", U, race)
+    yield _sorted_races(U)
+    parameters = dict(groups_per_round=U, prompt_speculation=1.25, response_speculation=1.25)
+    yield Work("rollpacker", parameters, "1.25 x prompts, 1.25 x responses")
+    for lag in lags:
+        yield _rollout("rolloutpipe_eager", (int(lag) + 1) * U, U)
+
+
+def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> Iterator[Work]:
+    """Schedules that generate for later steps while they train."""
+    if 1 in lags:
+        yield replace(_rollout("one_step_off", U, U), lag=1, stops=False)
+        ahead = Work("streamrl_async", dict(groups_per_round=U), lag=1, alive=2 * U, stops=False)
+        yield replace(ahead, waited_tokens=lambda load: load.longest(U))
+    for lag in lags:
+        for alive in _widths(U, lag):
+            parameters = dict(groups_per_step=U, groups_in_flight=alive, staleness=int(lag))
+            label = f"{alive} in flight, staleness {lag:.0f}"
+            for name in ("tailrace", "dora", "laminar", "trl_async"):
+                yield Work(name, parameters, label, lag, alive=alive, stops=False)
+        most = (int(lag) + 1) * U
+        alive = int((most + 1) / 1.3)  # with a window of 0.3 times as many
+        if alive >= U:
+            window = most + 1 - alive
+            parameters = dict(groups_per_step=U, groups_in_flight=alive, window=window)
+            label = f"{alive} in flight, window {window}"
+            yield Work("windowed_fifo", parameters, label, lag, alive=alive, stops=False)
+    for width in WIDTHS[:3]:
+        requests = ceil(width * U * K / num_engines)
+        parameters = dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
+        blocking = parameters | dict(ring_full="block", scoring_groups=ceil(2 * width * U))
+        batch = partial(_batch_steps, U * K / requests / num_engines)
+        label = f"{width:g} steps in flight"
+        yield Work("pipelinerl", blocking, label, inf, waited_tokens=batch, stops=False)
+
+
+def _rollout(name: str, R: int, U: int) -> Work:
+    """Whole rollouts of R groups."""
+    steps, parameters = R // U, dict(groups_per_round=R, groups_per_step=U)
+    work = Work(name, parameters, f"{R} a rollout", steps - 1, steps, alive=R)
+    return replace(work, waited_tokens=lambda load: load.longest(R) / steps)
+
+
+def _restarted(R: int, U: int) -> Work:
+    return Work(
+        "sortedrl_on_policy",
+        dict(groups_per_round=R, groups_per_step=U),
+        f"{R} a rollout",
+        alive=R,
+        waited_tokens=lambda load: load.longest_of_step(R, U),
+        cycle=R // U,
+    )
+
+
+def _race(name: str, U: int, factor: float) -> Work:
+    """A race for prompts, of which the losers start again."""
+    alive = ceil(factor * U)
+    return Work(
+        name,
+        dict(groups_per_round=U, prompt_speculation=factor, response_speculation=1.0),
+        f"{factor:g} x prompts",
+        alive=alive,
+        waited_tokens=lambda load: load.longest_of_race(U, alive),
+        cycle=U // (alive - U) + 1,  # short rounds until there is a long one
+    )
+
+
+def _sorted_races(U: int) -> Work:
+    """Races of the shortest prompts of a batch of rounds. At best the batch is trained in that order."""
+    return Work(
+        "tailrace_on_policy",
+        dict(groups_per_round=U, prompt_speculation=2.0, rounds_sorted=ROUNDS_SORTED),
+        alive=2 * U,
+        waited_tokens=lambda load: load.longest_of_step(ROUNDS_SORTED * U, U),
+        cycle=ROUNDS_SORTED,
+    )
+
+
+def _races(U: int) -> list[float]:
+    """Factors that launch different numbers of groups."""
+    return list({ceil(race * U): race for race in RACES}.values())
+
+
+def _batch_steps(samples: float, load: Workload) -> float:
+    return samples * load.mean_tokens
+
+
+def _widths(U: int, lag: float) -> list[int]:
+    """Groups in flight that a bound on staleness allows: more than one step's."""
+    most = (int(lag) + 1) * U
+    return sorted({min(most, ceil(width * U)) for width in WIDTHS}) if lag else []

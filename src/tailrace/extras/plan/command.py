@@ -1,0 +1,287 @@
+"""`tailrace plan`: the fastest schedule for a cluster, as a table, in words, and as a config."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tailrace.algo.advantages import ComputeAdvantages
+from tailrace.config import RunConfig, config_of, load_config
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
+from tailrace.drivers.assembly.simulation import costs_given, sim_max_tokens, without_rates
+from tailrace.drivers.commands.tables import open_console, print_table, progress
+from tailrace.drivers.engine.settings import ServerEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.extras.plan.calibrate import calibrated
+from tailrace.extras.plan.candidates import Candidate
+from tailrace.extras.plan.fit import correlation_within_groups
+from tailrace.extras.plan.fit_command import fitted_run
+from tailrace.extras.plan.peer_fit import fit_peer
+from tailrace.extras.plan.peers import PeerLog, read_peer
+from tailrace.extras.plan.plan import Measured, Problem
+from tailrace.extras.plan.search import Plan, search
+from tailrace.ledger.ledger import Totals
+from tailrace.ledger.prices import Prices
+from tailrace.sim.settings import (
+    EmpiricalSettings,
+    RecordedSettings,
+    SimClusterSettings,
+    SimSettings,
+    TableSettings,
+)
+from tailrace.sim.world import read_lengths, read_recorded
+
+CELLS = {
+    "step_s": ("s/step", "{:,.3g}"),
+    "gain": ("gain", "{:.2f}x"),
+    "samples_per_s": ("samples/s", "{:,.3g}"),
+    "cost_per_1000_samples": ("cost", "{:,.4f}"),
+    "over_bound": ("bound", "{:+.0%}"),
+    "lag_max": ("lag", "{:.0f}"),
+    "length_bias": ("bias", "{:+.1%}"),
+    "kv_share": ("KV", "{:.0%}"),
+    "trainer_share": ("state", "{:.0%}"),
+    "device_share": ("full", "{:.0%}"),
+}
+"""Figures of a candidate in the table, their heads and formats. A gain is there with --from, a cost with
+prices."""
+
+
+def plan(
+    cluster: Path | None = None,
+    /,
+    *,
+    run: Annotated[Path | None, Parameter("--from")] = None,
+    lengths: str = "model",
+    output: Path | None = None,
+    json_path: Annotated[Path | None, Parameter("--json")] = None,
+    overrides: Mapping[str, str],
+) -> None:
+    """Search for the fastest candidate and print the ranking, with the reasons.
+
+    Args:
+        cluster: a config with [sim.cluster]; with --from it may be left out for overrides.
+        run: a run, or a log of another framework as of tailrace fit, made on the devices of [sim.cluster] and
+            with its division. Costs and lengths are fitted to it, and it is compared with the candidates.
+        lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
+        output: a file for the config with the fastest candidate.
+        json_path: a file for all candidates that were measured.
+    """
+    for option, path in (("--output", output), ("--json", json_path)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+    given, log = with_lengths(_config(cluster, run, overrides), lengths), None
+    config = given
+    if run:
+        config, log = from_run(given, run)
+    with progress() as said:
+        asked = replace(problem_of(config), progress=said)
+        found = search(asked)
+    devices, console = config.sim.cluster.devices if config.sim.cluster else 0, open_console()
+    if log and given.sim.cluster:
+        found = _against(log, found, asked, given.sim.cluster)
+    print_table(console, _table(config, found, devices), keep=2)
+    excluded = [f"{n} of {found.candidates} candidates: {limit}" for limit, n in found.excluded.items()]
+    pruned = f"{found.pruned} were not measured: they are predicted to be slower"
+    for reason in (*found.reasons, *excluded, pruned):
+        console.print(f"- {reason}")
+    if json_path:
+        json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n", encoding="utf-8")
+    if output:
+        planned = with_candidate(config, found.best.candidate)
+        resolve(planned)
+        output.write_text(planned.toml(chosen=False), encoding="utf-8")
+        console.print(f"config    {output}")
+
+
+def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+    if cluster:
+        return load_config(cluster, overrides)
+    if run is None:
+        raise ConfigError(
+            "CLUSTER", None, "there is no config", "name one with [sim.cluster], or a run: --from RUN"
+        )
+    if (folder := RunFolder(run)).config.exists():
+        return folder.read_config(overrides)
+    return config_of({"run": {"rounds": 1}, "schedule": {"name": "serial"}}, overrides)
+
+
+def from_run(config: RunConfig, path: Path) -> tuple[RunConfig, PeerLog]:
+    """The config with the costs and lengths of a run, and what the run logged. Raises a ConfigError if there
+    is no such run, or its steps have other samples than those of the config."""
+    samples, folder = _groups_per_step(config) * config.run.group_size, RunFolder(path)
+    log = read_peer(folder.metrics if folder.config.exists() else path, samples)
+    if round(log.mean("samples")) != samples:
+        problem = f"a step of {path} trains {log.mean('samples'):g} samples, and one of the config {samples}"
+        remedy = "change it, or run.group_size"
+        raise ConfigError("schedule.groups_per_step", _groups_per_step(config), problem, remedy)
+    fitted = fitted_run(path) if folder.config.exists() else fit_peer(log)
+    training_s = log.mean("update_s") if log.has("update_s") else None
+    return calibrated(config, fitted.sim, samples // config.run.group_size, training_s, log.overlaps), log
+
+
+def _against(log: PeerLog, found: Plan, asked: Problem, cluster: SimClusterSettings) -> Plan:
+    """The plan with the gain of each candidate over the run, which had the devices of a cluster, and with
+    what may be said of the run."""
+    best, prices, run_s = found.best, asked.prices, log.mean("step_s") - log.other_s
+    reasons, division = [f"the run: {log.waits}"], (cluster.rollout_devices, cluster.tensor_parallel)
+    for each, sim in asked.candidates()[0].items():
+        is_own = (each.rollout_devices, each.tensor_parallel) == division and each.kind != "elastic"
+        if is_own and each.work.schedule == "serial" and not each.work.lag and not log.overlaps:
+            same_s = asked.measure(each, sim, asked.steps).step_s
+            off = f"{same_s / run_s - 1:+.0%}"
+            reasons.append(f"serial on its devices is predicted with {same_s:.3g} s a step, {off}")
+    times = f"{run_s / found.least_s:.2f}x the least bound of all candidates"
+    reasons.append(f"it takes {times}, {found.least_s:.3g} s a step")
+    words = f"{best.candidate.name(cluster.devices)} takes {best.step_s:.3g} s a step: "
+    words += f"{run_s / best.step_s:.2f}x as fast, at a lag of at most {best.figures['lag_max']:.0f}"
+    if prices:
+        per_1000, tokens = 1000 / log.mean("samples"), round(1000 * log.mean("mean_tokens"))
+        totals = Totals(trained_tokens=tokens, seconds=run_s * per_1000)
+        totals.prefilled_tokens = round(1000 * log.mean("prompt_tokens"))
+        cost = Prices(prices, *cluster.devices_by_use).cost(totals, tokens)
+        words += f"; 1,000 samples cost {best.figures['cost_per_1000_samples']:,.4f} in place of {cost:,.4f}"
+        words += f" {prices.currency}"
+    gains = [replace(each, figures=each.figures | {"gain": run_s / each.step_s}) for each in found.ranking]
+    return replace(found, ranking=gains, reasons=[*reasons, words, *found.reasons])
+
+
+def problem_of(config: RunConfig) -> Problem:
+    """What the planner is asked for by a config. Raises a ConfigError if there is no cluster, or no number of
+    groups of an optimizer step, or a rate is given that depends on the division of the devices."""
+    sim, limits = config.sim, config.plan
+    if sim.cluster is None:
+        remedy = "add [sim.cluster] with devices and a model"
+        raise ConfigError("sim.cluster", None, "the planner needs the section", remedy)
+    for section, key in costs_given(sim):
+        problem = "it would be the same for every division of the devices"
+        raise ConfigError(f"sim.{section}.{key}", getattr(getattr(sim, section), key), problem, "remove it")
+    if config.run.groups.has_rule:
+        problem = "the planner predicts groups that wait for all of their members"
+        raise ConfigError("run.groups", config.run.groups.model_dump(), problem, "remove it")
+    config = with_published_defaults(config)
+    return Problem(
+        sim=_with_table(without_rates(config)),
+        run=config.run,
+        groups_per_step=_groups_per_step(config),
+        steps=limits.steps,
+        max_lag=inf if limits.max_lag is None else limits.max_lag,
+        max_length_bias=limits.max_length_bias,
+        reference=config.algorithm.needs_reference,
+        compute_advantages=ComputeAdvantages(config.algorithm, sim_max_tokens(config)),
+        prices=config.prices and config.prices.unlimited,
+    )
+
+
+def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
+    """The config with the lengths of a run, and their correlation within groups. Raises a ConfigError if
+    there is no such run, or its samples are damaged."""
+    if lengths == "model":
+        return config
+    samples = RunFolder(Path(lengths)).samples.resolve()
+    if not samples.is_dir():
+        problem = "it is neither 'model' nor the output directory of a run with samples"
+        raise ConfigError("--lengths", lengths, problem, "name one, or leave it out")
+    changes: dict[str, Any] = {"distribution": EmpiricalSettings(path=samples)}
+    correlation = correlation_within_groups(read_recorded(samples))
+    if correlation is not None:
+        changes["correlation"] = correlation
+    return _with_sim(config, lengths=config.sim.lengths.model_copy(update=changes))
+
+
+def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
+    """The config with the schedule and the division of the devices of a candidate."""
+    assert config.sim.cluster
+    cluster, size = candidate.on(config.sim.cluster), candidate.tensor_parallel
+    engine = {"replicas": (candidate.rollout_devices or cluster.devices) // size}
+    if isinstance(config.engine, ServerEngineSettings):
+        engine = {} if config.engine.urls else engine | {"tensor_parallel_size": size}
+    changes = {
+        "schedule": {"name": candidate.work.schedule, **candidate.work.parameters},
+        "schedules": {},
+        "placement": config.placement.model_copy(update={"kind": candidate.kind}),
+        "trainer": config.trainer.model_copy(update={"replicas": candidate.replicas}),
+        "engine": config.engine.model_copy(update=engine),
+    }
+    return _with_sim(config, cluster=cluster).model_copy(update=changes)
+
+
+def _with_sim(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"sim": config.sim.model_copy(update=changes)})
+
+
+def _with_table(sim: SimSettings) -> SimSettings:
+    """Lengths of a run as a table, so that its files are read once."""
+    distribution = sim.lengths.distribution
+    if not isinstance(distribution, EmpiricalSettings | RecordedSettings):
+        return sim
+    counts = sorted(Counter(read_lengths(distribution.path)).items())
+    table = TableSettings(
+        tokens=tuple(tokens for tokens, _ in counts), shares=tuple(count for _, count in counts)
+    )
+    return sim.model_copy(update={"lengths": sim.lengths.model_copy(update={"distribution": table})})
+
+
+def _groups_per_step(config: RunConfig) -> int:
+    section = {**config.schedule, **config.schedules.get(str(config.schedule.get("name")), {})}
+    number = section.get("groups_per_step", section.get("groups_per_round"))
+    if not isinstance(number, int) or number < 1:
+        problem = "all candidates train so many groups in an optimizer step"
+        raise ConfigError("schedule.groups_per_step", number, problem, "set it to at least 1")
+    return number
+
+
+def _table(config: RunConfig, found: Plan, devices: int) -> Table:
+    cluster = config.sim.cluster
+    of = f"{devices} x {cluster.device}" if cluster else ""
+    table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("schedule (devices)")
+    table.title_justify = "left"
+    shown = {key: cell for key, cell in CELLS.items() if key in found.best.figures}
+    for head in (*(head for head, _ in shown.values()), "steps"):
+        table.add_column(head, justify="right")
+    for number, each in enumerate(found.ranking[: config.plan.top], 1):
+        cells = [form.format(each.figures[key]) for key, (_, form) in shown.items()]
+        table.add_row(str(number), each.candidate.name(devices), *cells, str(each.steps))
+    table.caption = (
+        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
+        "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
+        "full: largest share of a device that is filled, by engine and trainer together where they share it; "
+        "steps: optimizer steps over which it was measured"
+        + (f"; cost: of 1,000 samples, in {config.prices.currency}" if config.prices else "")
+    )
+    return table
+
+
+def _json(found: Plan, devices: int) -> Mapping[str, object]:
+    return {
+        "ranking": [_numbers(each, devices) for each in found.ranking],
+        "reasons": found.reasons,
+        "candidates": found.candidates,
+        "excluded": found.excluded,
+        "pruned": found.pruned,
+    }
+
+
+def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
+    candidate = each.candidate
+    return {
+        "schedule": candidate.work.schedule,
+        "parameters": candidate.work.parameters,
+        "placement": candidate.kind,
+        "rollout_devices": candidate.rollout_devices or devices,
+        "tensor_parallel": candidate.tensor_parallel,
+        "bound": each.floor._asdict(),
+        "steps": each.steps,
+        **{key: each.figures[key] for key in (*CELLS, "lag_mean") if key in each.figures},
+        "wasted": each.figures["waste_share"],
+    }

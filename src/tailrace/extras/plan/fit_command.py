@@ -1,0 +1,137 @@
+"""`tailrace fit`: a live run's own costs as the [sim] section of a config, or the profile of its engines."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import tomli_w
+from rich.table import Column, Table
+
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.config import RunConfig, with_model_folder
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, usable_prompts
+from tailrace.drivers.assembly.placement import tensor_parallel_size, tensor_parallel_sizes
+from tailrace.drivers.commands.evaluate import evaluated_config
+from tailrace.drivers.commands.tables import open_console, print_table, writing
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.errors import ConfigError
+from tailrace.extras.http.engine import HEALTH_EVERY_S
+from tailrace.extras.plan.fit import Fit, fit
+from tailrace.extras.plan.peer_fit import fit_peer
+from tailrace.extras.plan.peers import read_peer
+from tailrace.rollout.profile import ProfileRow, measure
+
+
+def fit_run(
+    run: Path,
+    /,
+    *,
+    output: Path | None = None,
+    samples: int | None = None,
+    profile: Path | None = None,
+    batches: tuple[int, ...] = (1, 8, 64, 256),
+    lengths: tuple[int, ...] = (),
+    overrides: Mapping[str, str],
+) -> None:
+    """Fit a run, and print what was found; or with --profile measure the engines of its config.
+
+    Args:
+        run: its output directory, or a log of TRL, verl, prime-rl, slime, miles or NeMo-RL: a folder, or a
+            file of JSONL, TensorBoard or W&B's offline mode; with --profile also a config file.
+        output: a file for the [sim] section; it is printed without one.
+        samples: of a step, where the log of another framework does not say.
+        profile: a file for the offline profile of the engines, which `placement.profile` names.
+        batches: of the profile, requests that begin together.
+        lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
+    """
+    if profile:
+        return _measure(run, profile, batches, lengths, overrides)
+    for key, value in overrides.items():
+        problem = "fit has no config to override without --profile"
+        raise ConfigError(f"--{key}", value, problem, "remove it")
+    fitted = fitted_run(run, samples)
+    text = tomli_w.dumps(fitted.tree)
+    console = open_console()
+    print_table(console, _table(run, fitted), keep=2)
+    for part in fitted.parts:
+        for note in part.notes:
+            console.print(f"note: {part.name}: {note}")
+    if output is None:
+        print(text, end="")
+        return
+    with writing("--output", output):
+        output.write_text(text, encoding="utf-8")
+    console.print(f"[sim] is in {output}")
+
+
+def _measure(
+    run: Path, file: Path, batches: Sequence[int], lengths: Sequence[int], overrides: Mapping[str, str]
+) -> None:
+    """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
+    config = with_model_folder(evaluated_config(run, None, overrides))
+    begin_start(config)
+    config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
+    limit = config.sampling.max_completion_tokens if config.sampling else 0
+    lengths = lengths or (limit,)
+    for key, given, most in (("--batches", batches, 2**20), ("--lengths", lengths, limit)):
+        if not all(1 <= each <= most for each in given):
+            remedy = f"lengths end at sampling.max_completion_tokens = {limit}"
+            raise ConfigError(key, given, f"each is from 1 to {most}", remedy)
+    with writing("--profile", file), TemporaryDirectory() as scratch:
+        measured = _measured(config, Path(scratch), sorted(batches), sorted(lengths))
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(clock.run(measured, virtual=False))))
+
+
+async def _measured(
+    config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
+) -> list[ProfileRow]:
+    smallest, console = tensor_parallel_size(config), open_console()
+    sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)
+    settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
+    async with open_parts(config, scratch) as parts:
+        prompts = usable_prompts(parts.prompts, batches[-1])
+        rows = []
+        async for row in measure(parts.engines, smallest, sizes, batches, lengths, prompts, settle_s):
+            rows.append(row)
+            console.print(str(row))
+    return rows
+
+
+def fitted_run(path: Path, samples: int | None = None) -> Fit:
+    """Fit a run, or the log of another framework, whose steps have so many samples. Raises a ConfigError if
+    there is none, or one of its files is damaged."""
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        return fit_peer(read_peer(path, samples))
+    config = folder.read_config()
+    workers = config.reward.workers if config.model else config.sim.rewards.workers
+    return fit(folder.events, folder.metrics, folder.samples, workers)
+
+
+def _table(path: Path, fitted: Fit) -> Table:
+    table = Table("fitted", Column("parameter of [sim]", no_wrap=True), title=f"fit of {path}")
+    for name in ("value", "observed", "explained"):
+        table.add_column(name, justify="right")
+    table.title_justify = "left"
+    table.caption = "explained: share of the variance"
+    for part in fitted.parts:
+        once = [part.name, f"{part.observations:,}", _cell(part.explained, "{:.1%}")]
+        for key, value in part.values.items():
+            table.add_row(once[0], key.removeprefix("sim."), _cell(value, "{:.4g}"), *once[1:])
+            once = ["", "", ""]
+    return table
+
+
+def _cell(value: object, form: str) -> str:
+    match value:
+        case None:
+            return ""
+        case float():
+            return form.format(value)
+        case dict():
+            return str(value["kind"])
+        case _:
+            return str(value)

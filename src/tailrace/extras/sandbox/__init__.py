@@ -1,0 +1,1 @@
+"""For rewards that run test cases: programs of the model in a sandbox."""

@@ -1,0 +1,285 @@
+"""Rewards of programs: a completion's code runs on the test cases of its row.
+
+Each test case is a run of its own in the sandbox, with a time limit of its own (`rollout/reward_timeout.py`).
+
+The formats of test cases are those of public data sets:
+
+    {"inputs": [...], "outputs": [...]}                       verl, APPS, TACO; with "fn_name": a function
+    {"test_cases": [{"type": ..., "input": ..., ...}]}        PRIME
+    [{"input": ..., "output": ..., "testtype": ...}]          LiveCodeBench
+    ["assert f(1) == 2", ...], or one such text               MBPP, KodCode
+
+Each may also be its JSON text.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from math import isclose
+from typing import Any, Literal
+
+from tailrace.contracts.reward import CodeSettings, Rewards
+from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
+from tailrace.extras.sandbox.sandbox import Execution, Sandbox
+from tailrace.rollout.reward_timeout import Anchors, TimeLimit
+from tailrace.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class StdinCase:
+    """The program reads a text and prints another."""
+
+    text: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallCase:
+    """A function of the program is called and returns a value."""
+
+    function: str
+    arguments: Sequence[Any]
+    expected: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AssertCase:
+    """Statements that raise if the program is wrong."""
+
+    statements: str
+
+
+Case = StdinCase | CallCase | AssertCase
+
+
+def column_of(row: Mapping[str, object], path: str) -> object:
+    """Return a column, into which dots lead where it is an object. None: the row does not have it."""
+    value: object = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def parse_cases(value: object) -> list[Case]:
+    """Read the test cases of a row. Raises a RewardFailed ("test cases") if there are none,
+    or they have no known format."""
+    try:
+        cases = _parse(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as why:
+        raise RewardFailed("test cases", f"they have no known format ({why!r}): {value!r:.200}") from why
+    if not cases:
+        raise RewardFailed("test cases", "the row has none")
+    return cases
+
+
+def _parse(value: object) -> list[Case]:
+    match value:
+        case str() if value.lstrip()[:1] in ("{", "["):
+            return _parse(json.loads(value))
+        case str():
+            return [AssertCase(value)] if value.strip() else []
+        case {"test_cases": list(cases)}:
+            return [_parse_one(case, {}) for case in cases]
+        case {"inputs": list(inputs), "outputs": list(outputs), **shared}:
+            pairs = zip(inputs, outputs, strict=True)
+            name = {"fn_name": shared.get("fn_name")}
+            return [_parse_one({"input": given, "output": expected}, name) for given, expected in pairs]
+        case list():
+            return [AssertCase(case) if isinstance(case, str) else _parse_one(case, {}) for case in value]
+    raise ValueError("neither an object, a list nor a text")
+
+
+def _parse_one(case: Mapping[str, Any], shared: Mapping[str, Any]) -> Case:
+    given, expected = case["input"], case["output"]
+    function = case.get("fn_name") or shared.get("fn_name")
+    if function is None:
+        return StdinCase(_text(given), _text(expected))
+    if isinstance(given, str):  # one argument a line, as JSON
+        given = [json.loads(line) for line in given.splitlines()]
+        expected = json.loads(expected)
+    return CallCase(str(function), list(given), expected)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Return whether two outputs have equal words line by line. Spaces, and empty lines at the end, do not
+    count. A word with a decimal point may differ by 1e-6, relative or absolute."""
+    left, right = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    if list(map(len, left)) != list(map(len, right)):
+        return False
+    return all(map(_same_word, chain.from_iterable(left), chain.from_iterable(right)))
+
+
+def _same_word(printed: str, expected: str) -> bool:
+    if printed == expected or "." not in expected:
+        return printed == expected
+    try:
+        return isclose(float(printed), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def same_value(answer: bytes, expected: Any) -> bool:
+    """Return whether a function's value, as JSON, is the expected one. APPS wraps some values in a list."""
+    try:
+        value = json.loads(answer)
+        wrapped = json.loads(json.dumps(expected))
+    except (ValueError, RecursionError):
+        return False
+    return bool(value == wrapped or [value] == wrapped)
+
+
+RETRIES_S = (0.5, 1.0)
+"""Seconds before a second and a third attempt with a sandbox that does not start its program."""
+_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+CaseResult = Literal["passed", "failed", "timeout"]
+
+
+def extract_code(completion: str) -> str:
+    """Return the last fenced block of a completion, or all of it where there is none."""
+    blocks: list[str] = _BLOCK.findall(completion)
+    return blocks[-1] if blocks else completion
+
+
+class CodeRewards:
+    """`Rewards` of rows with test cases.
+
+    Args:
+        text_of: turns token ids into text.
+        workers: test cases that run at a time. The runs of a sample that ended first come first.
+        others: scores rows without test cases; None: they fail.
+    """
+
+    def __init__(
+        self,
+        settings: CodeSettings,
+        sandbox: Sandbox,
+        anchors: Anchors,
+        text_of: Callable[[Sequence[int]], str],
+        *,
+        workers: int,
+        others: Rewards | None = None,
+    ) -> None:
+        self._settings, self._sandbox, self._anchors = settings, sandbox, anchors
+        self._text_of, self._others = text_of, others
+        self._workers = asyncio.Semaphore(workers)
+
+    async def score(self, sample: Sample) -> float:
+        """Score as `Rewards.score`. A test case that exceeds its time limit has not passed, and sets
+        `sample.timed_out`. A sandbox that starts no program after several attempts is a RewardFailed."""
+        value = column_of(sample.prompt.row, self._settings.column)
+        if value is None and self._others is not None:
+            return await self._others.score(sample)
+        sample.text = self._text_of(sample.scored_ids)
+        cases = parse_cases(value)
+        program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
+        if not program.strip():
+            return self._reward(sample, Counter(), len(cases))
+        verdicts, seconds = await self._run_all(sample, program, cases)
+        if verdicts["passed"] == len(cases):
+            self._anchors.observe(sample, seconds)
+        sample.timed_out = verdicts["timeout"] > 0
+        return self._reward(sample, verdicts, len(cases))
+
+    def _reward(self, sample: Sample, verdicts: Mapping[CaseResult, int], num_cases: int) -> float:
+        share = verdicts["passed"] / num_cases
+        timed_out = verdicts["timeout"] / num_cases
+        sample.reward_metrics = {"passed_cases": share, "timed_out_cases": timed_out}
+        return share if self._settings.score == "share" else float(share == 1.0)
+
+    async def _run_all(
+        self, sample: Sample, program: str, cases: Sequence[Case]
+    ) -> tuple[Counter[CaseResult], list[float]]:
+        """Return the number of each result, and the seconds of each test case that ran."""
+        verdicts: Counter[CaseResult] = Counter()
+        runs = [
+            asyncio.create_task(self._run(sample, program, case, number)) for number, case in enumerate(cases)
+        ]
+        try:
+            for next_run in asyncio.as_completed(runs):
+                verdict, _ = await next_run
+                verdicts[verdict] += 1
+                if verdict != "passed" and self._settings.score == "all":
+                    break
+        finally:
+            for run in runs:
+                run.cancel()
+            ended = await asyncio.gather(*runs, return_exceptions=True)
+        return verdicts, [each[1] for each in ended if not isinstance(each, BaseException)]
+
+    async def _run(self, sample: Sample, program: str, case: Case, number: int) -> tuple[CaseResult, float]:
+        secret = os.urandom(16).hex()
+        stdin = case.text if isinstance(case, StdinCase) else ""
+        async with self._workers:
+            with self._anchors.limit(sample, number, self._settings.timeout) as limit:
+                execution = await self._execute(_job(program, case, secret), stdin, limit)
+        if execution.end == "timeout":
+            return "timeout", execution.seconds
+        return ("passed" if _passes(execution, case, secret) else "failed"), execution.seconds
+
+    async def _execute(self, job: Mapping[str, object], stdin: str, limit: TimeLimit) -> Execution:
+        for pause_s in RETRIES_S:
+            with suppress(SandboxFailed):
+                return await self._sandbox.run(job, stdin, limit)
+            await asyncio.sleep(pause_s)
+        try:
+            return await self._sandbox.run(job, stdin, limit)
+        except SandboxFailed as why:
+            raise RewardFailed("sandbox", str(why)) from why
+
+
+def _job(program: str, case: Case, secret: str) -> dict[str, object]:
+    match case:
+        case CallCase(function, arguments):
+            return {"program": program, "function": function, "arguments": arguments}
+        case AssertCase(statements):
+            return {"program": program, "assertion": statements, "secret": secret}
+    return {"program": program}
+
+
+def _passes(execution: Execution, case: Case, secret: str) -> bool:
+    if execution.end != "exited" or execution.exit_code != 0:
+        return False
+    match case:
+        case StdinCase(expected=expected):
+            return same_output(execution.output.decode(errors="replace"), expected)
+        case CallCase(expected=expected):
+            return same_value(execution.answer, expected)
+        case AssertCase():
+            return execution.answer == secret.encode()
+
+
+def has_cases(row: Mapping[str, object], settings: CodeSettings) -> bool:
+    """Return whether a row has test cases."""
+    return column_of(row, settings.column) is not None
+
+
+def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
+    """Check the test cases of the first rows before anything starts. Raises a ConfigError if no row has test
+    cases, one lacks them and nothing else scores it, or their format is unknown. `others`: rows without test
+    cases are scored by reward functions."""
+    key, column = "reward.code.column", settings.column
+    values = [column_of(row, column) for row in rows]
+    if not any(value is not None for value in values) or (None in values and not others):
+        columns = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
+        problem = f"a row has no such column (columns: {columns})"
+        raise ConfigError(key, column, problem, "name the column of the test cases")
+    for value in values:
+        try:
+            if value is not None:
+                parse_cases(value)
+        except RewardFailed as why:
+            remedy = "docs/environments-and-rewards.md lists the formats"
+            raise ConfigError(key, column, why.detail, remedy) from None

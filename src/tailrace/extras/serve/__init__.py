@@ -1,0 +1,1 @@
+"""For clients of the OpenAI API: `tailrace serve` over the embedded engine."""

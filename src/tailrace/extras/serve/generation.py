@@ -1,0 +1,327 @@
+"""The routes that generate: /v1/completions, /v1/chat/completions and /inference/v1/generate, and the samples
+of their requests on the way through the engine."""
+
+import asyncio
+import inspect
+import itertools
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request, Response
+
+from tailrace.contracts.engine import GenerationOutput, GenerationRequest, Usage
+from tailrace.contracts.weights import Link, Weights
+from tailrace.drivers.data.encoding import Tokenizer, encode_up_to, render
+from tailrace.drivers.engine.settings import HostedModel
+from tailrace.errors import WorkerDied
+from tailrace.extras.serve.formats import (
+    ChatCompletionRequest,
+    ChatFormat,
+    CompletionFormat,
+    CompletionRequest,
+    Format,
+    GenerateFormat,
+    GenerateRequest,
+    Json,
+    Piece,
+    SamplingFields,
+    ServingFields,
+    Text,
+    read,
+    respond,
+    token_strings,
+)
+from tailrace.types import KV, Span
+
+FIRST = "default"
+"""The label of the weights that the server started with, as in vLLM."""
+MAX_OPEN_TOKENS = 2**23
+"""Tokens of the prompts of all samples under way, at most."""
+
+
+def body_limit(context: int) -> int:
+    """Return the bytes of the largest request that can be served: 32 a token of the context, and a MiB for
+    all else."""
+    return 32 * context + 2**20
+
+
+def labelled(spans: Iterable[tuple[int, int]], labels: Sequence[str]) -> list[Json]:
+    """Turn (version, tokens) into vLLM's form: label, start and end of consecutive tokens.
+
+    Args:
+        labels: by version.
+
+    Example:
+        >>> labelled([(0, 2), (0, 3)], ["default"])
+        [{'version': 'default', 'start': 0, 'end': 5}]
+    """
+    found: list[Json] = []
+    start = 0
+    for version, num_tokens in spans:
+        label, end = labels[version], start + num_tokens
+        if found and found[-1]["version"] == label:
+            found[-1]["end"] = end
+        elif num_tokens:
+            found.append({"version": label, "start": start, "end": end})
+        start = end
+    return found
+
+
+class ComputingEngine(Protocol):
+    """An engine in another process, so that it computes while the server writes. Its methods raise WorkerDied
+    once it has ended."""
+
+    on_output: Callable[[GenerationOutput], None]
+    """Called with new tokens, in order, several times a second for each request. The server sets it."""
+    on_aborted: Callable[[str], None]
+    """Called with the id of an aborted request after its last output. The server sets it."""
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request that the model can serve."""
+
+    def abort(self, id: str) -> None:
+        """End a request now."""
+
+    async def pause(self) -> None:
+        """Stop between two decode steps, with all tokens handed to `on_output`."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
+        """Take new weights between two decode steps. The old ones stay after WeightsRefused and
+        TransferFailed."""
+
+    async def connect(self, location: str, link: Link) -> None:
+        """Make the process group of a link. Raises TransferFailed if the trainer does not come."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and KV cache. No request is under way."""
+
+    async def wake(self) -> None:
+        """Serve again, with the weights of the start and their version."""
+
+    def usage(self) -> Usage:
+        """Return the load and the counters of the last output."""
+
+
+Output = GenerationOutput | None
+"""New tokens of a sample; None: it was aborted."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """The samples of one HTTP request.
+
+    Args:
+        names: by which clients of vLLM may abort it.
+        open: numbers of the unfinished samples, by the engine's request id.
+        arrived: outputs with their samples' numbers.
+    """
+
+    names: frozenset[str]
+    open: dict[str, int] = field(default_factory=dict)
+    arrived: "asyncio.Queue[tuple[int, Output]]" = field(default_factory=asyncio.Queue)
+
+
+class Requests:
+    """All requests that the engine works on. Sets the callbacks of the engine."""
+
+    def __init__(self, engine: ComputingEngine) -> None:
+        self._engine = engine
+        engine.on_output = lambda output: self._add(output.id, output)
+        engine.on_aborted = lambda id: self._add(id, None)
+        self._jobs: dict[str, _Job] = {}
+        """By the engine's request id."""
+        self._numbers = itertools.count()
+        self.admitting, self._drained = asyncio.Event(), asyncio.Event()
+        """While `admitting` is not set, new requests wait."""
+        self.admitting.set()
+        self._drained.set()
+        self.num_prompt_tokens = self._num_open_tokens = 0
+        """Of all samples since the start; of those under way."""
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises HTTPException if the prompts of all samples would be too much."""
+        if self._num_open_tokens and self._num_open_tokens + num_tokens > MAX_OPEN_TOKENS:
+            raise HTTPException(429, "too many requests are under way; ask again when some have ended")
+
+    async def generate(
+        self, names: frozenset[str], samples: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Output]]:
+        """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
+        the others. The samples get ids of their own."""
+        job, num_tokens = _Job(names), sum(len(sample.prompt_ids) for sample in samples)
+        self._num_open_tokens += num_tokens
+        try:
+            while not self.admitting.is_set():  # it may be cleared again before this task runs
+                await self.admitting.wait()
+            for number, sample in enumerate(samples):
+                id = str(next(self._numbers))
+                self._engine.submit(msgspec.structs.replace(sample, id=id))
+                job.open[id], self._jobs[id] = number, job
+                self._drained.clear()
+                self.num_prompt_tokens += len(sample.prompt_ids)
+            while job.open or not job.arrived.empty():
+                yield await job.arrived.get()
+        finally:
+            self._num_open_tokens -= num_tokens
+            for id in list(job.open):
+                self._end(id)
+                with suppress(WorkerDied):
+                    self._engine.abort(id)
+
+    def abort(self, names: Sequence[str] | None) -> int:
+        """End requests by their names; None: all. Their iterators end with None. Returns their number."""
+        jobs = self._jobs.items()
+        found = {id: job for id, job in jobs if names is None or not job.names.isdisjoint(names)}
+        for id in found:
+            self._engine.abort(id)
+        return len(set(found.values()))
+
+    async def drained(self) -> None:
+        """Wait until no request is under way."""
+        await self._drained.wait()
+
+    def _add(self, id: str, output: Output) -> None:
+        job = self._jobs.get(id)
+        if job is None:  # its client has gone
+            return
+        job.arrived.put_nowait((job.open[id], output))
+        if output is None or output.finish_reason is not None:
+            self._end(id)
+
+    def _end(self, id: str) -> None:
+        del self._jobs.pop(id).open[id]
+        if not self._jobs:
+            self._drained.set()
+
+
+class _Sample:
+    """Makes pieces of a sample's outputs."""
+
+    def __init__(self, sampling: SamplingFields, tokenizer: Any, labels: Sequence[str]) -> None:
+        self._stop_ids, self._labels = sampling.stop_token_ids or (), labels
+        self._spans: list[Span] = []
+        self._text = Text(
+            tokenizer,
+            sampling.stops,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
+        )
+
+    def piece(self, output: Output) -> Piece:
+        new = Piece(finish="abort")
+        if output is not None:
+            new = Piece(output.ids, output.behavior_logprobs, finish=output.finish_reason)
+            self._spans.append(Span(output.version, len(output.ids)))
+        new.text = self._text.extend(new.ids, ended=new.finish is not None)
+        is_stop_token = new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids
+        new.stop_reason = new.ids[-1] if is_stop_token else self._text.stop
+        new.versions = labelled(self._spans, self._labels) if new.finish else None
+        return new
+
+
+class Generation:
+    """The routes over one engine."""
+
+    def __init__(
+        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: HostedModel, name: str
+    ) -> None:
+        self._requests, self._labels, self._tokenizer = requests, labels, tokenizer
+        self._model, self._name = model, name
+        self._strings = token_strings(tokenizer.backend_tokenizer)
+        self._random = random.Random()
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes."""
+        router.post("/v1/completions")(self.complete)
+        router.post("/v1/chat/completions")(self.chat)
+        router.post("/inference/v1/generate")(self.generate)
+
+    async def complete(self, request: Request) -> Response:
+        body = await read(CompletionRequest, request)
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = await self._encode(prompt, special=body.add_special_tokens)
+        return await self._respond(CompletionFormat, "cmpl-", body, body, prompt, request)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read(ChatCompletionRequest, request)
+        prompt = body.prompt_token_ids or await self._encode(await self._template(body), special=False)
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        return await self._respond(ChatFormat, "chatcmpl-", body, body, prompt, request)
+
+    async def generate(self, request: Request) -> Response:
+        body = await read(GenerateRequest, request)
+        prefix, sampling = "generate-tokens-", body.sampling_params
+        return await self._respond(GenerateFormat, prefix, body, sampling, body.token_ids, request)
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        text.encode()  # a chat template does not check that it is valid Unicode
+        encode = partial(self._tokenizer.encode, add_special_tokens=special)
+        return await asyncio.to_thread(encode_up_to, self._model.max_model_len, text, encode)
+
+    async def _template(self, body: ChatCompletionRequest) -> str:
+        """The text of a chat. Raises HTTPException without a chat template, or if it refuses the messages."""
+        if self._tokenizer.chat_template is None:
+            raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
+        arguments = body.chat_template_kwargs or {}
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if refused := [name for name in arguments if name in own]:
+            raise HTTPException(400, f"chat_template_kwargs must not have {refused[0]!r}")
+        try:
+            written = {"add_generation_prompt": body.add_generation_prompt, **arguments}
+            return await asyncio.to_thread(render, self._tokenizer, body.messages, written)
+        except Exception as why:  # templates are programs: they raise errors of their own
+            raise HTTPException(400, f"the chat template refuses the messages: {why}") from why
+
+    async def _respond(
+        self,
+        kind: type[Format[Any]],
+        prefix: str,
+        body: ServingFields,
+        sampling: SamplingFields,
+        prompt: Sequence[int],
+        request: Request,
+    ) -> Response:
+        """Check what is asked for, generate, and reply."""
+        self._check(prompt)
+        self._requests.check_room(len(prompt) * sampling.n)
+        if body.model not in (None, "", self._name):
+            raise HTTPException(404, f"The model {body.model!r} does not exist; see /v1/models")
+        limit = self._model.max_model_len
+        params = sampling.params(min(sampling.max_tokens or limit, limit))
+        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
+        given = body.request_id or f"{self._random.getrandbits(128):032x}"
+        names = frozenset((given, f"{prefix}{given}", f"{prefix}{given}-0"))
+        asked = [
+            GenerationRequest("", prompt, (), seed + number, sampling.greedy, params)
+            for number in range(sampling.n)
+        ]
+        samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._labels) for _ in asked]
+
+        async def pieces() -> AsyncGenerator[tuple[int, Piece]]:
+            async with aclosing(self._requests.generate(names, asked)) as arriving:
+                async for number, output in arriving:
+                    yield number, samples[number].piece(output)
+
+        id = given if kind is GenerateFormat else prefix + given
+        format = kind(body, id, self._name, self._strings, prompt)
+        return await respond(format, pieces(), request)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        """Raises HTTPException if the model cannot continue the prompt."""
+        limit, vocabulary = self._model.max_model_len, self._model.vocab_size
+        if not prompt:
+            raise HTTPException(400, "the prompt has no tokens")
+        if len(prompt) >= limit:
+            length = f"This model's maximum context length is {limit} tokens"
+            raise HTTPException(400, f"{length}, but the prompt has {len(prompt)} or more")
+        if max(prompt) >= vocabulary:
+            raise HTTPException(400, f"token id {max(prompt)} is not below {vocabulary}")

@@ -1,0 +1,1 @@
+"""For tasksets of the package verifiers (pip install tailrace[verifiers])."""

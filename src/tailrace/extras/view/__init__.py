@@ -1,0 +1,1 @@
+"""For whoever asks where the time went: the page of `tailrace view`."""

@@ -1,1 +1,0 @@
-"""Cost and length models of a simulation, fitted to the files of a run."""

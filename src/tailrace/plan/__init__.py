@@ -1,1 +1,0 @@
-"""Which schedule, division of the devices, widths and tensor-parallel size for a cluster."""

@@ -1,1 +1,0 @@
-"""Tinker's API: `tailrace serve --tinker` trains and samples for clients of Tinker's SDK."""

@@ -1,0 +1,40 @@
+"""The estimate of an engine's memory."""
+
+from tailrace.drivers.assembly.memory import engine_memory
+from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.memory import ModelShape
+
+SHAPE = ModelShape(
+    num_parameters=1000,
+    num_layers=2,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=4,
+    mlp_size=16,
+    vocabulary=20,
+    context_tokens=100_000,
+)
+
+
+def test_the_kv_cache_is_bounded_by_its_size_and_by_what_requests_can_fill() -> None:
+    settings = NativeEngineSettings(kv_cache_tokens=100_000_000, max_num_seqs=1000)
+    tight = NativeEngineSettings(kv_cache_tokens=5_000_000, max_num_seqs=1000)
+    for each, tokens in ((settings, 64_000_000), (tight, 5_000_000)):
+        held = engine_memory(SHAPE, each, 64_000, on_gpu=False).on_device
+        assert held["one sequence"] == 64_000 * SHAPE.kv_bytes(4)
+        assert held["one sequence"] + held["KV cache"] == tokens * 64
+
+
+def test_an_engine_that_gets_adapters_keeps_them_beside_its_weights() -> None:
+    settings = NativeEngineSettings(device="cuda")
+    plain, adapted = (engine_memory(SHAPE, settings, 100, each, on_gpu=True) for each in (0, 300))
+    assert adapted.device_bytes - plain.device_bytes == 4 * 300
+
+
+def test_a_server_needs_room_for_weights_and_one_sequence_on_each_device() -> None:
+    settings = VllmEngineSettings(replicas=3, tensor_parallel_size=2, dtype="bfloat16")
+    need = engine_memory(SHAPE, settings, 100, on_gpu=True)
+    assert need.on_device == {"weights": 1000, "one sequence": 100 * 32}
+    assert (need.device, need.num) == ("cuda", 3)
+    assert engine_memory(SHAPE, settings, 100, on_gpu=False).device == "cpu"

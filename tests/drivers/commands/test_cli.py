@@ -1,0 +1,207 @@
+"""The command line: words in, an exit code out."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tailrace
+from tailrace.cli import main
+from tailrace.config import load_config
+from tailrace.drivers.assembly import workers
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.commands.evaluate import evaluated_config
+from tailrace.errors import CheckpointError, ConfigError
+
+
+def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = config_path.parent / "out"
+    assert main(["train", str(config_path), "--output-dir", str(folder), "--dry-run"]) == 0
+    assert 'name = "rolloutpipe"' in capsys.readouterr().out
+    assert not folder.exists()
+
+
+def test_a_terminal_without_a_letter_shows_its_number(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", few)
+    words = ["train", str(config_path), "--output-dir", "out", "--dry-run", "--record.project", "é"]
+    assert main(words) == 0
+    few.flush()
+    assert b'project = "\\xe9"' in few.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--run.rund", "3"], "run.rund = 3: there is no such key; did you mean 'rounds'?"),
+        (["--run.rounds", "0"], "run.rounds = 0: input should be greater than or equal to 1; change it"),
+        (
+            ["--schedule.groups_per_step", "3"],
+            "schedule.groups_per_step = 3: groups_per_round = 4 is not divisible by it; choose from 1, 2, 4",
+        ),
+        (
+            ["--schedule.name", "serie"],
+            "schedule.name = 'serie': there is no such schedule; choose from serial",
+        ),
+        (["--model.path", "/nowhere"], "model.path = '/nowhere'"),
+        (["--reward.function", "nowhere:f"], "reward.function = 'nowhere:f': it cannot be imported"),
+        (["--engine.device", "tpu"], "engine.device = 'tpu': "),
+        (["--trainer.device", "cuda:99"], "trainer.device = 'cuda:99': "),
+        (
+            ["--sampling.max_completion_tokens", "100000"],
+            "sampling.max_completion_tokens = 100000: the model's context is",
+        ),
+    ],
+)
+def test_a_wrong_setting_ends_with_code_2_and_names_key_value_and_remedy(
+    config_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["train", str(config_path), "--output-dir", str(config_path.parent / "out"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (config_path.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian run.toml", 'Unknown command "trian". Did you mean "train"?'),
+        ("train run.toml", "--output-dir requires an argument"),
+        ("train run.toml --output-dir out --resum", "Unknown option: --resum. Did you mean --resume?"),
+        ("train run.toml --output-dir out --run.rounds", "--run.rounds = None: it has no value"),
+        ("view run --port 1 --output page.html", "Mutually exclusive arguments"),
+        ("view run --port a", 'unable to convert "a" into int'),
+        ("fit run --run.rounds 3", "--run.rounds = '3': fit has no config to override"),
+        ("view", "parameter RUNS requires an argument"),
+    ],
+)
+def test_arguments_that_cannot_be_understood_end_with_code_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "simulate", "eval"])
+def test_every_command_refuses_a_key_that_the_schedule_lacks(
+    command: str, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ["--output-dir", str(config_path.parent / "out")] if command == "train" else []
+    assert main([command, str(config_path), *folder, "--schedule.groups_per_raund", "4"]) == 2
+    assert "schedule.groups_per_raund = 4: " in capsys.readouterr().err
+
+
+def test_a_missing_config_file_is_named_with_those_beside_it(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = config_path.with_name("rum.toml")
+    assert main(["simulate", str(missing)]) == 2
+    message = f"tailrace: CONFIG = '{missing}': there is no such file; choose from {config_path}\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_directory_is_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(tmp_path)]) == 2
+    assert f"CONFIG = '{tmp_path}': it cannot be read (" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
+    words = [sys.executable, "-m", "tailrace.cli", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == f"{tailrace.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect"])
+def test_a_directory_without_a_run_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    remedy = "name the output directory of a run"
+    assert f"RUN = '{tmp_path}': there is no run in it; {remedy}" in capsys.readouterr().err
+
+
+def test_simulate_needs_no_model_and_writes_events_and_summary(tmp_path: Path) -> None:
+    path = tmp_path / "sim.toml"
+    schedule = '[schedule]\nname = "rolloutpipe"\ngroups_per_round = 8\ngroups_per_step = 2\n'
+    path.write_text(f"[run]\nrounds = 2\ngroup_size = 8\n{schedule}")
+    words = ["simulate", str(path), "--output-dir", str(tmp_path / "out"), "--json", str(tmp_path / "s.json")]
+    assert main(words) == 0
+    summary = json.loads((tmp_path / "s.json").read_text())
+    assert summary["groups"]["trained"] == 16
+    assert summary["steps"] == 8
+    first = (tmp_path / "out" / "events.jsonl").read_bytes()
+    assert main(words) == 0
+    assert (tmp_path / "out" / "events.jsonl").read_bytes() == first
+
+
+def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tmp_path: Path) -> None:
+    result = tmp_path / "race.json"
+    words = ["compare", str(config_path), "--repeats", "1", "--json", str(result), "--run.rounds", "1"]
+    assert main([*words, "--output-dir", str(tmp_path / "race")]) == 0
+    numbers = json.loads(result.read_text())
+    serial, pipelined = numbers["schedules"]["serial"], numbers["schedules"]["rolloutpipe"]
+    assert serial.keys() >= {
+        "main_time_s", "waiting_ratio", "first_dispatch_s", "trainer_compute_s", "reward"
+    }  # fmt: skip
+    assert serial["reward"] == pytest.approx(pipelined["reward"], abs=1e-9)
+    assert numbers["bound_s"] > 0
+    assert (tmp_path / "race" / "rolloutpipe" / "events.jsonl").exists()
+
+
+def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "eval.json"
+    monkeypatch.setattr(workers, "ReferenceWorker", None)
+    assert main(["eval", str(interrupted), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
+    numbers = json.loads(result.read_text())
+    checkpoint = RunFolder(interrupted).newest_checkpoint()
+    assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (8, str(checkpoint), True)
+    assert 0.0 <= numbers["accuracy"] <= 12.0
+    weights, accuracy = capsys.readouterr().out.splitlines()
+    assert weights == f"weights   {checkpoint}"
+    assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 8 held-out prompts, greedy, ")
+
+
+def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(
+    config_path: Path, interrupted: Path
+) -> None:
+    def weights(path: Path, model: Path | None = None) -> Path:
+        config = evaluated_config(path, model, {})
+        assert config.model
+        return config.model.path
+
+    quickstart = load_config(config_path).model
+    assert quickstart and weights(config_path) == quickstart.path
+    assert weights(config_path, interrupted / "model") == interrupted / "model"
+    assert weights(interrupted, quickstart.path) == quickstart.path
+
+
+def test_one_bit_in_the_weights_of_an_exported_model_is_refused_and_its_small_files_may_be_edited(
+    interrupted: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(interrupted / "model", model)
+    (model / "generation_config.json").write_text("{}")
+    check_live(evaluated_config(interrupted, model, {}))
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 4
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its checksum differs"):
+        check_live(evaluated_config(interrupted, model, {}))
+
+
+def test_a_run_without_a_checkpoint_cannot_be_evaluated(config_path: Path) -> None:
+    folder = RunFolder(config_path.parent / "out")
+    folder.path.mkdir()
+    folder.config.write_text(load_config(config_path).toml())
+    with pytest.raises(ConfigError, match="the run has no checkpoint yet; name weights with --model"):
+        evaluated_config(folder.path, None, {})

@@ -1,0 +1,48 @@
+"""Model folders are made once; engines with their settings are made by each test."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import TEMPERATURE
+from transformers import PreTrainedModel
+
+from helpers.tiny_models import FAMILIES, save_tiny_model
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
+
+MakeEngine = Callable[..., NativeEngine]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PreTrainedModel]]:
+    """By family: the folder, and the model that transformers runs."""
+    root = tmp_path_factory.mktemp("models")
+    return {family: (root / family, save_tiny_model(root / family, family)) for family in FAMILIES}
+
+
+@pytest.fixture
+def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
+    def make(
+        family: str = "qwen3",
+        settings: NativeEngineSettings | None = None,
+        sampling: SamplingSettings | None = None,
+        max_completion_tokens: int = 60,
+        **of_adapters: float,
+    ) -> NativeEngine:
+        return NativeEngine(
+            models[family][0],
+            settings or NativeEngineSettings(),
+            sampling
+            or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
+            **of_adapters,
+        )
+
+    return make

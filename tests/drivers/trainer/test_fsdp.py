@@ -1,0 +1,263 @@
+"""Several processes make the step of one: sharded models, replicas of them, and checkpoints across sizes.
+
+Four processes are started once for the layouts of every change, and once for the others, which are slow. They
+join in one layout after another, and each layout runs its cases.
+"""
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import TCPStore
+from trainer_cases import VOCABULARY, make_torch_trainer, make_units
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tailrace.contracts.trainer import StepStats, TrainerSettings
+from tailrace.drivers.trainer.distributed import Ranks, joined, listen
+from tailrace.drivers.trainer.trainer import TorchTrainer
+from tailrace.errors import CheckpointError, ScheduleError
+
+HOST = "127.0.0.1"
+UNITS = make_units(6)
+CALLS = [
+    ([[0], [1, 2]], [[3]]),  # two calls of replica 0, and one of replica 1
+    ([[4]], []),  # replica 1 has nothing
+    ([], [[5]]),
+]
+"""The units of each step, by replica and call."""
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "token means": {},
+    "sample means": {"normalize": "sample_mean", "max_grad_norm": 1e-3},
+    "checkpointed, offloaded": {"activation_checkpointing": True, "cpu_offload": True},
+    "old policy": {"old_policy": "recomputed", "min_tokens_per_microbatch": 1},
+    "critic": {"advantage": "gae", "old_policy": "recomputed"},
+    "bfloat16": {"dtype": "bfloat16", "advantage": "gae"},
+    "experts": {},
+    "low rank": {"lora": {"rank": 4, "alpha": 8.0}, "activation_checkpointing": True},
+    "adapter alone": {"lora": {"rank": 4, "publish": "adapter"}, "old_policy": "recomputed"},
+}
+"""Settings of the trainer or of the algorithm."""
+Layout = tuple[int, int]
+"""Ranks and replicas."""
+LAYOUTS: Mapping[Layout, Sequence[str]] = {
+    (2, 1): ["token means", "critic", "bfloat16", "experts", "low rank"],
+    (4, 1): ["sample means", "checkpointed, offloaded"],
+    (1, 2): ["old policy"],
+    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
+}
+"""The cases of each layout."""
+SLOW = ((4, 1), (1, 2))
+"""Layouts that `make test` leaves to `make test-slow`: two cores run four ranks in turn."""
+ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk") | {"early_gradients": True}
+CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
+"""The checkpoint that so many ranks resume from."""
+
+
+class Outcome(NamedTuple):
+    stats: list[StepStats]
+    ess: float
+    weights: dict[str, Tensor]
+
+
+def make(models: Mapping[str, Path], case: str, place: Ranks | None = None, **layout: int) -> TorchTrainer:
+    settings = {"max_tokens_per_microbatch": 48, "learning_rate": 1e-3, **CASES[case], **layout}
+    return make_torch_trainer(models["moe" if case == "experts" else "tied"], place=place, **settings)
+
+
+def run(trainer: TorchTrainer, replicas: list[int], folder: Path, *, sleeps: bool = False) -> Outcome:
+    """Three steps, of what these replicas are given. A checkpoint of the first one is written beside the
+    others. `sleeps`: between any two calls."""
+    stats, writer = [], None
+    for step, shares in enumerate(CALLS):
+        for replica in replicas:
+            for call in shares[replica]:
+                if sleeps:
+                    trainer.sleep()
+                    trainer.wake(early=True)
+                trainer.accumulate([UNITS[index] for index in call])
+        if sleeps:
+            trainer.sleep()
+            trainer.wake()
+        stats.append(trainer.step())
+        if step == 0 and 0 in replicas:
+            writer = ThreadPoolExecutor(1).submit(trainer.save(folder))
+    ess = trainer.ess(UNITS[:2])
+    if writer:
+        writer.result()
+    assert trainer.logprobs(UNITS[0][0]) == trainer.logprobs(UNITS[0][0])
+    return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.export_weights()})
+
+
+def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
+    torch.set_num_threads(1)
+    for (num_ranks, num_replicas), port in ports.items():
+        cases = LAYOUTS[num_ranks, num_replicas]
+        if number >= num_ranks * num_replicas:
+            continue
+        replica, rank = divmod(number, num_ranks)
+        layout = {"ranks": num_ranks, "replicas": num_replicas}
+        settings = TrainerSettings(ranks=num_ranks, replicas=num_replicas, collective_timeout_s=120)
+        store = TCPStore(HOST, port, is_master=False)
+        outcomes = {}
+        with joined(settings, store, replica=replica, rank=rank) as ranks:
+            for case in cases:
+                trainer = make(models, case, ranks, **layout)
+                own = [0, 1] if num_replicas == 1 else [replica]
+                outcomes[case] = run(trainer, own, folder / f"{num_ranks}x{num_replicas} {case}")
+            if (num_ranks, num_replicas) == (2, 1):
+                trainer = make(models, "token means", ranks, **layout, offload=ON_DISK)
+                outcomes["slept"] = run(trainer, [0, 1], folder / "2x1 slept", sleeps=True)
+            if num_replicas == 1:
+                trainer = make(models, "critic", ranks, **layout)
+                with pytest.raises(CheckpointError, match="nowhere is not a folder"):
+                    trainer.restore(folder / "nowhere")
+                with pytest.raises(ScheduleError, match="nothing was accumulated"):
+                    trainer.step()
+                outcomes["resumed"] = resume(trainer, folder / CHECKPOINT[num_ranks])
+        torch.save(outcomes, folder / f"{num_ranks}x{num_replicas} {number}.pt")
+
+
+def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
+    trainer.restore(folder)
+    trainer.accumulate([UNITS[4]])
+    return Outcome([trainer.step()], 0.0, dict(trainer.export_weights()))
+
+
+@pytest.fixture(scope="module")
+def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model with tied embeddings, and one of experts without and with unequal shards."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY + 1, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    moe = tmp_path_factory.mktemp("moe")
+    Qwen3MoeForCausalLM(config).save_pretrained(moe)
+    (moe / "tokenizer.json").write_text("{}")
+    return {"tied": model_path, "moe": moe}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], folder: Path) -> dict[str, Outcome]:
+    return {case: run(make(models, case), [0, 1], folder / f"alone {case}") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp")
+
+
+Together = Mapping[Layout, list[dict[str, Outcome]]]
+"""The outcomes of every process, by layout."""
+
+
+@pytest.fixture(scope="module")
+def together(models: dict[str, Path], alone: dict[str, Outcome], folder: Path) -> Together:
+    return outcomes_of([layout for layout in LAYOUTS if layout not in SLOW], models, folder)
+
+
+@pytest.fixture(scope="module")
+def slowly(models: dict[str, Path], together: Together, folder: Path) -> Together:
+    """Those of the slow layouts; one resumes from a checkpoint of the others."""
+    return outcomes_of(SLOW, models, folder)
+
+
+def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path) -> Together:
+    stores = {layout: listen(HOST) for layout in layouts}
+    context = multiprocessing.get_context("forkserver")  # torch is imported once for all four
+    context.set_forkserver_preload(["tailrace.drivers.trainer.trainer"])
+    ports = {layout: store.port for layout, store in stores.items()}
+    processes = [context.Process(target=work, args=(n, ports, models, folder)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    return {
+        (ranks, replicas): [
+            torch.load(folder / f"{ranks}x{replicas} {n}.pt", weights_only=False)
+            for n in range(ranks * replicas)
+        ]
+        for ranks, replicas in layouts
+    }
+
+
+def marked(layout: Layout, *others: object) -> Any:
+    """A parameter of a test, slow where the layout is, with the fixture that has its outcomes."""
+    slow = layout in SLOW
+    fixture = "slowly" if slow else "together"
+    return pytest.param(fixture, layout, *others, marks=[pytest.mark.slow] if slow else [])
+
+
+def assert_equal(got: Outcome, wanted: Outcome, tolerance: float) -> None:
+    near = partial(pytest.approx, rel=tolerance, abs=tolerance)
+    for stats, expected in zip(got.stats, wanted.stats, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "ess", "value_loss"):
+            assert getattr(stats, name) == near(getattr(expected, name)), name
+        assert (stats.num_tokens, stats.num_steps) == (expected.num_tokens, expected.num_steps)
+    assert got.ess == near(wanted.ess)
+    assert got.weights.keys() == wanted.weights.keys()
+    for name, weight in got.weights.items():
+        torch.testing.assert_close(weight, wanted.weights[name], atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "layout", "case"),
+    [marked(layout, case) for layout, cases in LAYOUTS.items() for case in cases],
+)
+def test_many_processes_make_the_steps_of_one(
+    request: pytest.FixtureRequest, alone: dict[str, Outcome], fixture: str, layout: Layout, case: str
+) -> None:
+    tolerance = 3e-2 if case == "bfloat16" else 1e-5
+    for outcomes in request.getfixturevalue(fixture)[layout]:
+        assert_equal(outcomes[case], alone[case], tolerance)
+
+
+def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together) -> None:
+    for outcomes in together[2, 1]:
+        slept, awake = outcomes["slept"], outcomes["token means"]
+        assert [stats.grad_norm for stats in slept.stats] == [stats.grad_norm for stats in awake.stats]
+        assert all(torch.equal(slept.weights[name], awake.weights[name]) for name in awake.weights)
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("case", ["token means", "experts"])
+def test_weights_are_published_with_the_names_of_the_files(
+    alone: dict[str, Outcome], models: dict[str, Path], folder: Path, case: str
+) -> None:
+    names = load_file(models["moe" if case == "experts" else "tied"] / "model.safetensors").keys()
+    assert alone[case].weights.keys() == names
+    assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
+
+
+@pytest.mark.parametrize(("fixture", "layout"), [marked((ranks, 1)) for ranks in (1, 2, 4)])
+def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
+    request: pytest.FixtureRequest, models: dict[str, Path], folder: Path, fixture: str, layout: Layout
+) -> None:
+    num_ranks, _ = layout
+    together = request.getfixturevalue(fixture)
+    wanted = resume(make(models, "critic"), folder / "alone critic")
+    if num_ranks == 1:
+        got = [resume(make(models, "critic"), folder / CHECKPOINT[1])]
+    else:
+        got = [outcomes["resumed"] for outcomes in together[layout]]
+    for outcome in got:
+        assert_equal(outcome, wanted, 1e-5)
+
+
+def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
+    together: Together, models: dict[str, Path], folder: Path
+) -> None:
+    assert together[2, 1]
+    got, wanted = (
+        resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in ("2x1", "alone")
+    )
+    assert_equal(got, wanted, 1e-5)

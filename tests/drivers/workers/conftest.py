@@ -1,0 +1,49 @@
+"""A tiny model on disk, and a deadline for whatever waits for a process."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from helpers.worker_cases import DEADLINE_S, VOCABULARY
+from tailrace import clock
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of two layers with random weights that prefer no token much."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=0,
+        pad_token_id=0,
+    )
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def execute() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Run a coroutine on a live loop; one that hangs fails the test instead of stopping the suite."""
+
+    async def within_deadline(main: Coroutine[Any, Any, Any]) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            return await main
+
+    return lambda main: clock.run(within_deadline(main), virtual=False)

@@ -1,0 +1,240 @@
+"""Workers of other hosts that dial in: here processes of `tailrace join`."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.stand_in import StandInJob
+from helpers.worker_cases import TRAINER, make_samples, workers
+from tailrace import clock
+from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.trainer import StepStats
+from tailrace.contracts.weights import ProcessGroupSettings
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.trainer import TorchTrainer
+from tailrace.drivers.workers.base import LocalHostSettings, Role
+from tailrace.drivers.workers.calls import Hello, WorkerConnection
+from tailrace.drivers.workers.engine import EngineWorker
+from tailrace.drivers.workers.process import LocalSpawner
+from tailrace.drivers.workers.reward_process import RewardWorker
+from tailrace.errors import ConfigError, WorkerDied
+from tailrace.extras.cluster.join import TOKEN_VARIABLE, open_joining
+
+Execute = Callable[[Any], Any]
+TOKEN = "a token of this test"
+STREAM = ProcessGroupSettings(host="127.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def host(port: int, *roles: Role) -> LocalHostSettings:
+    return LocalHostSettings(join=roles, listen=f"127.0.0.1:{port}")
+
+
+WHEN_IT_LISTENS = """
+import os, socket, sys, time
+while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))):
+    time.sleep(0.1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@contextmanager
+def joined(role: Role, port: int) -> Iterator["subprocess.Popen[str]"]:
+    """A worker that joins as soon as the run listens."""
+    join = [sys.executable, "-m", "tailrace.cli", "join", role, f"127.0.0.1:{port}"]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", WHEN_IT_LISTENS, str(port), *join],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_this_host(
+    port: int, model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    samples, after = make_samples(8), make_samples(4)
+
+    async def trained() -> StepStats:
+        """Four groups are generated and trained; with the published weights one group more is generated."""
+        settings = host(port, "trainer", "engine", "reward")
+        async with workers(model_path, tmp_path, host=settings, weights=STREAM) as opened:
+            assert opened.trainer.workers[0].address == "127.0.0.1"
+            engine = opened.engines[0]
+            await asyncio.gather(*(engine.generate(sample) for sample in samples))
+            for sample in samples:
+                assert opened.rewards is not None
+                sample.reward = await opened.rewards.score(sample)
+                sample.advantage = float(sample.completion_ids.count(9)) - 1.0
+            await asyncio.gather(
+                *(opened.trainer.accumulate([samples[i : i + 2]], version=0) for i in (0, 2, 4, 6))
+            )
+            stats = await opened.trainer.step()
+            await engine.load(await opened.trainer.publish(1), kv="recompute")
+            await asyncio.gather(*(engine.generate(sample) for sample in after))
+            return stats
+
+    with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
+        there = execute(trained())
+        said = [each.communicate(timeout=30)[0] for each in (one, two, three)]
+        assert [each.returncode for each in (one, two, three)] == [0, 0, 0], said
+    here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40)
+    here.accumulate([[TrainingSample.of(sample) for sample in samples]])
+    stats = here.step()
+    assert (there.loss, there.grad_norm) == pytest.approx((stats.loss, stats.grad_norm), rel=1e-5)
+    assert [sample.reward for sample in samples] == [len(s.text) + len("what?") / 8 for s in samples]
+    assert {span.version for sample in after for span in sample.spans} == {1}
+    for sample in after:
+        assert sample.behavior_logprobs == pytest.approx(here.logprobs(TrainingSample.of(sample)), abs=1e-4)
+
+
+def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
+    port: int, model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main(process: "subprocess.Popen[str]") -> None:
+        async with workers(model_path, tmp_path, host=host(port, "trainer"), weights=STREAM) as opened:
+            await opened.trainer.publish(1)
+            os.kill(process.pid, signal.SIGKILL)  # the kernel ends the worker with it
+            await asyncio.get_running_loop().create_future()
+
+    said = r"trainer \(joined from 127\.0\.0\.1\) has ended; its host has its log"
+    with joined("trainer", port) as process, pytest.raises(WorkerDied, match=said):
+        execute(main(process))
+
+
+def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(
+    port: int, model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main(first: "subprocess.Popen[str]") -> None:
+        async with workers(model_path, tmp_path, host=host(port, "engine"), weights=STREAM) as opened:
+            (engine,) = opened.engines
+            weights = await opened.trainer.publish(1)
+            await engine.load(weights, kv="recompute")
+            first.kill()
+            while engine.state != "dead":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            with joined("engine", port):
+                while engine.state != "open":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                (sample,) = make_samples(1)
+                await engine.generate(sample)
+                assert {span.version for span in sample.spans} == {1}
+
+    with joined("engine", port) as first:
+        execute(main(first))
+
+
+async def dialled(port: int, role: str, token: str = TOKEN) -> WorkerConnection:
+    return await asyncio.to_thread(WorkerConnection.dial, ("127.0.0.1", port), Hello(token, role))
+
+
+def test_jobs_go_to_those_that_join_in_order_and_one_too_many_waits(
+    port: int, tmp_path: Path, execute: Execute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        async with open_joining(host(port, "engine", "reward"), LocalSpawner(tmp_path)) as spawner:
+            early = await dialled(port, "engine")
+            job = StandInJob(manner="obey")
+            first = await spawner.start("engine-0", EngineWorker, job)
+            second = await spawner.start("engine-1", EngineWorker, job)
+            reward = await spawner.start("scorer-0", RewardWorker, job)
+            await first.connected()
+            assert early.receive_job(StandInJob) == job
+            waiting = asyncio.create_task(second.ready())
+            await asyncio.sleep(0)
+            assert clock.who_waits() == f"engine-1 to join: tailrace join engine 127.0.0.1:{port}"
+            late = [await dialled(port, "engine") for _ in range(2)]
+            await second.connected()
+            late[0].answer(0, None)
+            await waiting
+            early.socket.close()
+            with pytest.raises(WorkerDied, match="engine-0"):
+                await first.died()
+            third = await spawner.start("engine-0", EngineWorker, job)
+            await third.connected()
+            assert late[1].receive_job(StandInJob) == job
+            assert not reward.has_ended
+            for connection in late:
+                connection.socket.close()
+            for worker in (first, second, third, reward):
+                await worker.close()
+
+    execute(main())
+    assert TOKEN not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("role", "token"), [("engine", "another"), ("reward", TOKEN), ("", TOKEN)])
+def test_a_wrong_token_or_a_role_that_is_not_expected_is_sent_away(
+    port: int, tmp_path: Path, execute: Execute, role: str, token: str
+) -> None:
+    async def main() -> None:
+        async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)):
+            connection = await dialled(port, role, token)
+            assert await asyncio.to_thread(connection.receive_job, StandInJob) is None
+            connection.socket.close()
+
+    execute(main())
+
+
+def test_without_a_token_in_the_environment_a_new_one_is_printed(
+    port: int, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE)
+
+    async def main() -> None:
+        async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
+            token = capsys.readouterr().err.split()[-1]
+            assert len(token) > 40
+            connection = await dialled(port, "engine", token)
+            worker = await spawner.start("engine-0", EngineWorker, StandInJob(manner="obey"))
+            await worker.connected()
+            connection.socket.close()
+            await worker.close()
+
+    execute(main())
+
+
+def test_an_address_of_another_host_is_refused(tmp_path: Path, execute: Execute) -> None:
+    settings = LocalHostSettings(join=("engine",), listen="192.0.2.1:7777")
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"host\.listen = '192\.0\.2\.1:7777': this host cannot listen"):
+            async with open_joining(settings, LocalSpawner(tmp_path)):
+                pass
+
+    execute(main())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:x"])
+def test_a_run_that_does_not_listen_is_named(address: str) -> None:
+    words = [sys.executable, "-m", "tailrace.cli", "join", "engine", address]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tailrace: HOST:PORT = '{address}': no run listens there")

@@ -1,0 +1,86 @@
+"""Runs with engines behind HTTP, up to the start of the servers."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.api import load_config, train
+from tailrace.contracts.engine import Capabilities, EngineLife, TokenCounter
+from tailrace.drivers.assembly.live import _check_capabilities
+from tailrace.drivers.engine.proof import PREFIXES, SCORED
+from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.errors import ConfigError, WorkerDied
+from tailrace.model_folder import context_length
+
+STAND_IN = f"""#!{sys.executable}
+import pathlib, sys
+if sys.argv[1] == "-c":
+    print("plain")
+else:
+    pathlib.Path(__file__).with_name("words").write_text("\\n".join(sys.argv))
+    sys.exit("no server")
+"""
+"""An interpreter whose environment has vLLM and SGLang, and whose servers end at once."""
+TOOLS = Path(__file__).parents[3] / "examples" / "tools.toml"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "config", "max_prompt_tokens", "context"),
+    [
+        ("vllm", "--max-model-len", None, 20, PREFIXES["vllm"] + SCORED + 1),
+        ("vllm", "--max-model-len", None, None, None),
+        ("vllm", "--max-model-len", TOOLS, 20, None),
+        ("sglang", "--context-length", None, 20, 32),
+    ],
+)
+def test_a_started_server_gets_the_context_of_the_longest_sequence(
+    kind: str,
+    flag: str,
+    config: Path | None,
+    max_prompt_tokens: int | None,
+    context: int | None,
+    config_path: Path,
+    tmp_path: Path,
+) -> None:
+    """Of the probe at least; of the model's, where nothing bounds the prompts or an environment fills it."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    changes = {"engine.kind": kind, "engine.python": str(python), "weights.transport": "filesystem"}
+    if max_prompt_tokens:
+        changes["data.max_prompt_tokens"] = str(max_prompt_tokens)
+    loaded = load_config(config or config_path, changes)
+    assert loaded.model
+    with pytest.raises(WorkerDied, match="no server"):
+        train(loaded, tmp_path / "run")
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[words.index(flag) + 1] == str(context or context_length(loaded.model.path))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_url_at_which_nothing_answers_is_named_with_its_key(
+    kind: str, config_path: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        changes = {"engine.kind": kind, "engine.urls": f'["{url}"]', "weights.transport": "filesystem"}
+        with pytest.raises(ConfigError, match=f"no {kind} server answers there .*ConnectError") as refusal:
+            train(load_config(config_path, changes), tmp_path / "run")
+    assert (refusal.value.key, refusal.value.value) == ("engine.urls", url)
+
+
+def test_an_engine_that_cannot_say_which_weights_generated_a_token_is_warned_of(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def never() -> EngineLife:
+        raise AssertionError
+
+    engine = SupervisedEngine("engine-0", 1, never, TokenCounter())
+    _check_capabilities(load_config(config_path), [engine])
+    assert "warning: engine-0 cannot say which weights generated a token: " in capsys.readouterr().err
+    engine.capabilities = Capabilities(exact_versions=True)
+    _check_capabilities(load_config(config_path), [engine])
+    assert capsys.readouterr().err == ""

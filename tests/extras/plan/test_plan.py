@@ -1,0 +1,90 @@
+"""`tailrace plan`: the table, the config that it writes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.config import load_config
+from tailrace.errors import ConfigError
+from tailrace.extras.plan.command import problem_of, with_lengths
+from tailrace.sim.settings import EmpiricalSettings, TableSettings
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cluster_plan.toml"
+SMALL = {
+    "run.group_size": "2",
+    "run.rounds": "2",
+    "schedule.groups_per_round": "2",
+    "schedule.groups_per_step": "2",
+    "sim.cluster.devices": "2",
+    "sim.cluster.model": "Qwen3-1.7B",
+    "plan.steps": "16",
+    "plan.max_lag": "1",
+    "plan.top": "3",
+}
+
+
+def words(overrides: dict[str, str]) -> list[str]:
+    return [word for key, value in overrides.items() for word in (f"--{key}", value)]
+
+
+def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned, numbers = tmp_path / "planned.toml", tmp_path / "plan.json"
+    arguments = ["plan", str(EXAMPLE), "--output", str(planned), "--json", str(numbers)]
+    assert main([*arguments, *words(SMALL)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(numbers.read_text())
+    best = found["ranking"][0]
+    assert f"{best['schedule']}, " in err and " over 16 optimizer steps" in err
+    assert best["schedule"] in out
+    assert "of 2 devices, a step needs at least" in " ".join(out.split())
+    assert f"{found['excluded']['plan.max_lag = 1']} of {found['candidates']} candidates" in out
+    config = load_config(planned)
+    assert config.schedule["name"] == best["schedule"]
+    assert config.placement.kind == best["placement"]
+    assert config.sim.cluster and config.engine.num_engines == (
+        (config.sim.cluster.rollout_devices or 2) // best["tensor_parallel"]
+    )
+    assert main(["simulate", str(planned)]) == 0
+
+
+def test_the_lengths_of_a_run_and_their_correlation_replace_those_of_the_file(tmp_path: Path) -> None:
+    """Both responses to a prompt are equally long, so their correlation is 1."""
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    lines = [{"id": f"{n // 2}.0/{n % 2}", "num_tokens": 100 + 100 * (n // 4), "step": 1} for n in range(8)]
+    (samples / "round_000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = with_lengths(load_config(EXAMPLE), str(tmp_path))
+    assert config.sim.lengths.distribution == EmpiricalSettings(path=samples)
+    assert config.sim.lengths.correlation == pytest.approx(1.0)
+    distribution = problem_of(config).sim.lengths.distribution
+    assert distribution == TableSettings(tokens=(100, 200), shares=(4, 4))
+
+
+def test_unknown_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is neither 'model' nor the output directory of a run"):
+        with_lengths(load_config(EXAMPLE), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"sim.trainer.tokens_per_s": "1000"}, "it would be the same for every division of the devices"),
+        ({"schedule.groups_per_step": "0"}, "all candidates train so many groups in an optimizer step"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_is_refused(overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        problem_of(load_config(EXAMPLE, overrides))
+
+
+def test_a_config_without_a_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[run]\nrounds = 1\ngroup_size = 2\n[schedule]\nname = "serial"\n')
+    assert main(["plan", str(path)]) == 2
+    assert "sim.cluster = None: the planner needs the section" in capsys.readouterr().err
+    assert main(["plan", str(EXAMPLE), "--output", str(tmp_path / "none" / "F.toml")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["plan", str(EXAMPLE), "--output", str(tmp_path)]) == 2
+    assert "it is a folder" in capsys.readouterr().err

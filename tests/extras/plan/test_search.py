@@ -1,0 +1,135 @@
+"""The search on a cluster of two devices, and its reasons in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from tailrace.controller.base import RunSettings
+from tailrace.errors import ConfigError
+from tailrace.extras.plan.candidates import Candidate, Work
+from tailrace.extras.plan.plan import Floor, Measured, Problem
+from tailrace.extras.plan.search import reasons, search
+from tailrace.sim.settings import (
+    SimClusterSettings,
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+)
+
+PROBLEM = Problem(
+    sim=SimSettings(
+        cluster=SimClusterSettings(device="H100", devices=2, model="Qwen3-1.7B", tensor_parallel=1),
+        engines=SimEngineSettings(slots=16),
+        lengths=SimLengthSettings(median_tokens=300, sigma=1.0, max_tokens=4096),
+        rewards=SimRewardSettings(median_s=0.1),
+    ),
+    run=RunSettings(rounds=1, group_size=2),
+    groups_per_step=2,
+    steps=16,
+    max_lag=1,
+)
+
+
+def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_the_count() -> None:
+    plan = search(PROBLEM)
+    sims, excluded = PROBLEM.candidates()
+    measured = [PROBLEM.measure(candidate, sim, PROBLEM.steps) for candidate, sim in sims.items()]
+    fair = [each for each in measured if abs(each.figures["length_bias"]) <= 0.02]
+    assert plan.best.step_s == min(each.step_s for each in fair)
+    assert plan.best.figures["samples_per_s"] == pytest.approx(4 / plan.best.step_s)
+    assert plan.best.figures["lag_max"] <= 1
+    assert len(plan.ranking) + plan.pruned + sum(plan.excluded.values()) == plan.candidates
+    assert excluded["plan.max_lag = 1"] == plan.excluded["plan.max_lag = 1"] > 0
+    # Races for responses favour short ones, on each division.
+    assert plan.excluded["plan.max_length_bias = 0.02"] == 2
+    over_all = [each.step_s for each in plan.ranking if each.steps == PROBLEM.steps]
+    assert over_all == sorted(over_all)
+
+
+def test_a_cluster_that_no_candidate_fits_is_refused_with_the_numbers() -> None:
+    cluster = SimClusterSettings(device="RTX 4090", devices=2, model="Qwen2.5-32B")
+    problem = replace(PROBLEM, sim=PROBLEM.sim.model_copy(update={"cluster": cluster}))
+    with pytest.raises(ConfigError, match=r"its weights take 61\.0 GiB, but an engine on 2 x RTX 4090 has"):
+        search(problem)
+
+
+def test_a_limit_that_no_candidate_meets_says_how_many_it_excludes() -> None:
+    problem = replace(PROBLEM, max_length_bias=-1.0)
+    number = len(problem.candidates()[0])
+    with pytest.raises(ConfigError, match=f"it excludes all {number} candidates that fit the devices"):
+        search(problem)
+
+
+def test_the_memory_of_a_candidate() -> None:
+    """16 bytes for each of 1.72e9 parameters on one device of 80e9 bytes."""
+    sims, _ = PROBLEM.candidates()
+    separate = next(each for each in sims if each.rollout_devices == 1)
+    measured = PROBLEM.measure(separate, sims[separate], 4)
+    assert measured.figures["trainer_share"] == pytest.approx(16 * 1_720_574_976 / 80e9)
+    assert measured.figures["device_share"] == pytest.approx(0.9), "of the engine, which has its own"
+    engines = sims[separate].engines
+    assert measured.figures["kv_share"] == pytest.approx(
+        4 * PROBLEM.load(16).mean_context / engines.kv_tokens
+    )
+
+
+def measured(schedule: str, lag: int, rollout_devices: int | None, floor: Floor, step_s: float) -> Measured:
+    kind = "disaggregated" if rollout_devices else "colocated"
+    candidate = Candidate(Work(schedule, {}, lag=lag), kind, rollout_devices, 1)
+    return Measured(candidate, floor, 16, {"step_s": step_s})
+
+
+def words(*ranking: Measured) -> list[str]:
+    return reasons(PROBLEM, {each.candidate: each.floor.step_s for each in ranking}, ranking)
+
+
+def test_the_words_name_the_longer_side_the_largest_gain_and_what_helps() -> None:
+    """One device generates for 8.2 s and one trains for 2 s, in a step of 9 s."""
+    best = measured("tailrace", 1, 1, Floor(8.2, 2.0, 7.5), 9.0)
+    other = measured("serial", 0, None, Floor(8.0, 2.0, 10.0), 18.0)
+    found = words(best, other)
+    generation, training = PROBLEM.device_seconds
+    assert found[0].endswith(
+        f": of 2 devices, a step needs at least {generation:.3g} device seconds for generation and "
+        f"{training:.3g} for training"
+    )
+    assert found[1] == (
+        "no candidate has a bound below 7.5 s a step: no schedule gains more than 1.2x over the best, which "
+        "takes 9 s"
+    )
+    assert found[2] == (
+        "its engines are needed for 91% of a step and its trainer for 22%: generation limits it; add rollout "
+        "devices"
+    )
+    assert found[4:] == [
+        "in turn the best is serial, with 2.00x the time",
+        "on-policy the best is serial, with 2.00x the time",
+    ]
+
+
+def test_the_device_seconds_that_a_step_needs_at_least_depend_on_no_limit_and_bound_each_candidate() -> None:
+    limited = replace(PROBLEM, max_lag=0)
+    assert limited.device_seconds == PROBLEM.device_seconds
+    generation, training = PROBLEM.device_seconds
+    for candidate, sim in PROBLEM.candidates()[0].items():
+        floor = PROBLEM.floor(candidate, sim, PROBLEM.steps)
+        rollout = candidate.rollout_devices
+        assert generation <= floor.generation_s * (rollout or 2) * (1 + 1e-12)
+        assert training <= floor.training_s * (2 - (rollout or 0)) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("devices", "floor", "end"),
+    [
+        (1, Floor(2.0, 8.0, 8.0), "training limits it; add devices to the trainer"),
+        (1, Floor(4.0, 4.0, 4.0), "the rest are waits for long responses, rewards and new weights"),
+        (
+            None,
+            Floor(6.0, 2.0, 8.0),
+            "one after the other on the same devices: generation takes more of them",
+        ),
+    ],
+)
+def test_the_words_of_other_bottlenecks(devices: int | None, floor: Floor, end: str) -> None:
+    assert words(measured("serial", 0, devices, floor, 9.0))[2].endswith(end)

@@ -1,0 +1,161 @@
+"""Rewards of programs, from the completion to the reward."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from helpers.bubblewrap import needs_bubblewrap
+from helpers.episodes import two_turns
+from tailrace.contracts.reward import CodeSettings, Rewards, TimeoutSettings
+from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
+from tailrace.extras.sandbox import code as module
+from tailrace.extras.sandbox.code import CodeRewards, check_cases, extract_code
+from tailrace.extras.sandbox.sandbox import Execution, Sandbox
+from tailrace.rollout.reward_timeout import Anchors
+from tailrace.types import Group, Prompt, Sample, SampleId
+
+SQUARES = {"tests": {"inputs": ["2", "3", "4"], "outputs": ["4", "9", "16"]}}
+RIGHT = "n = int(input())\nprint(n * n)"
+HALF = "n = int(input())\nprint(4 if n == 2 else 16)"
+
+
+def saying(text: str, row: Mapping[str, object] = SQUARES, index: int = 0) -> Sample:
+    group = Group(Prompt(index, [], row=row, row_number=index), 1, [])
+    ids = list(text.encode())
+    return Sample(SampleId(index, 0, 0), group, completion_ids=ids, num_tokens=len(ids))
+
+
+def decode(ids: Sequence[int]) -> str:
+    return bytes(ids).decode()
+
+
+def rewards_of(
+    sandbox: Any, settings: CodeSettings, anchors: Anchors | None = None, others: Rewards | None = None
+) -> CodeRewards:
+    return CodeRewards(settings, sandbox, anchors or Anchors(), decode, workers=2, others=others)
+
+
+def score(*texts: str, settings: CodeSettings, anchors: Anchors | None = None) -> list[Sample]:
+    samples = [saying(text) for text in texts]
+
+    async def main() -> None:
+        rewards = rewards_of(Sandbox("bubblewrap", settings), settings, anchors)
+        for sample in samples:
+            sample.reward = await rewards.score(sample)
+
+    asyncio.run(main())
+    return samples
+
+
+def test_the_last_block_of_a_completion_is_its_program() -> None:
+    text = "First:\n```python\nprint(1)\n```\nBetter:\n```py\nprint(2)\n```\nDone."
+    assert extract_code(text) == "print(2)\n"
+    assert extract_code("print(3)") == "print(3)"
+    assert extract_code("```python\nprint(1)") == "```python\nprint(1)"
+
+
+def test_the_program_is_the_policys_and_the_text_has_the_environments_too() -> None:
+    """What a sandbox is asked to run, after the environment showed a program of its own."""
+    first, observed, last = "```python\nprint(1)\n```", "```python\nprint(2)\n```", "So it is."
+    sample = saying("")
+    two_turns(sample, first.encode(), observed.encode(), last.encode())
+    programs = []
+
+    class Asked:
+        async def run(self, job: Mapping[str, object], stdin: str, limit_s: float) -> Execution:
+            programs.append(job["program"])
+            raise SandboxFailed("enough")
+
+    with pytest.raises(RewardFailed):
+        asyncio.run(rewards_of(Asked(), CodeSettings()).score(sample))
+    assert set(programs) == {"print(1)\n"}
+    assert sample.text == first + observed + last
+
+
+@needs_bubblewrap
+def test_all_test_cases_must_pass_or_each_counts() -> None:
+    fenced = f"Here:\n```python\n{RIGHT}\n```"
+    right, half, empty = score(fenced, HALF, "", settings=CodeSettings(score="share"))
+    assert [right.reward, half.reward, empty.reward] == [1.0, 2 / 3, 0.0]
+    assert half.reward_metrics == {"passed_cases": 2 / 3, "timed_out_cases": 0.0}
+    assert right.text == fenced
+    right, half = score(RIGHT, HALF, settings=CodeSettings())
+    assert [right.reward, half.reward] == [1.0, 0.0]
+
+
+@needs_bubblewrap
+def test_a_timeout_is_zero_and_only_correct_responses_set_the_anchor() -> None:
+    timeout = TimeoutSettings(min_s=0.3, max_s=5.0)
+    endless = "n = int(input())\nwhile n == 3: pass\nprint(n * n)"
+    anchors = Anchors()
+    right, stuck, wrong = score(
+        RIGHT, endless, "print(4)", settings=CodeSettings(timeout=timeout), anchors=anchors
+    )
+    assert [right.reward, stuck.reward, wrong.reward] == [1.0, 0.0, 0.0]
+    assert [right.timed_out, stuck.timed_out, wrong.timed_out] == [False, True, False]
+    assert stuck.reward_metrics["timed_out_cases"] == 1 / 3
+    assert list(anchors.longest_s) == [0]
+    assert len(anchors.longest_s[0]) == 3 and all(0 < each < 5 for each in anchors.longest_s[0])
+
+
+@needs_bubblewrap
+def test_a_program_that_runs_is_stopped_when_a_correct_response_to_its_prompt_has_ended() -> None:
+    settings = CodeSettings(timeout=TimeoutSettings(min_s=0.3, max_s=600.0))
+    stuck, right = saying("while True: pass"), saying(RIGHT)
+
+    async def main() -> None:
+        rewards = CodeRewards(settings, Sandbox("bubblewrap", settings), Anchors(), decode, workers=6)
+        assert await asyncio.gather(rewards.score(stuck), rewards.score(right)) == [0.0, 1.0]
+
+    asyncio.run(main())
+    assert [stuck.timed_out, right.timed_out] == [True, False]
+
+
+class Unsteady:
+    """A sandbox that fails before it works."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.calls = failures, 0
+
+    async def run(self, job: Mapping[str, Any], stdin: str, limit_s: float) -> Execution:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise SandboxFailed("no memory")
+        return Execution("exited", 0, b"4", b"", 0.1)
+
+
+def test_a_sandbox_that_fails_is_tried_again_and_is_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRIES_S", (0.0, 0.0))
+    row = {"tests": {"inputs": ["2"], "outputs": ["4"]}}
+    unsteady = Unsteady(failures=2)
+    assert asyncio.run(rewards_of(unsteady, CodeSettings()).score(saying(RIGHT, row))) == 1.0
+    assert unsteady.calls == 3
+    broken = Unsteady(failures=99)
+    with pytest.raises(RewardFailed, match=r"^sandbox: no memory$"):
+        asyncio.run(rewards_of(broken, CodeSettings()).score(saying(RIGHT, row)))
+    assert broken.calls == 3
+
+
+def test_rows_without_test_cases_go_to_the_reward_functions() -> None:
+    class Constant:
+        async def score(self, sample: Sample) -> float:
+            return 0.25
+
+    code = rewards_of(Unsteady(0), CodeSettings(), others=Constant())
+    assert asyncio.run(code.score(saying("", row={"answer": "x"}))) == 0.25
+    alone = rewards_of(Unsteady(0), CodeSettings())
+    with pytest.raises(RewardFailed, match=r"^test cases: "):
+        asyncio.run(alone.score(saying("x", row={"answer": "x"})))
+
+
+def test_columns_are_checked_before_the_start() -> None:
+    settings, other = CodeSettings(), {"answer": "x"}
+    check_cases([SQUARES], settings, others=False)
+    check_cases([other, SQUARES], settings, others=True)
+    for rows, others in (([other], True), ([SQUARES, other], False)):
+        with pytest.raises(ConfigError, match=r"reward.code.column = 'tests': a row has no such column"):
+            check_cases(rows, settings, others=others)
+    with pytest.raises(ConfigError, match=r"^reward.code.column = 'tests': they have no known format"):
+        check_cases([{"tests": 7}], settings, others=False)
