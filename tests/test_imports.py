@@ -3,7 +3,7 @@
     ground <- heart <- drivers of one machine <- extras
 
 A room is a folder of the heart, or of `drivers/` or `extras/`. It may import the ground, and the rooms in its
-row of a table. What a part reaches are the files that it imports, directly or not, imports in functions included.
+row of a table. What a part reaches are the files that it imports, directly or not, imports in functions too.
 """
 
 import ast

@@ -77,7 +77,7 @@ async def workers(
     model: Path,
     folder: Path,
     *,
-    function: str = "reward_cases:score",
+    function: str = "helpers.reward_cases:score",
     algorithm: AlgorithmSettings | None = None,
     trainer: TrainerSettings | None = None,
     weights: WeightsSettings | None = None,

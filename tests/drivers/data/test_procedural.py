@@ -38,7 +38,7 @@ def test_a_prompt_is_the_same_whatever_was_asked_before(plain_tokenizer):
 def test_a_prompt_is_the_same_in_another_process(plain_tokenizer):
     program = (
         "from tests.drivers.data.conftest import character_tokenizer\n"
-        "from tests.data.test_procedural import CHAIN\n"
+        "from tests.drivers.data.test_procedural import CHAIN\n"
         "from tailrace.drivers.data.open import open_prompts\n"
         "print(open_prompts(CHAIN, character_tokenizer(None), seed=3, split='train')[1000].text)"
     )

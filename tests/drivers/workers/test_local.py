@@ -98,7 +98,7 @@ def test_one_bad_job_ends_all_the_others(
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"reward\.function"):
-            async with workers(model_path, tmp_path, function="reward_cases:nothing"):
+            async with workers(model_path, tmp_path, function="helpers.reward_cases:nothing"):
                 pass
 
     execute(main())

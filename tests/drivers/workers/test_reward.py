@@ -30,7 +30,7 @@ ROWS = RowsSettings(path=Path("rows.jsonl"))
 def job(
     function: str = "score", timeout_s: float = 60.0, on_timeout: Literal["zero", "drop"] = "drop"
 ) -> RewardJob:
-    name = f"reward_cases:{function}"
+    name = f"helpers.reward_cases:{function}"
     reward = RewardSettings(function=name, timeout_s=timeout_s, on_timeout=on_timeout)
     return RewardJob(reward=reward, data=ROWS)
 
@@ -272,8 +272,8 @@ def test_values_of_several_functions_and_what_they_report_come_with_the_reward(
     tmp_path: Path, execute: Execute
 ) -> None:
     functions = (
-        FunctionSettings(function="reward_cases:score", weight=2.0),
-        FunctionSettings(function="reward_cases:letters"),
+        FunctionSettings(function="helpers.reward_cases:score", weight=2.0),
+        FunctionSettings(function="helpers.reward_cases:letters"),
     )
     settings = RewardSettings(functions=functions)
 
@@ -370,7 +370,7 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, execut
             async with scorer(job("scroe"), tmp_path):
                 pass
         assert wrong.value.key == "reward.function"
-        assert "reward_cases:scroe" in str(wrong.value)
+        assert "helpers.reward_cases:scroe" in str(wrong.value)
 
     execute(main())
 
