@@ -3,7 +3,7 @@
     ground <- heart <- drivers of one machine <- extras
 
 A room is a folder of the heart, or of `drivers/` or `extras/`. It may import the ground, and the rooms in its
-row of a table. What a part reaches are the files that it imports, directly or not, imports in functions too.
+row of a table. What a part reaches are the files that it imports, directly or not, in functions, too.
 """
 
 import ast
@@ -102,7 +102,7 @@ KNOWN_PRODUCTS = {
 """Imports of a product by the heart or a driver. Each is to go; none may come."""
 
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_302
-MAX_REACH = {"heart": 12_169, "train": 36_624, "whole": 42_685}
+MAX_REACH = {"heart": 12_250, "train": 36_700, "whole": 42_800}
 """Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package."""
 MAX_PRODUCT_LINES = {
     "extras.agents": 864,

@@ -37,7 +37,7 @@ from tailrace.contracts.reward import Rewards
 from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
-from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, earliest
+from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, StageQueue, earliest
 from tailrace.rollout.members import Deadlines
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.router import Router
