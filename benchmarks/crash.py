@@ -221,8 +221,8 @@ class Victim:
     def live_to_the_end(self) -> None:
         """The last life, two rounds long."""
         begun = (self.folder / "ledger.sqlite").exists()  # a kill may have come before
-        marks = self.books().marks if begun else []
-        self._finish(self._start(2 + max((mark.round for mark in marks if mark.undone is None), default=0)))
+        rows = self.books().checkpoints if begun else []
+        self._finish(self._start(2 + max((row.round for row in rows if row.undone is None), default=0)))
         self._compare()
 
     def lose_engines(self, kills: int, kind: str, chance: random.Random) -> None:

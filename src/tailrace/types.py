@@ -308,7 +308,7 @@ class Group:
     """Oldest version among its tokens; None before the first token."""
     on_older: Callable[[int | None, int], None] | None = None
     """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
-    ruled: bool | None = None
+    has_rules: bool | None = None
     """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
     round_drawn: int = 0
     deferrals: int = 0

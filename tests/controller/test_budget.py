@@ -100,7 +100,7 @@ def test_a_budget_ends_a_run_with_the_step_in_which_it_is_spent(name: str, tmp_p
     assert run.ended.interrupted and len(run.of(Stepped)) == num
     assert costs_at_steps(run)[-2] < budget <= costs_at_steps(run)[-1]
     assert run.ended.checkpoint and run.ended.checkpoint.is_dir()
-    assert read_ledger(book.store).marks[-1].step == num
+    assert read_ledger(book.store).checkpoints[-1].step == num
     assert costs_of(run)[-1] == cost_of_store(book)
 
 

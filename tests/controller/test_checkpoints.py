@@ -63,14 +63,17 @@ def test_the_mark_has_the_state_of_the_moment_at_which_the_checkpoint_began(tmp_
         folder = tmp_path / str(number)
         simulate(pipelinerl, EVERY_ROUND, folder=folder, book=book, parts=slow(write_s))
         books.append(read_ledger(book.store))
-    assert books[0].marks == books[1].marks
+    assert books[0].checkpoints == books[1].checkpoints
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     book, parts = Book(), slow(0.1, fails="round_000002")
     with pytest.raises(CheckpointError, match=r"round_000002 cannot be written \(no space left\)"):
         simulate(SERIAL, EVERY_ROUND, folder=tmp_path, book=book, parts=parts)
-    assert [mark.checkpoint for mark in read_ledger(book.store).marks] == ["round_000000", "round_000001"]
+    assert [mark.checkpoint for mark in read_ledger(book.store).checkpoints] == [
+        "round_000000",
+        "round_000001",
+    ]
 
 
 def test_an_interrupted_run_waits_for_its_checkpoint(tmp_path: Path) -> None:

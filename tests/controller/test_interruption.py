@@ -80,8 +80,8 @@ def test_a_checkpoint_within_a_round_is_a_new_version_when_steps_were_made_since
     (saved,) = life.of(Saved)
     assert Path(saved.path).name == f"round_000000_step_{steps:06d}"
     assert (saved.round, saved.version) == (0, 1), "version 0 is published; the saved weights are newer"
-    (mark,) = read_ledger(book.store).marks
-    assert (mark.round, mark.version, mark.step, mark.partial_rollouts) == (0, 1, steps, [])
+    (row,) = read_ledger(book.store).checkpoints
+    assert (row.round, row.version, row.step, row.partial_rollouts) == (0, 1, steps, [])
     again = simulate(rolloutpipe, SETTINGS, sim, folder=tmp_path, book=book, interrupt_at_s=0.5)
     assert again.ended.checkpoint == Path(saved.path) and not again.of(Saved), "nothing was added to it"
     wasted = totals_of(read_ledger(book.store)).wasted_tokens

@@ -14,7 +14,7 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from helpers.virtual import EXACT, SETTINGS, Book, Outcome, change, simulate
 from tailrace import clock
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import GroupRow, LedgerRow, MarkRow, Origin, SampleRow, TokensRow, Transaction
+from tailrace.ledger.base import CheckpointRow, GroupRow, LedgerRow, Origin, SampleRow, TokensRow, Transaction
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import first_life
@@ -122,10 +122,10 @@ def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_s
             if step == 1:
                 after_one = size_of(journal)
         assert size_of(journal) <= after_one
-        assert len(store.rows(TokensRow)) == 200, "a resume without a mark trains all of them again"
-        await journal.mark(MarkRow(1, 1, 0, 150, "round_000001", []))
-        assert len(store.rows(TokensRow)) == 200, "the mark's checkpoint may be damaged"
-        await journal.mark(MarkRow(1, 2, 0, 200, "round_000002", []))
+        assert len(store.rows(TokensRow)) == 200, "a resume without a checkpoint trains all of them again"
+        await journal.commit_checkpoint(CheckpointRow(1, 1, 0, 150, "round_000001", []))
+        assert len(store.rows(TokensRow)) == 200, "the newest checkpoint may be damaged"
+        await journal.commit_checkpoint(CheckpointRow(1, 2, 0, 200, "round_000002", []))
         assert [row.prompt for row in store.rows(TokensRow)] == list(range(151, 201))
         assert [row.prompt for row in store.rows(SampleRow) if not row.pruned] == list(range(151, 201))
         assert {row.text for row in store.rows(SampleRow) if row.pruned} == {""}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.errors import BadRow, LedgerError
-from tailrace.ledger.base import LifeRow, MarkRow, Origin, distance
+from tailrace.ledger.base import CheckpointRow, LifeRow, Origin, distance
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
@@ -119,11 +119,13 @@ class Life:
         self.ledger.draw(group)
         return group
 
-    async def mark(self, folder: Path, round: int, step: int, parked: list[Group] | None = None) -> None:
+    async def commit_checkpoint(
+        self, folder: Path, round: int, step: int, parked: list[Group] | None = None
+    ) -> None:
         name = f"round_{round:06d}"
         (folder / name).mkdir()
-        await self.journal.mark(
-            MarkRow(
+        await self.journal.commit_checkpoint(
+            CheckpointRow(
                 *(self.starting_point.life, round, round, step, name),
                 partial_rollouts=[group.prompt.index for group in parked or []],
                 longest={7: round},
@@ -159,7 +161,7 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
         life = Life(Store.create(folder / "ledger.sqlite"))
         for group in alive:
             life.ledger.draw(group)
-        await life.mark(folder, 5, 7, parked=alive[:1])
+        await life.commit_checkpoint(folder, 5, 7, parked=alive[:1])
         starting_point = life.next(folder, sum(group.num_tokens for group in alive))
         assert [looks(group) for group in starting_point.partial_rollouts] == [
             looks(group) for group in alive[:1]
@@ -181,7 +183,7 @@ def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_no
         life = Life(MemoryStore())
         before, after, parked = life.draw(4, 6), life.draw(3), life.draw(2)
         life.ledger.train(before.samples, 1)
-        await life.mark(tmp_path, 1, 1, parked=[parked])
+        await life.commit_checkpoint(tmp_path, 1, 1, parked=[parked])
         life.ledger.train(after.samples, 2)
         await life.journal.finish()
         starting_point = life.next(tmp_path, 15)
@@ -203,7 +205,7 @@ def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_no
 def test_what_was_filtered_dropped_or_wasted_stays_so(tmp_path: Path) -> None:
     async def main() -> None:
         life = Life(MemoryStore())
-        await life.mark(tmp_path, 0, 0)
+        await life.commit_checkpoint(tmp_path, 0, 0)
         dropped = life.draw(4)
         life.ledger.waste(dropped.samples[0], "low ess")
         life.ledger.end(dropped, "dropped", "low ess")
@@ -232,12 +234,12 @@ def test_tokens_that_never_reached_the_ledger_are_the_waste_of_the_crash(tmp_pat
 def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Path) -> None:
     async def main() -> None:
         life = Life(MemoryStore())
-        await life.mark(tmp_path, 0, 0)
+        await life.commit_checkpoint(tmp_path, 0, 0)
         group = life.draw(4, 5)
         life.ledger.train(group.samples, 1)
-        await life.mark(tmp_path, 1, 1)
+        await life.commit_checkpoint(tmp_path, 1, 1)
         assert set(read_ledger(life.store).tokens) == {SampleId(0, 0, 0), SampleId(0, 0, 1)}
-        await life.mark(tmp_path, 2, 2)
+        await life.commit_checkpoint(tmp_path, 2, 2)
         assert read_ledger(life.store).tokens == {}
         for name in ("round_000001", "round_000002"):
             (tmp_path / name).rmdir()
@@ -281,7 +283,7 @@ def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -
         life = Life(MemoryStore())
         group = life.draw(4, 5)
         life.ledger.train(group.samples[:1], 1)
-        await life.mark(tmp_path, 1, 1)
+        await life.commit_checkpoint(tmp_path, 1, 1)
         life.ledger.train(group.samples[1:], 2)
         await life.journal.finish()
         starting_point = life.next(tmp_path, 9)
@@ -297,7 +299,7 @@ def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> Non
     async def main() -> None:
         life = Life(Store.create(tmp_path / "ledger.sqlite"))
         group = life.draw(10, version=7)
-        await life.mark(tmp_path, 7, 7)
+        await life.commit_checkpoint(tmp_path, 7, 7)
         group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
         await life.journal.finish()
         (restored,) = life.next(tmp_path, 10).interrupted
@@ -319,7 +321,7 @@ def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path
     async def main() -> None:
         life = Life(Store.create(tmp_path / "ledger.sqlite"))
         groups = [life.draw(3), life.draw(4), life.draw(5)]
-        await life.mark(tmp_path, 1, 1, parked=groups[1:])
+        await life.commit_checkpoint(tmp_path, 1, 1, parked=groups[1:])
         for _ in range(2):  # the second time it has its fate
             start = life.next(tmp_path, 12, prompt_of=now)
             assert [group.prompt.index for group in start.partial_rollouts] == [2]
@@ -335,7 +337,7 @@ def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path
 def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path) -> None:
     async def main() -> None:
         life = Life(MemoryStore())
-        await life.mark(tmp_path, 2, 2)
+        await life.commit_checkpoint(tmp_path, 2, 2)
         life.draw(1, version=1)
         life.draw(1, version=2)
         life.draw(1, version=4)

@@ -12,11 +12,11 @@ import pytest
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
+    CheckpointRow,
     GroupRow,
     LedgerRow,
     LedgerSettings,
     LifeRow,
-    MarkRow,
     Origin,
     RunRow,
     SampleRow,
@@ -32,7 +32,7 @@ TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 ROWS = [
     RunRow(FORMAT, 1, 5),
     LifeRow(1, 0, 0, 0, 0, 0, '{"run":{"seed":3}}'),
-    MarkRow(1, 2, 2, 4, "round_000002", [0]),
+    CheckpointRow(1, 2, 2, 4, "round_000002", [0]),
     GroupRow(0, 1, 0, 2, 2, 0, 1, [1], None),
     SampleRow(0, 0, 0, [Origin(1, 0, 2)], None, "", None, None, None),
     SampleRow(
@@ -53,7 +53,7 @@ def test_what_was_committed_is_what_the_next_life_reads(tmp_path: Path) -> None:
     store.close()
     books = read_ledger(Store.open(tmp_path / "ledger.sqlite"))
     assert books.run == ROWS[0]
-    assert list(books.lives.values()) == [ROWS[1]] and books.marks == [ROWS[2]]
+    assert list(books.lives.values()) == [ROWS[1]] and books.checkpoints == [ROWS[2]]
     assert books.groups == {0: ROWS[3]}
     assert list(books.samples.values()) == ROWS[4:6]
     assert books.tokens == {SampleId(0, 0, 0): [ROWS[6]], SampleId(0, 0, 1): ROWS[7:9]}
@@ -217,8 +217,8 @@ def test_a_run_that_was_kept_nowhere_cannot_be_resumed(tmp_path: Path) -> None:
 
 OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
 DRAWN = [RunRow(FORMAT, 1, 0)]
-MARKED = [MarkRow(1, 0, 0, 0, "round_000000", [])]
-STEPPED = [MarkRow(1, 1, 1, 4, "round_000001", [])]
+MARKED = [CheckpointRow(1, 0, 0, 0, "round_000000", [])]
+STEPPED = [CheckpointRow(1, 1, 1, 4, "round_000001", [])]
 TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
 
 

@@ -85,7 +85,8 @@ def world(
 
         count = sim.engines.count or 1
         engines = [SimEngine(f"engine-{number}", sim.engines, length_of) for number in range(count)]
-        return replace(simulated_parts(sim, 0), engines=engines, play=episodes(environment, **changes).play)
+        run_episode = episodes(environment, **changes).run
+        return replace(simulated_parts(sim, 0), engines=engines, run_episode=run_episode)
 
     return parts
 
@@ -379,7 +380,7 @@ def played_alone(episodes: Episodes, *, virtual: bool) -> Sample:
         sample.finish_reason = "stop"
 
     sample = Sample(SampleId(0, 0, 0), Group(Prompt(0, [1]), 1, []))
-    clock.run(episodes.play(sample, serve, Recorder()), virtual=virtual)
+    clock.run(episodes.run(sample, serve, Recorder()), virtual=virtual)
     return sample
 
 

@@ -118,7 +118,7 @@ def measured(outcome: Outcome) -> dict[str, float]:
 
 def trained(outcome: Outcome, *, control: bool = False) -> list[Sample]:
     samples = [sample for step in outcome.of(Stepped) for sample in step.samples]
-    return [sample for sample in samples if (sample.group.ruled is False) == control]
+    return [sample for sample in samples if (sample.group.has_rules is False) == control]
 
 
 @pytest.mark.parametrize("law", [uniform, exponential])
@@ -289,9 +289,9 @@ def test_the_rules_hold_under_every_schedule(name: str) -> None:
     groups: dict[Group, None] = dict.fromkeys(
         sample.group for step in outcome.of(Stepped) for sample in step.samples
     )
-    assert {len(group.trainable) for group in groups if group.ruled} <= {1, 2, 3}
-    assert max(len(group.trainable) for group in groups if not group.ruled) == 4
-    assert all(group.ruled == (group.prompt.index % 4 > 0) for group in groups)
+    assert {len(group.trainable) for group in groups if group.has_rules} <= {1, 2, 3}
+    assert max(len(group.trainable) for group in groups if not group.has_rules) == 4
+    assert all(group.has_rules == (group.prompt.index % 4 > 0) for group in groups)
     wasted = outcome.totals.wasted_tokens
     assert wasted["raced"] > 0
     assert set(wasted) <= {"raced", "late", "reward raised", "deferred", "low ess", "stale", "ready overflow"}

@@ -115,8 +115,8 @@ def test_the_start_value_depends_on_the_requests_that_the_first_round_needs() ->
 class Starting(SimEngine):
     """An engine that opens some time after it was regrouped, the later the larger its number."""
 
-    async def regroup(self, width: int) -> None:
-        await super().regroup(width)
+    async def resize(self, width: int) -> None:
+        await super().resize(width)
         if width:
             self.die()
             asyncio.get_running_loop().call_later(10.0 * (1 + int(self.name[-1])), self.revive)

@@ -76,8 +76,8 @@ def test_a_batch_is_measured_at_each_size_until_it_is_preempted_as_often_as_it_h
 class Restarting(SimEngine):
     """An engine that opens only some time after it was regrouped, as a server does."""
 
-    async def regroup(self, width: int) -> None:
-        await super().regroup(width)
+    async def resize(self, width: int) -> None:
+        await super().resize(width)
         self.die()
         asyncio.get_running_loop().call_later(30.0, self.revive)
 

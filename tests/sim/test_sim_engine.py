@@ -284,7 +284,7 @@ def test_joined_engines_compute_a_prefill_together() -> None:
     """8 positions at 2 a second on each of two devices, then 10 steps of half a second."""
 
     async def main(engine: SimEngine) -> None:
-        await engine.regroup(2)
+        await engine.resize(2)
         start_s = clock.now()
         await engine.generate(sample(0, 8))
         assert clock.now() - start_s == 2.0 + 5.0

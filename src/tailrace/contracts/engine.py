@@ -211,9 +211,9 @@ class Engine(EngineVerbs, Protocol):
     on_arrival: Callable[[Arrival], None]
     """Called after each answer to a probe. The run sets it."""
 
-    async def regroup(self, width: int) -> None:
-        """Start again with another width. Requests are given back (`Evicted`). With width 0 it is asleep.
-        Only for servers that the run starts, and simulated engines."""
+    async def resize(self, width: int) -> None:
+        """Start again with another tensor-parallel width. Requests are given back (`Evicted`). With width 0
+        it is asleep. Only for servers that the run starts, and simulated engines."""
         return
 
     def take_over(self, sample: Sample, source: "Engine") -> None:

@@ -99,7 +99,7 @@ class Environment(Protocol):
     """Plays episodes, many at the same time."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one episode.
+        """Run one episode.
 
         An episode that was interrupted begins again here, with a policy that returns the recorded turns and
         results first. So what an environment does may depend on the prompt, on the turns, and on the results

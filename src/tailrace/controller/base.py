@@ -13,7 +13,7 @@ from tailrace.ledger.prices import Prices
 from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.rollout.reward_timeout import Anchors
-from tailrace.rollout.router import Play
+from tailrace.rollout.router import RunEpisode
 from tailrace.settings import Resumable, Settings
 
 
@@ -90,7 +90,7 @@ class RunComponents:
     """Whether rewards wait until no request is served."""
     max_failures: int | None = None
     """Samples in sequence without a reward that end the run. None: there is no limit."""
-    play: Play | None = None
+    run_episode: RunEpisode | None = None
     """How turns become a sample (rollout/episodes.py). None: a sample is one turn."""
     prices: Prices | None = None
     """Prices of the run's devices and tokens. None: its cost is not known."""

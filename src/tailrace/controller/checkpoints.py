@@ -10,7 +10,7 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
-from tailrace.ledger.base import MarkRow
+from tailrace.ledger.base import CheckpointRow
 from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
@@ -22,16 +22,16 @@ from tailrace.types import Group
 
 
 class Checkpoints:
-    """Saves the trainer and marks the ledger: every `checkpoint_every` rounds, at the end of the run, and at
-    an interruption.
+    """Saves the trainer and commits the ledger: every `checkpoint_every` rounds, at the end of the run, and
+    at an interruption.
 
-    The trainer has its devices when a checkpoint begins. The run goes on while it is written. The ledger is
-    marked when it is complete, with the state of the run at the moment at which the checkpoint began. So a
+    The trainer has its devices when a checkpoint begins. The run goes on while it is written. Its row is
+    committed when it is complete, with the state of the run at the moment at which the checkpoint began. So a
     run that is killed meanwhile resumes from the checkpoint before. A checkpoint that cannot be written ends
     the run.
 
     Args:
-        tasks: what waits for the trainer and marks the ledger runs in this task group.
+        tasks: writing a checkpoint and committing its row run in this task group.
         folder: where checkpoints go; None: none are written.
         start: the checkpoint that the run was resumed from, and its round and optimizer steps.
     """
@@ -95,7 +95,7 @@ class Checkpoints:
     ) -> None:
         """Save a checkpoint unless the newest one has all optimizer steps.
 
-        The resumed run publishes the saved weights as the version of the mark, and begins the round again.
+        The resumed run publishes the saved weights as the version of the row, and begins the round again.
         After a step since the last publication these weights are a new version, so that tokens of the
         published one count as older.
         """
@@ -114,7 +114,7 @@ class Checkpoints:
         await self.written()  # at most one is written at a time
         folder, round, num_steps = self._folder / name, state.round, state.num_steps
         num_drawn = self._ledger.totals.num_drawn
-        mark = MarkRow(
+        row = CheckpointRow(
             self._life,
             round,
             version,
@@ -132,7 +132,7 @@ class Checkpoints:
 
         async def complete() -> None:
             await trainer_done
-            await self._journal.mark(mark)
+            await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
             self._delete_old(folder)
             self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))

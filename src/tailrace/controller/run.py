@@ -60,8 +60,8 @@ class PromptSource:
 
     def begin(self, group: Group, num_samples: int) -> Group:
         """The group with new samples for its current attempt."""
-        group.ruled = self._settings.groups.applies_to(group.prompt)
-        group.num_required = self._settings.num_trained if group.ruled else self._settings.group_size
+        group.has_rules = self._settings.groups.applies_to(group.prompt)
+        group.num_required = self._settings.num_trained if group.has_rules else self._settings.group_size
         group.kept, group.oldest_version, group.num_launched, group.num_replaced = [], None, num_samples, 0
         group.samples = [self._sample(group, number) for number in range(num_samples)]
         return group
@@ -202,11 +202,11 @@ class Run:
         self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
         self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
         for group in (recalled := [*self.parked.groups, *self._interrupted]):
-            group.ruled = settings.groups.applies_to(group.prompt)
+            group.has_rules = settings.groups.applies_to(group.prompt)
             if not group.samples:  # their tokens are lost
                 self._prompt_source.begin(group, group.num_launched)
         self._ledger.recall(recalled)
-        self.router = Router(parts.engines, recorder, parts.play, journal.written, self.version)
+        self.router = Router(parts.engines, recorder, parts.run_episode, journal.written, self.version)
         self._generated_before = start.num_generated - self.router.num_generated
         self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
         self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds

@@ -1,8 +1,8 @@
 """The tables of a ledger: rows, committed in transactions.
 
-A *life* is one process of a run, from its start or resumption to its end. A *mark* ties a checkpoint to the
-state of the ledger at that moment. The *fate* of a sample or group is what became of it; None: it has no fate
-yet. A row replaces the row with the same key. Fields of lists and dicts are stored as JSON.
+A *life* is one process of a run, from its start or resumption to its end. The row of a checkpoint is
+committed with the state of the ledger at that moment. The *fate* of a sample or group is its outcome; None:
+it has none yet. A row replaces the row with the same key. Fields of lists and dicts are stored as JSON.
 
     run         one row: how many prompts were drawn, how many tokens evaluations took
     lives       a row for each life: 1, 2, ...
@@ -88,7 +88,7 @@ class LifeRow(LedgerRow, frozen=True, array_like=True):
     """Digest of the content of each file that a resumed run reads again, by its path."""
 
 
-class MarkRow(LedgerRow, frozen=True, array_like=True):
+class CheckpointRow(LedgerRow, frozen=True, array_like=True):
     table: ClassVar[str] = "marks"
     num_keys: ClassVar[int] = 4
 
@@ -238,7 +238,7 @@ class ProbeRow(LedgerRow, frozen=True, array_like=True):
 
 
 _OF_SAMPLES = GroupRow, SampleRow, TokensRow, TrainingRow
-ROWS: tuple[type[LedgerRow], ...] = (RunRow, LifeRow, MarkRow, *_OF_SAMPLES, ProbeRow)
+ROWS: tuple[type[LedgerRow], ...] = (RunRow, LifeRow, CheckpointRow, *_OF_SAMPLES, ProbeRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class LedgerTables:
     """Name of the store, for messages."""
     run: RunRow
     lives: dict[int, LifeRow]
-    marks: list[MarkRow]
+    checkpoints: list[CheckpointRow]
     groups: dict[int, GroupRow]
     samples: dict[SampleId, SampleRow]
     trainings: dict[tuple[int, SampleId], TrainingRow]

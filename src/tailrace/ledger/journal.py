@@ -4,8 +4,8 @@ Groups and samples hold the state of the run. At intervals, between two events o
 compares them with what it wrote last. The rows that differ are the whole run's changes until one instant: a
 transaction. Transactions are committed in order, one at a time. While one is committed the next one grows.
 
-A mark is committed after its checkpoint is complete, and a checkpoint without a mark is ignored. So the
-weights of a checkpoint and the ledger agree after a kill at any moment.
+The row of a checkpoint is committed when its files are complete; a checkpoint without a row is ignored. So
+the weights of a checkpoint and the ledger agree after a kill at any moment.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from typing_extensions import override
 from tailrace.clock import now, waiting
 from tailrace.contracts.engine import Arrival
 from tailrace.ledger.base import (
+    CheckpointRow,
     GroupRow,
     LedgerRow,
-    MarkRow,
     Origin,
     ProbeRow,
     SampleRow,
@@ -74,8 +74,8 @@ class Journal(NullJournal):
         """Stored row of each group without a fate."""
         self._samples = {sample: _state_of(sample) for sample in starting_point.origins}
         """Stored state of each sample without a fate."""
-        self._marks = [starting_point.base] if starting_point.base.checkpoint else []
-        """The last two marks."""
+        self._checkpoints = [starting_point.base] if starting_point.base.checkpoint else []
+        """Rows of the last two checkpoints."""
         self._ended: list[tuple[Group, str]] = []
         self._finalized: list[tuple[Sample, int | None]] = []
         self._rows: list[LedgerRow] = []
@@ -105,10 +105,10 @@ class Journal(NullJournal):
         self._rows.append(ProbeRow(*place, *measured, arrival.cause))
 
     @override
-    async def mark(self, mark: MarkRow) -> None:
+    async def commit_checkpoint(self, row: CheckpointRow) -> None:
         self._collect_changes()
-        self._rows.append(mark)
-        self._prune_behind(mark)
+        self._rows.append(row)
+        self._prune(row)
         await self._put_and_wait()
 
     @override
@@ -263,15 +263,15 @@ class Journal(NullJournal):
                 origins.append(Origin(self._life, span.version, min(-known, span.num_tokens)))
         return origins
 
-    def _prune_behind(self, mark: MarkRow) -> None:
-        """Remove what only marks before the last two need; the last but one serves if the newest checkpoint
+    def _prune(self, newest: CheckpointRow) -> None:
+        """Remove data that only checkpoints before the last two need. The last but one serves if the newest
         is damaged."""
-        marks = [*self._marks, mark]
-        for old in marks[:-2]:
+        rows = [*self._checkpoints, newest]
+        for old in rows[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest={}, steps_at={}, anchors={}))
-        for last in marks[-2:-1]:
+        for last in rows[-2:-1]:
             self._covered_step = last.step
-        self._marks = marks[-2:]
+        self._checkpoints = rows[-2:]
 
 
 def _state_of(sample: Sample) -> _SampleState:

@@ -17,7 +17,7 @@ from typing import Literal
 from tailrace.clock import now
 from tailrace.contracts.engine import Arrival
 from tailrace.errors import LedgerError
-from tailrace.ledger.base import MarkRow
+from tailrace.ledger.base import CheckpointRow
 from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
 from tailrace.types import Group, Sample
 
@@ -158,8 +158,8 @@ class NullJournal:
     def probe(self, engine: str, arrival: Arrival) -> None:
         """An engine answered the probe of a publication."""
 
-    async def mark(self, mark: MarkRow) -> None:
-        """Commit the mark of a complete checkpoint, with all changes until now."""
+    async def commit_checkpoint(self, row: CheckpointRow) -> None:
+        """Commit the row of a complete checkpoint, with all changes until now."""
 
     async def keep(self) -> None:
         """Commit changes at intervals until cancelled."""

@@ -1,7 +1,7 @@
 """Recovers the state of a run from its ledger: where the next life begins, and with which groups.
 
-The base is the newest mark whose checkpoint exists. What was trained after the base went into weights that
-are lost: these trainings are undone, and their groups are restored with their tokens. Samples and groups that
+The base is the newest committed checkpoint that exists. Trainings after the base went into weights that
+are lost: they are undone, and their groups are restored with their tokens. Samples and groups that
 were filtered, dropped or wasted keep their fate. Groups that were parked at the base are parked again. The
 other groups without a fate come first when the schedule asks for prompts.
 
@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from tailrace.errors import BadRow, LedgerError
 from tailrace.ledger.base import (
     FORMAT,
+    CheckpointRow,
     GroupRow,
     LedgerRow,
     LedgerTables,
     LifeRow,
-    MarkRow,
     Origin,
     ProbeRow,
     RunRow,
@@ -46,7 +46,7 @@ class StartingPoint:
 
     run: RunRow = field(default_factory=lambda: RunRow(FORMAT, 0, 0))
     life: int = 1
-    base: MarkRow = field(default_factory=lambda: MarkRow(1, 0, 0, 0, "", []))
+    base: CheckpointRow = field(default_factory=lambda: CheckpointRow(1, 0, 0, 0, "", []))
     """Checkpoint at which this process begins. Without one: with the model of the config."""
     num_generated: int = 0
     """Tokens produced by the engines of all earlier lives, by their own count."""
@@ -61,8 +61,8 @@ class StartingPoint:
     """Groups without a fate that have tokens of a dead branch (ledger/base.py)."""
     origins: dict[Sample, list[Origin]] = field(default_factory=dict)
     """Origins of the tokens of each sample without a fate."""
-    missing: list[MarkRow] = field(default_factory=list)
-    """The marks after the base, whose checkpoints were removed."""
+    missing: list[CheckpointRow] = field(default_factory=list)
+    """The rows after the base, whose checkpoints were removed."""
     best: tuple[float, int] | None = None
     """Accuracy and round of the best evaluation that has a checkpoint; None: there is none."""
     born: LifeRow = field(default_factory=lambda: LifeRow(1, 0, 0, 0, 0, 0))
@@ -99,13 +99,13 @@ def next_life(
     Args:
         config: the resolved config of the new life, as JSON, checked with `config.check_resumable`.
         inputs: of the new life (LifeRow.inputs).
-        checkpoints: folder of the checkpoints; a mark whose checkpoint was removed is ignored.
+        checkpoints: folder of the checkpoints; the row of one that was removed is ignored.
         num_generated: tokens produced by the engines of all lives, by their own count.
     """
     life = max(tables.lives) + 1
     base = _base(tables, checkpoints)
-    later = [mark for mark in tables.marks if mark.undone is None and _place(mark) > _place(base)]
-    rows: list[LedgerRow] = [replace(mark, undone=life) for mark in later]
+    later = [row for row in tables.checkpoints if row.undone is None and _place(row) > _place(base)]
+    rows: list[LedgerRow] = [replace(row, undone=life) for row in later]
     rows += _roll_back(tables, base, life)
     prompt_of = cache(prompt_of)
     rows += _drop_without_prompt(tables, prompt_of)
@@ -155,19 +155,19 @@ def totals_of(tables: LedgerTables) -> Totals:
     return totals
 
 
-def _base(tables: LedgerTables, checkpoints: Path) -> MarkRow:
-    marks = [
-        mark for mark in tables.marks if mark.undone is None and (checkpoints / mark.checkpoint).is_dir()
+def _base(tables: LedgerTables, checkpoints: Path) -> CheckpointRow:
+    there = [
+        row for row in tables.checkpoints if row.undone is None and (checkpoints / row.checkpoint).is_dir()
     ]
-    return max(marks, key=_place, default=MarkRow(1, 0, 0, 0, "", []))
+    return max(there, key=_place, default=CheckpointRow(1, 0, 0, 0, "", []))
 
 
-def _place(mark: MarkRow) -> tuple[int, int]:
-    """Return the place of a mark in the run. Of two marks in a round the one with more steps is newer."""
-    return mark.round, mark.step
+def _place(row: CheckpointRow) -> tuple[int, int]:
+    """Return the place of a checkpoint in the run. Of two in a round the one with more steps is newer."""
+    return row.round, row.step
 
 
-def _roll_back(tables: LedgerTables, base: MarkRow, life: int) -> list[LedgerRow]:
+def _roll_back(tables: LedgerTables, base: CheckpointRow, life: int) -> list[LedgerRow]:
     """Undo in the tables what came after the base. Return the rows that changed."""
     undone = {
         key: replace(training, undone=life)
@@ -317,7 +317,7 @@ def read_ledger(store: Store, *, tokens: bool = True) -> LedgerTables:
         store=store.name,
         run=runs[0],
         lives={row.life: row for row in store.rows(LifeRow)},
-        marks=store.rows(MarkRow),
+        checkpoints=store.rows(CheckpointRow),
         groups={row.prompt: row for row in store.rows(GroupRow)},
         samples={row.id: row for row in store.rows(SampleRow)},
         trainings={(row.life, row.id): row for row in store.rows(TrainingRow)},

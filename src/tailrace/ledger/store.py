@@ -17,9 +17,9 @@ import msgspec
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
     ROWS,
+    CheckpointRow,
     LedgerRow,
     LedgerSettings,
-    MarkRow,
     RunRow,
     SampleRow,
     TrainingRow,
@@ -243,8 +243,8 @@ def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool
 
 
 def _drew(store: Store) -> bool:
-    return any(row.num_drawn for row in store.rows(RunRow)) or bool(store.rows(MarkRow))
+    return any(row.num_drawn for row in store.rows(RunRow)) or bool(store.rows(CheckpointRow))
 
 
 def _trained(store: Store) -> bool:
-    return bool(store.rows(TrainingRow)) or any(row.step for row in store.rows(MarkRow))
+    return bool(store.rows(TrainingRow)) or any(row.step for row in store.rows(CheckpointRow))

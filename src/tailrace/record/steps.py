@@ -311,7 +311,7 @@ def _group_figures(samples: Sequence[Sample], round: int) -> Row:
 
 
 def _control_figures(samples: Sequence[Sample]) -> Row:
-    control = [sample for sample in samples if sample.group.ruled is False]
+    control = [sample for sample in samples if sample.group.has_rules is False]
     if not control:
         return {}
     mean_length, reward = fmean(sample.num_tokens for sample in control), mean(_known_rewards(control))

@@ -1,4 +1,4 @@
-"""Episodes: how a sample is played between the router, which generates turns, and an environment."""
+"""Episodes: a sample is generated in turns between the router, which serves them, and an environment."""
 
 import asyncio
 import math
@@ -65,10 +65,10 @@ class Episodes:
         self._episode_timeout_s, self._must_reward = episode_timeout_s, must_reward
         self._num_failures, self._first_failure = 0, ""
 
-    async def play(
+    async def run(
         self, sample: Sample, serve: Serve, recorder: Recorder, written: Written = not_written
     ) -> None:
-        """Play an episode, or go on with one, until it ends.
+        """Run an episode, or go on with one, until it ends.
 
         If the environment raises, the sample fails with the reason "environment NAME". Raises an
         EnvironmentBroken if too many episodes in sequence have failed."""

@@ -41,7 +41,7 @@ class GroupSettings(Settings):
         return bool(self.keep or self.deadline_s or self.replacements)
 
     def applies_to(self, prompt: Prompt) -> bool | None:
-        """Whether the rules apply to the group of a prompt, as `Group.ruled`."""
+        """Whether the rules apply to the group of a prompt, as `Group.has_rules`."""
         return not self.control or prompt.index % self.control > 0 if self.has_rule else None
 
 
@@ -53,7 +53,7 @@ class Deadlines:
 
     def begin(self, group: Group) -> None:
         """Start the timer of a group, at its first request."""
-        if self._seconds and group.ruled and group not in self._timers:
+        if self._seconds and group.has_rules and group not in self._timers:
             later = asyncio.get_running_loop().call_later
             self._timers[group] = later(self._seconds, self._on_late, group)
 

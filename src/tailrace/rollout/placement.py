@@ -77,13 +77,13 @@ class TensorParallelRule:
         return self.width
 
 
-async def regroup(engines: Sequence[Engine], width: int) -> bool:
-    """Join engines to groups of `width`. Return whether some were restarted."""
+async def resize(engines: Sequence[Engine], width: int) -> bool:
+    """Join engines to tensor-parallel groups of `width`. Return whether some were restarted."""
     wanted = [0 if number % width else width for number in range(len(engines))]
     changed = [pair for pair in zip(engines, wanted, strict=True) if pair[0].width != pair[1]]
     # All give their devices up before one takes those of another.
-    await asyncio.gather(*(engine.regroup(0) for engine, _ in changed))
-    await asyncio.gather(*(engine.regroup(width) for engine, width in changed if width))
+    await asyncio.gather(*(engine.resize(0) for engine, _ in changed))
+    await asyncio.gather(*(engine.resize(width) for engine, width in changed if width))
     return bool(changed)
 
 
@@ -107,7 +107,7 @@ class ParallelismPlanner:
         if not self._rules:
             start, largest = self._sharing.start_width(self._progress.num_needed), self._sharing.max_width
             self._rules = {is_race: TensorParallelRule(largest, start) for is_race in (True, False)}
-        return await regroup(self.engines, self._rules[self._progress.is_race].width)
+        return await resize(self.engines, self._rules[self._progress.is_race].width)
 
     def _num_preempted(self) -> int:
         return sum(engine.usage().num_preempted for engine in self.engines)

@@ -479,7 +479,7 @@ class Pool:
         """Move a group to its next stage: score finished samples, hand it on when complete."""
         if group not in self._in_flight:
             return  # it was taken, parked or dropped
-        if group.ruled:
+        if group.has_rules:
             self._replace_failed(group)
         was_generated = group.serving_complete
         self.progress.keep_finished(group)
@@ -589,7 +589,7 @@ class Pool:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
             self._num_filtered, self._num_dropped = 0, 0
-            self._num_late = 0 if group.ruled else self._num_late
+            self._num_late = 0 if group.has_rules else self._num_late
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
             return self._park_losers()

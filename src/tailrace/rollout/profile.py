@@ -17,7 +17,7 @@ from tailrace.clock import now
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.engine import Engine
 from tailrace.errors import ConfigError
-from tailrace.rollout.placement import regroup
+from tailrace.rollout.placement import resize
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 KEY = "placement.profile"
@@ -99,7 +99,7 @@ async def measure(
         settle_s: after which an idle engine has reported its preemptions.
     """
     for size in sizes:
-        await regroup(engines, size // smallest)
+        await resize(engines, size // smallest)
         while engines[0].state != "open":  # noqa: ASYNC110 - servers start in their own time
             await asyncio.sleep(1.0)
         for length in lengths:

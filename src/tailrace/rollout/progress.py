@@ -29,7 +29,7 @@ class RolloutProgress:
         if is_first:
             self.num_launched = self.num_finished = self._num_needed = 0
             self._limit = inf
-        self.num_launched += group.num_required if group.ruled else len(group.samples)
+        self.num_launched += group.num_required if group.has_rules else len(group.samples)
         self._num_needed += group.num_required
         self.num_finished += len(group.kept)
 

@@ -82,12 +82,12 @@ this much above the least loaded engine's, because it may still hold the request
 DECODED_EVERY_S = 1.0
 """Decode steps are recorded in sums over at least this time, while the engine has requests."""
 
-Play = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
+RunEpisode = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
 """Extends a sample until it ends, with a function that generates the rest of a turn."""
 
 
 async def single_turn(sample: Sample, serve: Serve, recorder: Recorder, written: Written) -> None:
-    """`Play` of a sample that is one response."""
+    """Generate a sample that is one response."""
     await serve(sample)
 
 
@@ -96,7 +96,7 @@ class Router:
     an engine gives a request back, another engine continues it.
 
     Args:
-        play: how turns become a sample; None: a sample is one turn.
+        run_episode: how turns become a sample; None: a sample is one turn.
         written: waits until the ledger of the run has been written.
     """
 
@@ -104,11 +104,11 @@ class Router:
         self,
         engines: Sequence[Engine],
         recorder: Recorder,
-        play: Play | None = None,
+        run_episode: RunEpisode | None = None,
         written: Written = not_written,
         version: int = 0,
     ) -> None:
-        self.engines, self._play, self._written = engines, play or single_turn, written
+        self.engines, self._run_episode, self._written = engines, run_episode or single_turn, written
         self.changed = Signal()
         self.on_changed: Callable[[], None] = lambda: None
         self.pinned = 0
@@ -182,7 +182,7 @@ class Router:
     async def serve(self, sample: Sample) -> None:
         """Extend the sample until it ends. It may be cancelled at any token."""
         with suppress(VersionGone):
-            await self._play(sample, self._serve_turn, self._recorder, self._written)
+            await self._run_episode(sample, self._serve_turn, self._recorder, self._written)
 
     def version_of(self, sample: Sample) -> int:
         """The version of a pinned sample; before its first token, the one that it would get."""

@@ -229,7 +229,7 @@ class SimEngine:
         self._lent = False
         self._open("its device is back")
 
-    async def regroup(self, width: int) -> None:
+    async def resize(self, width: int) -> None:
         if self.state == "open":
             self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
         self._lent = True

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tailrace import clock
 from tailrace.api import load_config
 from tailrace.controller.execution import execute
-from tailrace.drivers.assembly.environments import calls_reward_functions, open_play, unused_rewards
+from tailrace.drivers.assembly.environments import calls_reward_functions, open_episodes, unused_rewards
 from tailrace.drivers.assembly.live import check_live, open_parts, rewind, training_prompts
 from tailrace.drivers.data.encoding import load_tokenizer, text_of
 from tailrace.errors import ConfigError
@@ -108,12 +108,12 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
             meter = StepMeter(*writers, wall_clock=lambda: 0.0)
             serial = partial(SCHEDULES["serial"], groups_per_round=16, groups_per_step=16)
             await execute(serial, parts, settings, Recorder(meter))
-            async with open_play(twice, load_tokenizer(MODEL), None) as play:
+            async with open_episodes(twice, load_tokenizer(MODEL), None) as run_episode:
                 for name, parameters in SCHEDULES_TESTED.items():
                     await rewind(parts, folder / "start", version=0)
                     schedule = partial(SCHEDULES[name], **parameters)
                     recorder = Recorder(played.steps[name])
-                    await execute(schedule, replace(parts, play=play), twice.run, recorder)
+                    await execute(schedule, replace(parts, run_episode=run_episode), twice.run, recorder)
 
     check_live(tools)
     check_live(twice)

@@ -49,8 +49,8 @@ def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -
     assert len(books.groups) == 128 and set(totals.wasted_tokens) == set()
     steps = num_steps(interrupted)
     assert totals.groups == {"trained": 2 * steps}
-    (mark,) = books.marks
-    assert (mark.round, mark.version, mark.step) == (0, 1, steps)
+    (row,) = books.checkpoints
+    assert (row.round, row.version, row.step) == (0, 1, steps)
 
 
 def test_a_second_signal_ends_a_resumed_run_at_once(

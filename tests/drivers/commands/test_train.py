@@ -167,10 +167,10 @@ def test_a_torn_checkpoint_is_named_and_nothing_is_overwritten(killed: Path, kil
 
 
 def newest_marked(folder: Path) -> Path:
-    """The newest checkpoint with a mark; a later one may have none yet."""
+    """The newest committed checkpoint; a later one may have no row yet."""
     with closing(Store.open(folder / "ledger.sqlite")) as store:
-        marks = read_ledger(store).marks
-    return folder / "checkpoints" / max(marks, key=lambda mark: mark.round).checkpoint
+        rows = read_ledger(store).checkpoints
+    return folder / "checkpoints" / max(rows, key=lambda row: row.round).checkpoint
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer"])

@@ -587,7 +587,7 @@ def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_th
         (sample,) = fresh_samples(1)
         request = asyncio.create_task(engine.generate(sample))
         await asyncio.sleep(3.25)
-        await engine.regroup(0)  # its device goes to another engine
+        await engine.resize(0)  # its device goes to another engine
         with pytest.raises(Evicted):
             await request
         assert (sample.num_tokens, engine.state, world.lives[0].closed) == (4, "asleep", True)
@@ -597,7 +597,7 @@ def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_th
         assert (engine.state, len(world.lives)) == ("asleep", 1)
         await engine.load(Weights(2), kv="keep")
         began_s = now()
-        await engine.regroup(2)
+        await engine.resize(2)
         await until(lambda: engine.state == "open")
         assert now() - began_s == FIRST_PAUSE_S + START_S + LOAD_S
         assert (engine.width, engine.slots, world.lives[1].loaded) == (2, 16, [2])
@@ -614,8 +614,8 @@ def test_a_start_with_an_earlier_tensor_parallel_size_does_not_become_the_life()
     async def main() -> None:
         world.lives[0].die()
         await until(lambda: len(world.lives) == 2)  # the next one is starting
-        await engine.regroup(0)
-        await engine.regroup(2)
+        await engine.resize(0)
+        await engine.resize(2)
         await until(lambda: engine.state == "open")
         assert [life.closed for life in world.lives] == [True, True, False]
 
@@ -626,7 +626,7 @@ def test_an_engine_whose_devices_another_one_has_does_not_keep_a_lost_run_alive(
     world, joined = World([Fate(), *[Fate(unfit="no memory")] * 99]), World()
 
     async def main() -> None:
-        await joined.engine.regroup(0)
+        await joined.engine.resize(0)
         world.lives[0].die()
         await asyncio.sleep(1e4)
 

@@ -24,7 +24,7 @@ from tailrace.errors import BadRow, ConfigError
 from tailrace.extras.agents.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.model_folder import context_length
 from tailrace.rollout.episodes import Episodes
-from tailrace.rollout.router import Play
+from tailrace.rollout.router import RunEpisode
 
 
 def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -101,9 +101,9 @@ def unused_rewards(config: RunConfig) -> str | None:
 
 
 @asynccontextmanager
-async def open_play(
+async def open_episodes(
     config: RunConfig, tokenizer: Tokenizer, reference: Reference | None
-) -> AsyncIterator[Play | None]:
+) -> AsyncIterator[RunEpisode | None]:
     """Open the environment of a checked config for the length of the block; None for single turns."""
     settings = config.environment
     encoder = request_encoder(config, tokenizer)
@@ -129,7 +129,7 @@ async def open_play(
             max_branches=max_branches,
             history=(lambda prompt: encoder.history(prompt, max_branches)) if sends_new else None,
         )
-        yield episodes.play
+        yield episodes.run
 
 
 def _begins_with_data(settings: EpisodeSettings) -> bool:

@@ -20,7 +20,7 @@ from tailrace.devices import check_device
 from tailrace.drivers.assembly.environments import (
     calls_reward_functions,
     check_episodes,
-    open_play,
+    open_episodes,
     prompts_of_episodes,
     unused_rewards,
 )
@@ -389,7 +389,7 @@ async def open_parts(
                 judges.append(judge := EndpointJudge(each, config.reward.timeout_s))
                 stack.push_async_callback(judge.close)
         rewards = await _scorers(config, opened.rewards, judges, prompts, anchors, tokenizer)
-        async with open_play(config, tokenizer, opened.reference) as play:
+        async with open_episodes(config, tokenizer, opened.reference) as run_episode:
             yield RunComponents(
                 engines=opened.engines,
                 trainer=opened.trainer,
@@ -400,7 +400,7 @@ async def open_parts(
                 sharing=device_sharing(config),
                 anchors=anchors,
                 synchronous_rewards=config.reward.synchronous,
-                play=play,
+                run_episode=run_episode,
                 prices=prices_of(config),
             )
 

@@ -105,9 +105,9 @@ def _digest(file: Path) -> str:
 
 def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
     """Raises CheckpointError if the checkpoint of the starting point is damaged, or if all are gone."""
-    missing = ", ".join(mark.checkpoint for mark in start.missing)
+    missing = ", ".join(row.checkpoint for row in start.missing)
     if not start.base.checkpoint:
-        if any(mark.step for mark in start.missing):
+        if any(row.step for row in start.missing):
             raise CheckpointError(
                 f"{folder.checkpoints}: the checkpoints of the run are gone ({missing}); "
                 "put the folder back, or begin a new run in another --output-dir"

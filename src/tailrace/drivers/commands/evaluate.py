@@ -118,4 +118,4 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
             temperature=config.run.eval_temperature,
             per_prompt=config.run.eval_samples,
         )
-        return await evaluate(samples, Router(parts.engines, Recorder(), parts.play), parts.rewards)
+        return await evaluate(samples, Router(parts.engines, Recorder(), parts.run_episode), parts.rewards)

@@ -90,9 +90,9 @@ def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem])
         ],
         "probes": _probes(tables.probes),
         "checkpoints": [
-            {"name": mark.checkpoint, **_fields_of(mark, "round", "version", "step")}
-            for mark in tables.marks
-            if mark.undone is None
+            {"name": row.checkpoint, **_fields_of(row, "round", "version", "step")}
+            for row in tables.checkpoints
+            if row.undone is None
         ],
         "oldest": [_living(tables, group) for group in living[:NUM_OLDEST]],
     }

@@ -172,7 +172,7 @@ class SupervisedEngine(Engine):
         return await self._life.score(ids, num_prefix)
 
     @override
-    async def regroup(self, width: int) -> None:
+    async def resize(self, width: int) -> None:
         """Its life is ended; with another width a new one begins, as after a death."""
         self._lent, self.why_dead = True, "its tensor-parallel size changes"
         if self.state != "asleep":
