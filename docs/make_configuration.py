@@ -39,8 +39,8 @@ HEADER = "|key|default|values|meaning|\n|---|---|---|---|"
 SCHEDULES_HEADER = """\
 ## Parameters of the schedules
 
-They are keys of `[schedule]`, beside its `name`. [Choosing a schedule](choosing-a-schedule.md) describes each
-schedule."""
+They are keys of `[schedule]`, beside its `name`. All have `order`, by default "launched".
+[Choosing a schedule](choosing-a-schedule.md) describes each."""
 SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
 PARAMETER_TABLE = "|parameter|values|meaning|\n|---|---|---|"
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}

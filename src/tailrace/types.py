@@ -304,6 +304,8 @@ class Group:
     """The newest attempt of any sample. A member whose version is gone begins again in a new one."""
     order: int = 0
     """Position in the pool's queue, set at launch."""
+    predicted_tokens: int = 0
+    """Length of its longest response as the history of its row has it, set at launch."""
     oldest_version: int | None = None
     """Oldest version among its tokens; None before the first token."""
     on_older: Callable[[int | None, int], None] | None = None

@@ -175,7 +175,7 @@ def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cannot_com
 def test_the_waiting_samples_are_served_in_an_order_that_may_change() -> None:
     long, short = group_of(0, [10, 40]), group_of(1, [10, 20])
     priority = {long: 1.0, short: 2.0}
-    samples = SamplesInFlight(lambda sample: (priority[sample.group], sample.id.number))
+    samples = SamplesInFlight(lambda sample: (priority[sample.group], sample.id.number), {})
     for sample in (*short.samples, *long.samples):
         samples.wait(sample)
     assert samples.first_waiting() is long.samples[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from pydantic_core import to_jsonable_python
 
 from helpers.virtual import (
     EXACT,
@@ -32,8 +33,11 @@ from helpers.virtual import (
     simulate,
 )
 from tailrace import schedules
+from tailrace.config import RunConfig
+from tailrace.drivers.assembly.schedule import bind
 from tailrace.record.events import EngineStateChanged, RequestStarted, RoundEnded, Stepped
 from tailrace.record.run_log import LogWriter
+from tailrace.rollout.order import ORDERS, Order
 from tailrace.schedules import SCHEDULES
 
 EVERY = pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
@@ -115,6 +119,19 @@ def test_rewards_that_fail_cost_their_samples_and_rewards_that_time_out_are_zero
     assert timed_out and all(sample.reward == 0.0 for sample in timed_out)
     sizes = Counter(sample.prompt.index for step in outcome.of(Stepped) for sample in step.samples)
     assert min(sizes.values()) < 4 and max(sizes.values()) == 4  # a group is trained with the other samples
+
+
+@EVERY
+@pytest.mark.parametrize("order", ["longest_first", "probe_first"])
+def test_every_schedule_takes_another_order_of_the_queue(name: str, order: Order) -> None:
+    schedule, config = SCHEDULES_BY_NAME[name], RunConfig(run=SETTINGS, sim=SIM, schedule={})
+    assert isinstance(schedule, partial)
+    if (name, order) == ("rolloutpipe_frontier", "probe_first"):
+        return  # its groups would wait for the probes of all others
+    bound = bind(schedule.func, {**to_jsonable_python(schedule.keywords), "order": order}, config)
+    few = change(SIM, engines=change(SIM.engines, slots=6), lengths=change(SIM.lengths, rows=20))
+    outcome = simulate(bound, sim=few)
+    assert outcome.run.overtime and outcome.run.pool.order is ORDERS[order]
 
 
 @EVERY

@@ -219,6 +219,7 @@ class Run:
             self._ledger,
             self.parked,
             recorder,
+            self.history,
             replace=lambda group: self.prompts(1, group.num_launched),
             another=self._prompt_source.another,
             deadline_s=settings.groups.deadline_s,

@@ -1,8 +1,8 @@
 """Policies: admission (which requests may be served now) and selection (which complete groups go to the
 trainer). Pure functions, no I/O.
 
-Admission: the pool asks about the first request of its queue. The queue is in the order of launch, unless a
-schedule sets another (`Pool.order`). So admissions differ only in how many requests they let in.
+Admission: the pool asks about the first request of its queue. So admissions differ only in how many requests
+they let in; rollout/order.py says which one is the first.
 
 A selection gets the ready groups in the order in which they completed, and how many are wanted at most. It
 returns the groups that go now; an empty list means: wait.

@@ -38,19 +38,12 @@ from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, StageQueue, earliest
+from tailrace.rollout.history import History
 from tailrace.rollout.members import Deadlines
+from tailrace.rollout.order import SortKey, launched_first
 from tailrace.rollout.progress import RolloutProgress
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample
-
-Order = Callable[[Sample], tuple[float, ...]]
-"""The place of a sample among those that wait; the smallest is served first. It may depend on the finished
-samples of the group."""
-
-
-def launched_first(sample: Sample) -> tuple[float, ...]:
-    """The order in which groups were launched."""
-    return (sample.group.order,)
 
 
 class Stage(Enum):
@@ -76,8 +69,8 @@ class _State:
 class SamplesInFlight:
     """One state for each sample, and the queue of those that wait, in `order`."""
 
-    def __init__(self, order: Order = launched_first, moves: dict[Sample, int | None] | None = None) -> None:
-        self._order, self._moves = order, {} if moves is None else moves
+    def __init__(self, order: SortKey, moves: dict[Sample, int | None]) -> None:
+        self._order, self._moves = order, moves
         self._states: dict[Sample, _State] = {}
         self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
         self._ties = itertools.count()
@@ -287,6 +280,7 @@ class Pool:
         ledger: Ledger,
         partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
+        history: History,
         *,
         replace: Callable[[Group], list[Group]],
         another: Callable[[Group, Sample | None], Sample | None],
@@ -297,7 +291,7 @@ class Pool:
         filtered or dropped. `another` makes one more sample of a group, or again a given one whose version is
         gone; None: the group may launch no more."""
         self.admission: Admission = FIFO
-        self.order: Order = launched_first
+        self.order: SortKey = launched_first
         self.generated = StageQueue("generated", drop=self.drop)
         """Groups whose responses are all here, and for which the scorers have no place yet."""
         self.scoring = StageQueue("scoring", drop=self.drop)
@@ -316,7 +310,7 @@ class Pool:
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = rewards(self)
-        self._partial_rollouts, self._recorder = partial_rollouts, recorder
+        self._partial_rollouts, self._recorder, self._history = partial_rollouts, recorder, history
         self._replace, self._another, self._compute_advantages = replace, another, compute_advantages
         self._deadlines = Deadlines(deadline_s, self._on_deadline)
         self._in_flight: dict[Group, None] = {}
@@ -466,7 +460,7 @@ class Pool:
         """Take a group into the pool. Its unfinished samples wait for an engine."""
         if not len(self):
             self.on_rollout()
-        group.order = next(self._orders)
+        group.order, group.predicted_tokens = next(self._orders), self._history.predicted(group.prompt)
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         self.ages.add(group)

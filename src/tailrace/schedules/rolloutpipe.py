@@ -9,10 +9,12 @@ All groups of a round are generated with the round's weights, and the old policy
 published policy. Compared with `serial`, only the order and the time of training change.
 """
 
+from sys import maxsize
+
 from tailrace.controller.run import Run
-from tailrace.rollout.admission import FIFO, Admission, feasible, fits
-from tailrace.schedules.parameters import Count, require_divisible
-from tailrace.schedules.window import in_flight
+from tailrace.rollout.admission import FIFO, Admission, Frontier, feasible, fits
+from tailrace.rollout.order import probe_first
+from tailrace.schedules.parameters import Count, require, require_divisible
 
 
 async def rolloutpipe(
@@ -31,6 +33,7 @@ async def rolloutpipe(
         admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
     """
     require_divisible(groups_per_round, groups_per_step)
+    require_whole_groups(run, admission)
     run.declare(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
@@ -58,6 +61,7 @@ async def rolloutpipe_eager(
         admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
     """
     require_divisible(groups_per_round, groups_per_step)
+    require_whole_groups(run, admission)
     run.declare(staleness=0)
     run.pool.admission = admission
     async for _ in run.rounds():
@@ -78,4 +82,13 @@ async def periodic_asynchrony(run: Run, groups_per_round: Count) -> None:
     Args:
         groups_per_round: groups of an iteration, and of its optimizer step.
     """
-    await in_flight(run, groups_per_round, groups_per_round, staleness=0)
+    await rolloutpipe_eager(run, groups_per_round, groups_per_round, max_tokens_per_batch=maxsize)
+
+
+def require_whole_groups(run: Run, admission: Admission) -> None:
+    """Raise a ConfigError if no group of a frontier could become complete."""
+    stuck = isinstance(admission, Frontier) and run.pool.order is probe_first
+    problem = "a frontier waits for the other samples of its groups, and they come after all probes"
+    require(
+        not stuck, "order", "probe_first", problem, "remove it, or choose admission.kind = frontier_first"
+    )

@@ -9,30 +9,23 @@ may move between engines, through a KV cache that all engines share, and decodes
 Both belong to the engines and are not implemented; so a request stays on its engine.
 """
 
-from math import inf
-
 from tailrace.controller.run import Run
+from tailrace.rollout.order import ORDERS, Order
 from tailrace.schedules.parameters import Count
 from tailrace.schedules.serial import serial
-from tailrace.types import Sample
 
 
-async def seer(run: Run, groups_per_round: Count, groups_per_step: Count) -> None:
-    """A rollout whose requests start in the order of their predicted lengths, then optimizer steps.
+async def seer(
+    run: Run, groups_per_round: Count, groups_per_step: Count, order: Order = "probe_first"
+) -> None:
+    """`serial`, whose requests start in the order of their predicted lengths.
 
     The order matters when the engines have fewer slots than a round has samples.
 
     Args:
         groups_per_round: groups of a rollout (R).
         groups_per_step: groups of an optimizer step (U = B/K).
+        order: as in streamrl.
     """
-    run.pool.order = probe_first
+    run.pool.order = ORDERS[order]
     await serial(run, groups_per_round, groups_per_step)
-
-
-def probe_first(sample: Sample) -> tuple[float, ...]:
-    """The first sample of each group; then the others, the longest finished response of the group first."""
-    group = sample.group
-    if sample.id.number == 0:
-        return (0, group.order)
-    return (1, -max((kept.num_tokens for kept in group.kept), default=inf), group.order)

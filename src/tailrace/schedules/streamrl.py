@@ -12,27 +12,27 @@ engine. A group is handed to the trainer when all its samples are complete, beca
 """
 
 from tailrace.controller.run import Run
+from tailrace.rollout.order import ORDERS, Order
 from tailrace.schedules.one_step_off import next_batch
 from tailrace.schedules.parameters import Count, KVRule
-from tailrace.types import Group
+from tailrace.schedules.rolloutpipe import periodic_asynchrony
 
 
-async def streamrl(run: Run, groups_per_round: Count) -> None:
-    """The synchronous mode: complete groups are trained while the rest of the batch is generated.
+async def streamrl(run: Run, groups_per_round: Count, order: Order = "longest_first") -> None:
+    """The synchronous mode: complete groups are trained while the rest of the batch is generated, as in
+    `periodic_asynchrony`.
 
     Args:
         groups_per_round: groups of a batch, and of its optimizer step.
+        order: which of the requests that wait are served first (`rollout/order.py`).
     """
-    run.declare(staleness=0)
-    async for _ in run.rounds():
-        run.pool.launch(longest_first(run, run.prompts(groups_per_round)))
-        async for groups in run.pool.stream(groups_per_round):
-            await run.accumulate(groups)
-        await run.step()
-        await run.publish()
+    run.pool.order = ORDERS[order]
+    await periodic_asynchrony(run, groups_per_round)
 
 
-async def streamrl_async(run: Run, groups_per_round: Count, kv: KVRule = "keep") -> None:
+async def streamrl_async(
+    run: Run, groups_per_round: Count, kv: KVRule = "keep", order: Order = "longest_first"
+) -> None:
     """The asynchronous mode: the next batch starts when the last group of this one is complete.
 
     The paper's service takes new weights between two batches. Here the sequences in flight get them, too, so
@@ -41,20 +41,18 @@ async def streamrl_async(run: Run, groups_per_round: Count, kv: KVRule = "keep")
     Args:
         groups_per_round: groups of a batch, and of its optimizer step.
         kv: as in pipelinerl.
+        order: as in streamrl.
     """
     run.declare(staleness=1)
+    run.pool.order = ORDERS[order]
     async for _ in run.rounds():
         missing = groups_per_round - len(run.pool)  # all in the first round, and after a crash
-        run.pool.launch(longest_first(run, run.prompts(missing)))
+        run.pool.launch(run.prompts(missing))
         num_left = groups_per_round
         async for groups in run.pool.stream(groups_per_round):
             num_left -= len(groups)
             if not num_left:
-                run.pool.launch(longest_first(run, next_batch(run, groups_per_round)))
+                run.pool.launch(next_batch(run, groups_per_round))
             await run.accumulate(groups)
         await run.step()
         await run.publish(kv=kv)
-
-
-def longest_first(run: Run, groups: list[Group]) -> list[Group]:
-    return sorted(groups, key=lambda group: -run.history.predicted(group.prompt))

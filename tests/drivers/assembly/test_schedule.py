@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.virtual import change, simulate
+from helpers.virtual import SIM, change, simulate
 from tailrace.config import RunConfig
 from tailrace.contracts.reward import RewardSettings
 from tailrace.controller.base import RunSettings
@@ -71,7 +71,7 @@ def test_a_key_that_none_of_the_compared_schedules_has_is_refused() -> None:
         check_parameter_names(shared, ["rolloutpipe"])
     assert str(caught.value) == (
         "schedule.groups_launched = 16: the schedule has no such parameter; it has: groups_per_round, "
-        "groups_per_step, max_tokens_per_batch, admission"
+        "groups_per_step, order, max_tokens_per_batch, admission"
     )
 
 
@@ -250,6 +250,15 @@ async def stepless(run, U: int):
         await run.publish()
 
 
+async def headstrong(run, U: int):
+    run.declare(staleness=0)
+    run.pool.order = lambda sample: (-sample.group.order,)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts(U))
+        await run.train(await run.pool.take(U))
+        await run.publish()
+
+
 async def nobody(run, U: int):
     run.declare(staleness=1)
     async for _ in run.rounds():
@@ -287,6 +296,39 @@ def test_a_schedule_from_outside_runs_by_its_path(outside: Path) -> None:
 def test_a_schedule_from_outside_runs_by_its_module(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(outside.parent))
     assert resolve(config("mine:one_step_off", U=4)).func.__module__ == "mine"
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "order"),
+    [("seer", "serial", "probe_first"), ("streamrl", "periodic_asynchrony", "longest_first")],
+)
+def test_a_preset_is_another_schedule_with_an_order_of_the_queue(preset: str, name: str, order: str) -> None:
+    sim = change(SIM, engines=change(SIM.engines, slots=6), lengths=change(SIM.lengths, rows=9))
+
+    def trace(name: str, **parameters: str) -> list[str]:
+        step = {"groups_per_step": 8} if name in ("serial", "seer") else {}
+        return simulate(resolve(config(name, groups_per_round=8, **step, **parameters)), sim=sim).trace
+
+    assert trace(preset) == trace(name, order=order) != trace(name)
+    assert trace(preset, order="launched") == trace(name)
+
+
+def test_an_order_of_the_queue_is_refused_if_there_is_none_of_its_name_or_the_schedule_sets_one(
+    outside: Path,
+) -> None:
+    sizes = {"groups_per_round": 4, "groups_per_step": 4}
+    assert message("serial", order="shortest", **sizes) == (
+        "schedule.order = 'shortest': input should be 'launched', 'longest_first' or 'probe_first'; change it"
+    )
+    frontier = {"kind": "frontier", "groups": 1}
+    assert message("rolloutpipe", order="probe_first", admission=frontier, **sizes) == (
+        "schedule.order = 'probe_first': a frontier waits for the other samples of its groups, and they come "
+        "after all probes; remove it, or choose admission.kind = frontier_first"
+    )
+    resolve(config(f"{outside}:headstrong", U=4))
+    assert message(f"{outside}:headstrong", U=4, order="launched") == (
+        "schedule.order = 'launched': the schedule sets an order of its own; remove it"
+    )
 
 
 @pytest.mark.parametrize(

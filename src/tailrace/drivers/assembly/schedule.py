@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, get_type_hints
 
@@ -33,6 +33,7 @@ from tailrace.record.events import (
     Stepped,
 )
 from tailrace.rollout.members import GroupSettings
+from tailrace.rollout.order import ORDERS, Order
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
@@ -42,6 +43,8 @@ MAX_REHEARSED = 50_000
 """Prompts of a rehearsal, which takes half a millisecond for each."""
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
+ORDER = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default="launched")
+"""A parameter of every schedule: the order of the pool's queue."""
 
 
 def with_published_defaults(config: RunConfig) -> RunConfig:
@@ -69,9 +72,25 @@ def resolve(config: RunConfig) -> BoundSchedule:
 def bind(schedule: Schedule, parameters: Mapping[str, Any], config: RunConfig) -> BoundSchedule:
     """A schedule with its parameters, rehearsed as the config has it. Raises a ConfigError if the parameters
     do not fit the schedule or one another."""
-    bound = partial(schedule, **_checked(schedule, parameters))
+    checked = _checked(schedule, parameters)
+    if "order" in checked and "order" not in inspect.signature(schedule).parameters:
+        schedule = _ordered(schedule, checked.pop("order"))
+    bound = partial(schedule, **checked)
     _rehearse(bound, config)
     return bound
+
+
+def _ordered(schedule: Schedule, order: Order) -> Schedule:
+    """The schedule with another order of the pool's queue than that of launch."""
+
+    @wraps(schedule)
+    async def ordered(run: Run, **parameters: Any) -> None:
+        run.pool.order = ORDERS[order]
+        await schedule(run, **parameters)
+        if run.pool.order is not ORDERS[order]:
+            raise ConfigError("schedule.order", order, "the schedule sets an order of its own", "remove it")
+
+    return ordered
 
 
 def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
@@ -133,7 +152,8 @@ def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str
 
 def _parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
     _, *parameters = inspect.signature(schedule).parameters.items()  # the first is the run
-    return dict(parameters)
+    own = dict(parameters)
+    return own | {"order": own.get("order", ORDER)}
 
 
 def _find(name: object, key: str = "schedule.name") -> Schedule:
@@ -161,7 +181,7 @@ def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
             problem = f"the schedule {schedule.__name__} needs it, and it is missing"
             remedy = f"set it, or {name} of [schedules.{schedule.__name__}]"
             raise ConfigError(f"schedule.{name}", None, problem, remedy)
-    hints = get_type_hints(schedule, include_extras=True)
+    hints = {"order": Order, **get_type_hints(schedule, include_extras=True)}
     return {name: validated(hints.get(name, Any), value, f"schedule.{name}") for name, value in given.items()}
 
 
