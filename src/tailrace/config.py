@@ -135,8 +135,7 @@ class RunConfig(Settings):
     """`name`: a built-in schedule, `package.module:function` or `path/to/file.py:function`. The other keys
     are the parameters of that schedule."""
     schedules: Mapping[str, Mapping[str, Any]] = {}
-    """Parameters of one schedule, by its name. They replace those of [schedule] when `schedule.name` is that
-    name."""
+    """Parameters of one schedule, by its name. They replace those of [schedule] if that is its name."""
     compare: Resumable[CompareSettings] = CompareSettings()
     plan: Resumable[PlanSettings] = PlanSettings()
     model: ModelSettings | None = None
@@ -297,8 +296,8 @@ def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key with its value; None is as good as absent. Tables of an array have their number
-    as the key."""
+    """Yield each dotted key with its value; None counts as absent. Tables of an array have a number as the
+    key."""
     for name, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
             value = {str(number): each for number, each in enumerate(value)}

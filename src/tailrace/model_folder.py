@@ -83,8 +83,8 @@ def check_files(path: Path) -> None:
 
 
 def context_length(path: Path) -> int:
-    """The longest sequence that the model can have, prompt included. Raises a ConfigError if config.json does
-    not say it."""
+    """The longest sequence of the model, prompt included. Raises a ConfigError if config.json does not say
+    it."""
     length = read_config(path).get(_CONTEXT)
     if not _is_size(length):
         raise folder_error(path, f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1")

@@ -76,8 +76,7 @@ def branches_of(prompt_ids: Sequence[int], turns: Sequence[Turn], num_tokens: in
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """Return turns of the policy and the answers of the environment as chat messages: those of the last
-    branch."""
+    """Return turns of the policy and answers of the environment as messages, of the last branch."""
     messages: list[dict[str, object]] = []
     for turn in turns:
         if turn.begins_branch:

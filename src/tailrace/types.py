@@ -189,8 +189,7 @@ class Sample:
 
     @property
     def branches(self) -> list[Branch]:
-        """The sequences that its tokens make: one, and one more for each time that the history was
-        rewritten."""
+        """The sequences of its tokens: one, and one more for each time that the history was rewritten."""
         return branches_of(self.prompt.ids, self.turns, self.num_tokens)
 
     @property

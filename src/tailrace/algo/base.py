@@ -117,7 +117,7 @@ class AlgorithmSettings(Settings):
     kl_estimator: KLEstimator = "k3"
     """Estimator of that KL."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: an estimate for each token, differentiated. reward: the sum over a sample is subtracted from its
+    """loss: an estimate for each token, differentiated. reward: a sample's sum is subtracted from its
     reward."""
     kl_bias_correction: bool = False
     """Multiply each estimate in the loss by pi / pi_old, differentiated: its gradient is then the KL's

@@ -1,2 +1,2 @@
-"""What the controller asks of an engine, a trainer, a transport, prompts, rewards and environments:
-protocols and settings, without torch."""
+"""Contracts of engine, trainer, transport, prompts, rewards and environments with the controller: protocols
+and settings, without torch."""

@@ -200,8 +200,7 @@ def longest_sequence(
 
 
 class Prompts(Protocol):
-    """An endless order of prompts, fixed by the seed. It has no state, so one index is the cursor of a
-    run."""
+    """An endless order of prompts, fixed by the seed. It has no state: one index is the cursor of a run."""
 
     def __getitem__(self, index: int) -> Prompt:
         """Return prompt number `index` of the run. Each call, in each process, returns the same prompt.

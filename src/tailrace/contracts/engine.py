@@ -168,7 +168,7 @@ class Capabilities:
 
 
 class EngineVerbs(Protocol):
-    """What an engine, and each life of it, can be asked."""
+    """Methods of an engine and of each of its processes."""
 
     capabilities: Capabilities
 
@@ -203,8 +203,7 @@ class Engine(EngineVerbs, Protocol):
     versions: int
     """Versions of the weights that it can serve at the same time; a sample's `pin` chooses."""
     width: int
-    """Engines whose devices it uses as one tensor-parallel group: 1 is its own only; 0: another engine has
-    them."""
+    """Engines whose devices are its tensor-parallel group: 1 is its own only; 0: another engine has them."""
     state: EngineState
     on_state: Callable[[str], None]
     """Called after each change of `state`, with the reason in words. The router sets it."""

@@ -47,8 +47,7 @@ def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -
 
 
 class GuardedSink:
-    """Sink: passes events to a user's sink until that raises; from then on it gets none, and the run goes
-    on."""
+    """Sink: passes events to a user's sink until that raises. The run goes on without it."""
 
     def __init__(self, sink: Sink, name: str, say: Callable[[str], None]) -> None:
         self._sink: Sink | None = sink

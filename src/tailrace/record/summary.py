@@ -75,8 +75,7 @@ class BoundSummary:
     run_share: float
     """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
     worst: str
-    """The round that is farthest from its bound in seconds, and why. Of a resumed run: in its last
-    process."""
+    """The round of the last process that is farthest from its bound in seconds, and why."""
 
     @property
     def line(self) -> str:

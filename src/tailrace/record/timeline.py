@@ -236,8 +236,8 @@ def verb_of(wait: str) -> str:
 
 
 class RunTimelines:
-    """The timeline of each process in events.jsonl, also while the run goes on. `LogReader` says what its
-    times are."""
+    """The timeline of each process in events.jsonl, also while the run goes on. `LogReader` explains its
+    times."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -36,8 +36,7 @@ def held_out_samples(
     per_prompt: int = 1,
     skipped: Callable[[RowSkipped], None] = lambda skipped: None,
 ) -> list[Sample]:
-    """Samples of each of the first n usable prompts. Prompt indices are below zero: training uses the
-    others.
+    """Samples of each of the first n usable prompts, whose indices are negative: training uses the others.
 
     Args:
         attempt: number of the evaluation; another one has other sampling noise.

@@ -31,7 +31,7 @@ def probe_first(sample: Sample) -> tuple[float, ...]:
 
 
 Order = Literal["launched", "longest_first", "probe_first"]
-"""Of the requests that wait."""
+"""Order of the requests that wait."""
 ORDERS: dict[Order, SortKey] = {
     "launched": launched_first,
     "longest_first": longest_first,

@@ -21,8 +21,7 @@ class TimeLimit:
 
     @asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
-        """End what runs inside in time. The time counts from here. Raises a TimeoutError if it has not ended
-        in time."""
+        """Bound the time of the block, from here. Raises a TimeoutError if it has not ended in time."""
         self._start_s = clock.now()
         async with asyncio.timeout(self.seconds) as self._running:
             try:
@@ -63,8 +62,7 @@ class Anchors:
 
     @contextmanager
     def limit(self, sample: Sample, case: int, settings: TimeoutSettings) -> Iterator[TimeLimit]:
-        """Yield the time limit of a test case that runs inside. Correct responses that end meanwhile lower
-        it."""
+        """Yield the time limit of a test case that runs inside. Correct responses meanwhile lower it."""
         limit = TimeLimit(self.limit_s(sample, case, settings))
         if _is_evaluation(sample):
             yield limit

@@ -301,8 +301,7 @@ class _Setup:
         return self.weight_bytes / self.link(self.cluster.devices)
 
     def trainer_rates(self) -> dict[str, float]:
-        """All state is sharded over the trainer's devices. A step reduces gradients and gathers the
-        weights."""
+        """All state is sharded over the trainer's devices. A step reduces gradients, gathers weights."""
         cluster, device, model, num = self.cluster, self.device, self.model, self.training
         flops = (8 if cluster.recompute_activations else 6) * self.multiplied
         optimizer_s = (

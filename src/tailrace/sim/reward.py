@@ -64,8 +64,7 @@ class SimRewards:
 
 
 class SimJudgedRewards:
-    """`Rewards` of one judge on each device of the engines. A text goes to the judge at which the fewest
-    wait."""
+    """`Rewards` of one judge on each device of the engines. A text goes to the judge with the fewest."""
 
     def __init__(self, cost: SimRewardSettings, judges: Sequence[SimJudge], seed: int) -> None:
         self._cost, self._judges, self._seed = cost, judges, seed

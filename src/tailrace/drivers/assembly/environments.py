@@ -85,8 +85,7 @@ def calls_reward_functions(config: RunConfig) -> bool:
 
 
 def unused_rewards(config: RunConfig) -> str | None:
-    """Return a warning if rewards are configured that the environment makes unused, as far as that can be
-    known."""
+    """Return a warning if the environment makes configured rewards unused, as far as that is known."""
     settings, reward = config.environment, config.reward
     given = {
         f"reward function {reward.named()}": reward.named(),

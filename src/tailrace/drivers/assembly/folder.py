@@ -41,7 +41,7 @@ from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 
 ONLY_OF_THE_TRAINER = "trainer"
-"""What of a checkpoint is not part of the model (drivers/trainer/checkpoint.py)."""
+"""Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
 
 
 class RunFolder:
@@ -151,7 +151,7 @@ def recorder_of(
     token_samples: int | None = None,
     waits: Callable[[], Mapping[str, float]] = dict,
 ) -> Recorder:
-    """What records a run, live or in virtual time.
+    """Return the recorder of a run, live or in virtual time.
 
     Args:
         folder: for metrics and events; None: there are no files.

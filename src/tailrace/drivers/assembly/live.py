@@ -344,8 +344,7 @@ async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
 
 @asynccontextmanager
 async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
-    """Before a run the engines have the devices that they share with the trainer. Inside the block it has
-    them."""
+    """Before a run engines have the devices that the trainer shares. Inside the block it has them."""
     is_shared = parts.sharing.kind != "disaggregated"
     engines = parts.engines if is_shared else ()
     await asyncio.gather(*(engine.sleep() for engine in engines))
@@ -432,8 +431,8 @@ async def _scorers(
     anchors: Anchors,
     tokenizer: Tokenizer,
 ) -> Rewards:
-    """What scores samples: reward functions, programs in place of them, judges beside them. A row is scored
-    with the functions, if one is called, and an empty program runs in the sandbox."""
+    """Open the scorers of samples: reward functions, programs in place of them, judges beside them. A row is
+    scored with the functions, if one is called, and an empty program runs in the sandbox."""
     assert config.data
     code, text = config.reward.code, text_of(tokenizer)
     if functions:

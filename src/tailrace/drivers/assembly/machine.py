@@ -1,5 +1,5 @@
-"""What a live run takes from this machine where the config does not set it: types, threads, micro-batch, KV
-cache; and what is said of a run that is too large."""
+"""Choices for a live run from this machine where the config does not set them: types, threads, micro-batch,
+KV cache; and the messages about a run that is too large."""
 
 import os
 import textwrap
@@ -19,7 +19,7 @@ from tailrace.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
 CHOSEN_SHARE = 0.9
-"""Of the memory that choices fill."""
+"""Share of the memory that choices fill."""
 CUDA_BYTES = 600 * MIB
 """CUDA's context and the workspaces of its libraries."""
 BFLOAT16 = ("amx_bf16", "avx512_bf16")
@@ -48,7 +48,7 @@ def host_limit() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What processes of this machine, or of this container, may use.
+    """Resources that processes of this machine, or of this container, may use.
 
     Args:
         memory: of the host, in bytes.
@@ -175,7 +175,7 @@ def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tu
 
 
 def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
-    """What may be chosen for the sizes that the config does not set, the best first."""
+    """Yield choices for the sizes that the config does not set, the best first."""
     most = MICROBATCH if config.trainer.device == "cpu" else MICROBATCH_GPU
     batches = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
     caches: list[dict[str, int]] = [{}]
@@ -217,7 +217,7 @@ def held_at_once(
 def _shortage(
     config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0, parts: Collection[str] = ()
 ) -> tuple[str, str] | None:
-    """What the run needs more of than a share of a memory, and the largest part; None: it fits.
+    """Return the excess of the run over a share of a memory, with its largest part; None: it fits.
 
     Args:
         parts: that count; empty: all.

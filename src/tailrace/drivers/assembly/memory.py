@@ -1,4 +1,4 @@
-"""What memory a run needs, process by process, as an upper bound. Imports no torch.
+"""Memory that a run needs, process by process, as an upper bound. Imports no torch.
 
 Certain are the parts in memory.LEAST. The others are bounds of a pass over one micro-batch, and of the copies
 of the weights that exist while a model is read, published or saved. benchmarks/memory.py measures both.

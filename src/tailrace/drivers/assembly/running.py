@@ -1,4 +1,4 @@
-"""What runs a schedule on live workers: the run of `tailrace train` or of the Python API, and the laps of
+"""Runs a schedule on live workers: the run of `tailrace train` or of the Python API, and the laps of
 `compare` and `diagnose`."""
 
 import asyncio

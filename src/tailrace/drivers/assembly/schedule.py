@@ -1,4 +1,4 @@
-"""From the config's [schedule] section to a schedule that can run: found, checked and rehearsed.
+"""Makes a schedule that can run from the config's [schedule] section: found, checked and rehearsed.
 
 A rehearsal runs the schedule for two rounds in virtual time. So a parameter that the schedule refuses, a
 broken bound and a wait without an end are found before any process starts, also in a schedule of the user's

@@ -42,7 +42,7 @@ OF_DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a run in virtual time gave.
+    """Results of a run in virtual time.
 
     Args:
         steps: a row for each optimizer step, those of the warm-up included.

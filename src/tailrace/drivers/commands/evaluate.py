@@ -71,7 +71,7 @@ def run(
 
 
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
-    """Read the config of an evaluation. Raises a ConfigError if the config cannot be read, or the run has no
+    """Read the config of an evaluation. Raises a ConfigError if it is unreadable or the run has no
     checkpoint.
 
     Args:

@@ -1,4 +1,4 @@
-"""What commands print and write: tables with one row a line in any width, and what a long search does."""
+"""Output of commands: tables with one row a line in any width, and what a long search does."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""From the prompt of a row, a string or chat messages, to text and token ids.
+"""Encodes the prompt of a row, a string or chat messages, as text and token ids.
 
 Loads the tokenizer of a model folder. It does not import torch, which the controller never needs.
 """
@@ -127,7 +127,7 @@ XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""What Qwen's chat templates write at the end of the system message."""
+"""Text of Qwen's chat templates at the end of the system message."""
 
 OPEN_TAG = re.compile(r"<([A-Za-z_]\w*)>\s*\Z")
 """A tag at the end of a prompt that the completion goes on after, as <think>."""
@@ -210,7 +210,7 @@ class PromptEncoder:
 
     @cached_property
     def _header(self) -> str | None:
-        """What the template writes before the text of the assistant. None: it takes no text as a string."""
+        """Return the template's text before that of the assistant. None: it takes no text as a string."""
         with suppress(BadRow):
             asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": PROBE}]
             before, found, _ = self._render(asked).partition(PROBE)
@@ -218,8 +218,7 @@ class PromptEncoder:
         return None
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, object]:
-        """Return a message without keys that are null, and its parts as one text where the template takes
-        strings."""
+        """Return a message without null keys, with its parts as one text where the template takes strings."""
         content = message.get("content")
         if content is None and message.get("role") != "assistant":
             raise BadRow("a message without content", f"{message!r:.80}")

@@ -228,8 +228,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _sendable(row: Mapping[str, Any]) -> dict[str, object]:
-    """Return the columns as plain values. Raises a BadRow that names one that cannot be sent to another
-    process."""
+    """Return the columns as plain values. Raises a BadRow that names one that no process can be sent."""
     plain: dict[str, object] = {}
     for name, value in row.items():
         try:

@@ -46,7 +46,7 @@ _REMEMBERED = 4
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """What an engine says to a probe. `checksums` is empty where it cannot read its tensors."""
+    """Answer of an engine to a probe. `checksums` is empty where it cannot read its tensors."""
 
     warm: Sequence[float]
     cold: Sequence[float]
@@ -118,7 +118,7 @@ class Prover:
     def _wrong_tensors(
         self, probe: Probe, found: Mapping[str, int], older: Mapping[int, tuple[ProbeAnswer, Sequence[float]]]
     ) -> str:
-        """Which tensors are not those published, in words."""
+        """Name the tensors that differ from the published ones."""
         wrong = [name for name in found if found[name] != probe.checksums.get(name)]
         if not wrong:
             return ""
@@ -132,7 +132,7 @@ class Prover:
         return f"tensors {what}: {len(names)} of {len(found)}: {named}"
 
     def _has(self, version: int, evidence: str) -> str:
-        """It has a version in place of the new one."""
+        """The diagnosis: the engine still serves version n."""
         if self._adapter and not version:
             return f"adapter not active: it has the model without one ({evidence})"
         older = f"version {version}" if version else "the model that it started with"

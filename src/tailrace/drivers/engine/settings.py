@@ -11,7 +11,7 @@ from tailrace.settings import CHOSEN, Settings, default_tag
 
 
 class ReplicaSettings(Settings):
-    """What the settings of all kinds of engines have in common."""
+    """Settings that all kinds of engines have."""
 
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines; 1 to 1024. Each is a process, or a server."""
@@ -70,8 +70,8 @@ class ServerEngineSettings(ReplicaSettings):
     """The self-test at the start fails if a log-prob of the server and the trainer's differ by more; above 0,
     in nats. Without it: 0.05, or 3 where server or trainer computes in bfloat16."""
     max_mean_logprob_difference: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """It also fails if they differ by more in the mean; above 0, in nats. Without it: 0.01, or 0.15 where
-    server or trainer computes in bfloat16."""
+    """Limit of their mean difference, above 0, in nats. None: 0.01, or 0.15 where server or trainer computes
+    in bfloat16."""
 
     @property
     def num_engines(self) -> int:
@@ -136,7 +136,7 @@ EngineSettings = Annotated[
 
 
 class ServeSettings(Settings):
-    """Where `tailrace serve` listens and what it accepts."""
+    """Address and limits of `tailrace serve`."""
 
     host: str = "127.0.0.1"
     """The address to listen on. On one that is not loopback every route but /health needs the token."""
@@ -151,7 +151,7 @@ class ServeSettings(Settings):
 
 
 class HostedModel(Settings):
-    """What `tailrace serve` must know of its model."""
+    """Properties of the model of `tailrace serve`."""
 
     path: Path
     dtype: DTYPE

@@ -1,9 +1,9 @@
-"""Where the text of a completion ends it."""
+"""Stop strings: the place at which the text of a completion ends it."""
 
 from collections.abc import Callable, Collection, Sequence
 
 Decoder = Callable[[Sequence[int]], str]
-"""From token ids to text, with special tokens."""
+"""Decodes token ids to text, with special tokens."""
 
 
 def stop_window(strings: Sequence[str]) -> int:

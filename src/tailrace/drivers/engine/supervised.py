@@ -68,7 +68,7 @@ class SupervisedEngine(Engine):
         """Requests of the present life."""
         self._newest: Weights | None = None
         self._lent = False
-        """It was put to sleep and not woken."""
+        """Whether it was put to sleep and not woken."""
         self._ended = Usage(num_counted=0)
         """Counters of the lives that ended."""
 

@@ -21,7 +21,7 @@ class SingleTurnSettings(Settings):
 
 
 class EpisodeSettings(Settings):
-    """What the settings of all environments of several turns have in common."""
+    """Settings that all environments of several turns have."""
 
     gives_rewards: ClassVar[bool] = True
     """Whether it may give rewards itself, so that a run may go without reward functions."""
@@ -38,9 +38,8 @@ class EpisodeSettings(Settings):
     which the policy generates does not count. An episode that goes on after an interruption has them again.
     None: no limit."""
     history: Literal["keep", "template"] = "keep"
-    """What a turn reads of the turns before. "keep": what the policy wrote, token by token. "template": what
-    the chat template writes of them, as inference servers do; where it leaves something out (Qwen3's: the
-    thinking of earlier turns), the turn begins a branch."""
+    """Form of earlier turns. "keep": the policy's own tokens. "template": as the chat template writes them;
+    where it leaves something out (Qwen3's: the thinking of earlier turns), the turn begins a branch."""
     max_branches: int = Field(default=16, ge=1, le=100_000)
     """Sequences that an episode may consist of: one, and one more for each time that its history is
     rewritten; at least 1. Each may fill the model's context, and they are trained in one micro-batch. A
@@ -66,7 +65,7 @@ class ToolsSettings(EpisodeSettings):
     """Seconds after which a call is given up; above 0, at most a day. A function that is not async keeps its
     thread until it returns."""
     on_error: Literal["answer", "end"] = "answer"
-    """What a call that raises or takes too long does: its error is the answer to the model, or the episode
+    """Effect of a call that raises or takes too long: its error is the answer to the model, or the episode
     ends. A malformed call is answered in each case."""
     answer_role: Literal["tool", "user"] = "tool"
     """Role of the messages that answer calls. "user" is for models whose chat template knows no other."""
@@ -101,9 +100,9 @@ class AgentSettings(EpisodeSettings):
     JSON in its input and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. It may give a
     reward in its last line of output: {"reward": 1.0}."""
     prompt: Literal["agent", "data"] = "agent"
-    """What the prompt of a sample is. "agent": the first request of the agent, with its own system prompt and
-    tools. "data": the prompt of the data, which the first request must repeat; engines then compute it once
-    for a group."""
+    """Prompt of a sample. "agent": the first request of the agent, with its own system prompt and tools.
+    "data": the prompt of the data, which the first request must repeat; engines then compute it once for a
+    group."""
     parser: ParserName = "hermes"
     """How the model writes tool calls, which the agent gets as `tool_calls`: "hermes" (also Qwen):
     <tool_call>JSON</tool_call>; "llama3_json": the whole turn is JSON."""

@@ -58,8 +58,7 @@ _JSON = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_fini
 
 
 def hermes_calls(text: str) -> Iterator[tuple[int, str]]:
-    """Yield where each call of a turn in the format of Hermes begins, and its JSON, whose end ends the
-    call."""
+    """Yield the place of each call of a turn in the format of Hermes, and its JSON, which ends the call."""
     place = 0
     while mark := _MARK.search(text, place):
         place = mark.end()
@@ -126,7 +125,7 @@ CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class Answer(NamedTuple):
-    """What a call returned, or why it returned nothing."""
+    """Answer of a call, or the reason why it returned nothing."""
 
     problem: str
     """One of PROBLEMS; empty: none."""

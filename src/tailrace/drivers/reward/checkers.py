@@ -25,7 +25,7 @@ TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth", "solution", "answe
 
 
 def ground_truth(row: Mapping[str, Any], column: str | None = None) -> Any:
-    """Return the ground truth of a row. Raises a KeyError if it has none, a ValueError if it is null or
+    """Return the ground truth of a row. Raises a KeyError without one, a ValueError if it is null or
     empty."""
     names = TRUTH_COLUMNS if column is None else (column,)
     for name in names:

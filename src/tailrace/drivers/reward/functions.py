@@ -42,7 +42,7 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import import_function
 
 VERL_TEXT = ("solution_str", "model_output", "predict_str")
-"""What verl and its scorers call the text of the completion."""
+"""Names of the completion's text in verl and its scorers."""
 VERL_PLURALS = {
     "data_sources": "data_source",
     "solution_strs": "solution_str",
@@ -54,7 +54,7 @@ VERL_PLURALS = {
 
 @dataclass(slots=True)
 class FunctionReport:
-    """What a function reports beside its value."""
+    """Report of a function besides its value."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, str | float | int | None] = field(default_factory=dict)
@@ -314,7 +314,7 @@ class Scorer:
             each.check_columns(columns)
 
     def __call__(self, call: Call) -> Scores:
-        """Score one completion. Raises a RewardFailed if a function failed, or none applies (reason "not
+        """Score one completion. Raises a RewardFailed if a function failed or none applies ("not
         applicable")."""
         scores = Scores(0.0)
         applied = 0

@@ -1,4 +1,4 @@
-"""Which weights of a model folder LoRA adapts, and the tensors of the adapter, without torch and peft.
+"""Weights of a model folder that LoRA adapts, and the tensors of the adapter, without torch and peft.
 
 Tensors are named as in peft's files, without peft's prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
@@ -16,7 +16,7 @@ _WEIGHT = ".weight"
 _NOT_LINEAR = ("embed_tokens", "lm_head")
 _KEY = "trainer.lora"
 VLLM_MAX_RANK = 512
-"""As extras/http/vllm.py."""
+"""The largest rank that vLLM takes, as in extras/http/vllm.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:

@@ -69,7 +69,7 @@ class TrainingSample(msgspec.Struct, frozen=True):
 
     @property
     def sequences(self) -> list[Branch]:
-        """What the model reads, one by one."""
+        """Sequences that the model reads, one by one."""
         starts, contexts = zip((0, self.prompt_ids), *self.branches, strict=True)
         ends = [*starts[1:], len(self.completion_ids)]
         return [

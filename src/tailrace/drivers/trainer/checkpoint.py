@@ -45,7 +45,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 State = Mapping[str, Tensor]
-"""What a checkpoint has besides the model. Tensors of a sharded model are DTensors.
+"""State in a checkpoint besides the model. Tensors of a sharded model are DTensors.
 
     policy.counts, critic.counts        steps, and steps that changed the weights
     policy.first.NAME, .second.NAME     AdamW's moments; none before the first update; the same for a critic
@@ -92,8 +92,7 @@ def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
 
 
 def _read_state(folder: Path, owners: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> State:
-    """Read this rank's part of a state. `owners`: parameters of the policy, and of the critic if there is
-    one."""
+    """Read this rank's part of a state. `owners`: parameters of the policy, and of a critic."""
     try:
         found = _shapes_in(folder)
         wanted: dict[str, Tensor] = {}

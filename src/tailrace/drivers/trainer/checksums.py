@@ -47,7 +47,7 @@ def seal_model(model: Path, checkpoint: Path) -> None:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Return the remedy for a damaged checkpoint."""
     return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
 
 

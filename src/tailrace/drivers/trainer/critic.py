@@ -1,5 +1,4 @@
-"""The critic of PPO: a copy of the model with a scalar head. It is trained beside the policy and never
-published.
+"""The critic of PPO: a copy of the model with a scalar head, trained beside the policy, never published.
 
 Values are computed when samples are accumulated, and the critic learns from the same pass. Its gradient is a
 sum that the step divides by the same count as the policy's.
@@ -61,7 +60,7 @@ class Critic:
         return values
 
     def parameters(self) -> dict[str, Tensor]:
-        """Those of a sharded critic are DTensors."""
+        """Return the parameters by name. Those of a sharded critic are DTensors."""
         return dict(self._values.named_parameters())
 
 

@@ -177,8 +177,7 @@ def listen(host: str) -> TCPStore:
 
 @contextmanager
 def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: int) -> Iterator[Ranks]:
-    """Join the processes of a trainer inside the block. All of them call it. `store`: of `listen`, or a
-    client of it."""
+    """Join the processes of a trainer inside the block; all call it. `store`: of `listen`, or its client."""
     timeout = timedelta(seconds=settings.collective_timeout_s)
     device = torch.device(settings.device)
     if device.type == "cuda":

@@ -106,8 +106,8 @@ class PublishedPolicy:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._weights: dict[str, Tensor] = {}
-        """The published weights. If the model is sharded, this rank's shards. Empty as long as they are the
-        current ones."""
+        """The published weights, or this rank's shards of them. Empty as long as they are the current
+        ones."""
 
     def renew(self) -> None:
         """Declare the current weights the published ones."""

@@ -18,7 +18,7 @@ from tailrace.errors import CheckpointError, ConfigError
 
 _NAME = "default"
 _PREFIX = "base_model.model."
-"""Of the names in peft's files."""
+"""Prefix of the names in peft's files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 

@@ -329,7 +329,7 @@ class PolicyModel:
         return [MicroBatch.of(bin, self.device) for bin in pack(samples, max_tokens)]
 
     def own_micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
-        """As `micro_batches`, but those of this rank, and fillers."""
+        """Pack the micro-batches of this rank, with fillers."""
         rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
         bins = share(samples, max_tokens, rank=rank, num_ranks=num_ranks)
         device = self.device
@@ -366,8 +366,8 @@ class PolicyModel:
             torch.accelerator.synchronize(self.device)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """What is trained: the parameters by their Hugging Face names, or those of the adapter. Tied
-        parameters occur once. Those of a sharded model are DTensors."""
+        """Return the trained parameters by their Hugging Face names, or those of the adapter. Tied parameters
+        occur once. Those of a sharded model are DTensors."""
         return self._parameters
 
     def factors(self) -> Mapping[str, Tensor]:
@@ -445,7 +445,7 @@ LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Those of a rotary embedding; some have one for each type of layer."""
+    """Return the types of a rotary embedding; some have one for each type of layer."""
     found = getattr(module, "rope_type", None)
     return [*found.values()] if isinstance(found, dict) else [found] if isinstance(found, str) else []
 

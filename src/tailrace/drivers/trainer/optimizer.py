@@ -48,7 +48,7 @@ class Optimizer:
 
     @property
     def parameters(self) -> Collection[Tensor]:
-        """Those that are trained."""
+        """Return the trained parameters."""
         return self._parameters.values()
 
     def gradients(self) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Optimizer:
         return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
     def moments(self) -> list[Tensor]:
-        """What AdamW keeps of its steps so far."""
+        """Return the moments of AdamW."""
         return [tensor for state in self._adamw.state.values() for tensor in state.values()]
 
     def add_replicas(self, ranks: Ranks) -> None:

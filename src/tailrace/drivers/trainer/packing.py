@@ -128,7 +128,7 @@ class MicroBatch:
 
 
 MAX_KEYS = 2
-"""Of all sequences of a micro-batch, for each token that it may have."""
+"""The most keys of all sequences of a micro-batch, for each token that it may have."""
 
 
 class _Item(NamedTuple):

@@ -89,7 +89,7 @@ class TorchTrainer:
     def run_tokens(
         self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
     ) -> list[LossOutput]:
-        """As `ForwardBackward.run_tokens`. The gradients are part of the next `step_sum`."""
+        """Run a loss over single tokens. The gradients are part of the next `step_sum`."""
         self._check_awake("run_tokens", "weights")
         with self._parts["gradients"].added_to(self._optimizer.parameters):
             return self._forward_backward.run_tokens(
@@ -169,18 +169,18 @@ class TorchTrainer:
         return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
 
     def rounded_logprobs(self, sample: TrainingSample, dtype: DTYPE) -> list[float]:
-        """As `logprobs`, of weights that were rounded to a type."""
+        """Compute log-probs under weights that were rounded to a type."""
         with self._policy.rounded(dtype):
             return self.logprobs(sample)
 
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
-        """As `logprobs`, without the adapter: under the model that training began with."""
+        """Compute log-probs without the adapter: under the model that training began with."""
         with self._policy.adapter_off():
             return self.logprobs(sample)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published: the current weights with the names of Hugging Face files, tied ones once, or the
-        adapter alone; one after another. All ranks of the replica must take them if they are sharded."""
+        """Yield the weights to publish: the current ones with the names of Hugging Face files, tied ones
+        once, or the adapter alone. All ranks of the replica must take them if they are sharded."""
         if self._settings.adapter is None:
             for name, weight in self._policy.weights():
                 yield from as_in_files(self._policy.model, name, weight)
@@ -257,7 +257,7 @@ class TorchTrainer:
                 self._parts[name].leave(self._tensors(name))
 
     def _tensors(self, part: str) -> Iterator[Tensor]:
-        """Those of policy and critic."""
+        """All parameters of policy and critic, by name."""
         if part == "gradients":
             yield from chain.from_iterable(each.gradients() for each in self._optimizers())
         elif part == "optimizer":

@@ -29,7 +29,7 @@ from tailrace.model_folder import read_config
 _VERSION, _PARTIAL, _PREFIX, _LOCK = "version-", "partial-", "tailrace-", ".lock"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."
-"""Of the names in peft's files."""
+"""Prefix of the names in peft's files."""
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model")
 """Files of the model folder that are in each version: config, generation config and tokenizer."""
 

@@ -211,7 +211,7 @@ class ProcessGroupSender(WeightSender):
         self._settings = settings
         self._address, self._store = self._listen(settings.bucket_bytes)
         self._standalone: dict[str, tuple[Link, Address, TCPStore]] = {}
-        """By engine."""
+        """Links of standalone engines, by engine."""
         self._kept: dict[int, list[tuple[list[TensorInfo], Tensor]]] = {}
         """The buckets of the kept versions, the oldest first."""
         self._lock = threading.Lock()

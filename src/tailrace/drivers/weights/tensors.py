@@ -16,7 +16,7 @@ changes the checksum but for one case in 3,000."""
 
 
 def manifest(tensors: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
-    """What the tensors are, in their order."""
+    """Return name, shape and type of each tensor, in their order."""
     return tuple(
         TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))  # type: ignore[arg-type]
         for name, tensor in tensors.items()
@@ -29,7 +29,7 @@ class Publisher:
     def __init__(self, sender: WeightSender, dtype: DTYPE, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._sender, self._dtype = sender, getattr(torch, dtype)
         self._last = {name: _compared(tensor) for name, tensor in tensors}
-        """Of the newest publication."""
+        """Compared elements of the newest publication."""
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None = None

@@ -51,7 +51,7 @@ class WeightReceiver:
         self._process_group = ProcessGroupReceiver(rank, device)
 
     def connect(self, location: str, link: Link) -> None:
-        """As ProcessGroupReceiver.connect."""
+        """Connect to the trainer over a link (`ProcessGroupReceiver.connect`)."""
         self._process_group.connect(location, link)
 
     def receive(self, weights: Weights, link: Link) -> dict[str, Tensor]:

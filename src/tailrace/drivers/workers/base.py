@@ -12,7 +12,7 @@ Role = Literal["trainer", "reference", "engine", "reward"]
 
 
 class HostSettings(Settings):
-    """Where the worker processes run."""
+    """Hosts of the worker processes."""
 
     restarts: int = Field(default=0, ge=0, le=1000)
     """How often the run may be resumed by itself from its newest checkpoint, after a worker that is no engine
@@ -62,8 +62,8 @@ gave a node. An amount is a fraction of 1, or a whole number."""
 
 
 class RoleResources(Settings):
-    """What one worker of each role takes of its node: amounts by the name of the resource, a fraction of 1 or
-    a whole number each. Without an entry: CPU, its threads, and GPU, 1 if its device is CUDA."""
+    """Resources that one worker of each role takes of its node: by name, a fraction of 1 or a whole number
+    each. Without an entry: CPU, its threads, and GPU, 1 if its device is CUDA."""
 
     engine: Resources | None = None
     """One engine, for example `{ CPU = 4, GPU = 1, fast_gpu = 1 }`."""

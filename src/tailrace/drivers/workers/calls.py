@@ -581,8 +581,7 @@ class RemoteWorker:
             await asyncio.shield(self._started)
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> "asyncio.Future[R]":
-        """Call a method now, and return its result as a future. The call is executed also if the future is
-        cancelled."""
+        """Call a method now; return its result as a future. The call runs also if the future is cancelled."""
         number = next(self._numbers)
         data = frame(number, method.__name__, arguments)  # may raise
         future = self._loop.create_future()

@@ -74,7 +74,7 @@ class Alive(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What the engine generated since its last report.
+    """Outputs of the engine since its last report.
 
     Args:
         aborted: ids of aborted requests, whose last outputs have been reported.
@@ -181,7 +181,7 @@ class EngineWorker(Worker):
 
     @beside
     def connect(self, location: str, link: Link) -> None:
-        """As ProcessGroupReceiver.connect."""
+        """Connect to the trainer over a link (`ProcessGroupReceiver.connect`)."""
         self._receiver.connect(location, link)
 
     def pause(self) -> None:
@@ -225,18 +225,18 @@ class EngineWorker(Worker):
 
 
 class EngineClient:
-    """What both owners of an engine's process do: take its reports, and see that it answers."""
+    """The owner of an engine's process: takes its reports, and checks that it answers."""
 
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         self.worker, self.job = worker, job
         self._usage = Usage()
-        """Of the last report."""
+        """Usage in the last report."""
         self._alive: asyncio.Future[None] | None = None
         """Done when the last ping is answered."""
         self._heard_s = now()
-        """When the process has said something last."""
+        """Time of the last message of the process."""
         self._fault = ""
-        """What it was killed for."""
+        """Reason for which it was killed."""
         worker.subscribe(self._on_event)
 
     async def ready(self) -> None:
@@ -265,7 +265,7 @@ class EngineClient:
             ended.cancel()
 
     async def _answered(self, answer: asyncio.Future[None]) -> None:
-        """Wait for an answer. A process that says nothing for `engine.health_timeout_s` is killed. Raises a
+        """Wait for an answer. A process silent for `engine.health_timeout_s` is killed. Raises a
         WorkerDied."""
         limit_s, asked_s = self.job.engine.health_timeout_s, now()
         while not answer.done():
@@ -323,8 +323,8 @@ class RemoteEngine(EngineClient):
         """The trainer's half of a transfer; the owner sets it."""
 
     async def generate(self, sample: Sample) -> None:
-        """As Engine.generate. A cancelled call returns once the engine has aborted the request and all tokens
-        are in the sample. Cancelling it again in the meantime has no effect."""
+        """Extend the sample until it ends. A cancelled call returns once the engine has aborted the request
+        and all tokens are in the sample. Cancelling it again in the meantime has no effect."""
         id, ids = str(sample.id), sample.turn_ids
         limit = (sample.sampling or self.job.sampling).max_completion_tokens
         with _deaths():
@@ -375,8 +375,8 @@ class RemoteEngine(EngineClient):
             await self.worker.call(EngineWorker.wake)
 
     def usage(self) -> Usage:
-        """As of the engine's last report: at most `report_every_s` ago while it generates, and exact once all
-        requests have ended. A process that has ended cannot tell its own count any more."""
+        """Return the usage in the engine's last report: at most `report_every_s` ago while it generates, and
+        exact once all requests have ended. A process that has ended cannot tell its own count any more."""
         num_counted = None if self.worker.has_ended else self._usage.num_counted
         return msgspec.structs.replace(self._usage, num_generated=self.counter.num, num_counted=num_counted)
 

@@ -1,4 +1,4 @@
-"""What the fork server of the workers imports before it forks them (process.py).
+"""Imports of the workers' fork server before it forks them (process.py).
 
 It runs no computation, has one thread and does not touch a GPU, so that its children can. The kernel kills it
 when the controller dies, and then its workers. An import that fails is repeated in the worker that needs it.

@@ -70,13 +70,13 @@ LOOK_S = 1.0
 READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
 """How the names of variables begin that torch and transformers read when they are imported."""
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""Option of mallopt, from glibc's malloc.h."""
 Method = Literal["forkserver", "spawn"]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a new process is told.
+    """Instructions for a new process.
 
     Args:
         name: of the worker, for `ps`, `top` and messages.
@@ -97,8 +97,7 @@ class Start:
 
 
 class LocalSpawner(Spawner):
-    """Starts workers on this host. `logs`: the folder in which `<name>.log` receives the output of each
-    worker."""
+    """Starts workers on this host. `logs`: the folder of the workers' output, `<name>.log`."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -188,8 +187,7 @@ def preload() -> None:
 
 
 async def _kill_stopped(job: Job, *own: int) -> int:
-    """Wait until the fork server, or one of some processes, is stopped for too long, and kill it. Returns its
-    id."""
+    """Wait until the fork server or one of some processes is stopped for too long. Kill it; return its id."""
     seen_s, found = 0.0, None
     while found is None or job.health_timeout_s is None or seen_s < job.health_timeout_s:
         await asyncio.sleep(LOOK_S)
@@ -216,7 +214,7 @@ class LocalProcess(Process):
         self.exit_code = 0
         """Once it has ended."""
         self._fault = ""
-        """What it was killed for."""
+        """Reason for which it was killed."""
 
     @override
     async def ended(self) -> str:
@@ -287,9 +285,9 @@ class LocalProcess(Process):
 
 @cache
 def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
-    """What the thread that starts processes has to do. The kernel ends a fork server together with the thread
-    that has started it, so that is a thread that lives as long as this process. `owner`: id of this process:
-    a fork has no thread."""
+    """Tasks of the thread that starts processes. The kernel ends a fork server together with the thread that
+    has started it, so that is a thread that lives as long as this process. `owner`: id of this process: a
+    fork has no thread."""
     starts: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -352,7 +350,7 @@ def environment(threads: int, devices: Devices) -> dict[str, str]:
 
 
 def _main(start: Start) -> None:
-    """What a new process does."""
+    """Main function of a new process."""
     signal_on_parent_death(signal.SIGKILL, os.getppid())
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)

@@ -20,7 +20,7 @@ class ReferenceJob(Job):
 
     model: Path
     trainer: TrainerSettings
-    """It uses the trainer's packing, device and precision."""
+    """Settings of the trainer; the reference uses its packing, device and precision."""
     temperature: float
     """Sampling temperature."""
 
@@ -58,5 +58,5 @@ class RemoteReference:
         self._worker = worker
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """As Reference.logprobs. A call that is cancelled is computed nevertheless."""
+        """Compute log-probs under the reference. A call that is cancelled is computed nevertheless."""
         return await self._worker.call(ReferenceWorker.logprobs, TrainingSample.of(sample))

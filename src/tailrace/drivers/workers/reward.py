@@ -27,7 +27,7 @@ class RewardPool:
             self._free.put_nowait(worker)
 
     async def score(self, sample: Sample) -> float:
-        """As Rewards.score. When this is cancelled, a call that has begun goes on, and its reward is ignored.
+        """Score a sample. When this is cancelled, a call that has begun goes on, and its reward is ignored.
         Raises a WorkerDied if a reward worker as a whole ended."""
         sample.text = self._text_of(sample.scored_ids)
         try:

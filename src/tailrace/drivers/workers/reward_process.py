@@ -286,8 +286,7 @@ class Servers:
 
 
 def _received(own: socket.socket, frames: Frames) -> list[tuple[int, object]] | None:
-    """Return the answers of a server that have arrived; None: it has ended, or a call has written to its
-    socket."""
+    """Return a server's answers that have arrived; None: it has ended, or a call wrote to its socket."""
     outcomes: list[tuple[int, object]] = []
     try:
         data = own.recv(READ_BYTES)

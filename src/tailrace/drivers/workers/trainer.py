@@ -73,14 +73,14 @@ class TrainerJob(Job):
     probe: tuple[int, ...] = ()
     """The fixed sequence by which engines prove that they have a publication; empty: there is none."""
     probe_dtype: DTYPE = "float32"
-    """Of the engines."""
+    """Type of the engines' weights."""
     checkpoints: Path | None = None
     """The folder of the run, into which it writes checkpoints that the controller reads."""
     seed: int = 0
-    """Of its random generators."""
+    """Seed of its random generators."""
     replica: int = 0
     rank: int = 0
-    """Of this process among those of its replica."""
+    """Number of this process among those of its replica."""
     host: str = "127.0.0.1"
     """The address of its host under which the other processes of the trainer reach it."""
 
@@ -131,7 +131,7 @@ class TrainerWorker(Worker):
     events = (Listening, Stranded)
     _store: "TCPStore"
     _written: Future[None]
-    """Of the last checkpoint that was begun."""
+    """Files of the last checkpoint that was begun."""
     _trainer: "TorchTrainer"
     _publisher: "Publisher | None"
     _initial: tuple[float, ...]
@@ -171,11 +171,11 @@ class TrainerWorker(Worker):
         return self._trainer.step()
 
     def run_tokens(self, data: list[LossDatum], loss: TokenLoss, with_gradient: bool) -> list[LossOutput]:
-        """As TorchTrainer.run_tokens."""
+        """Run a loss over single tokens; the gradients are part of the next `step_sum`."""
         return self._trainer.run_tokens(data, loss, with_gradient=with_gradient)
 
     def step_sum(self, adam: AdamStep) -> float:
-        """As TorchTrainer.step_sum."""
+        """Step on the sum of the gradients of `run_tokens`; return its norm before clipping."""
         return self._trainer.step_sum(adam)
 
     def logprobs(self, sample: TrainingSample) -> list[float]:
@@ -184,7 +184,7 @@ class TrainerWorker(Worker):
             return self._trainer.logprobs(sample)
 
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
-        """As `logprobs`, under the model that LoRA began with."""
+        """Compute the log-probs of a sample under the model that LoRA began with: [num_tokens]."""
         with self._trainer.present("weights"):
             return self._trainer.reference_logprobs(sample)
 
@@ -224,7 +224,7 @@ class TrainerWorker(Worker):
 
     @beside
     def rendezvous(self, link: Link) -> Address:
-        """As WeightSender.rendezvous."""
+        """Return where the two ends of a link meet."""
         assert self._sender is not None
         return self._sender.rendezvous(link)
 
@@ -248,8 +248,7 @@ class TrainerWorker(Worker):
             raise NotWoken(str(why)) from why
 
     def save(self, folder: str) -> None:
-        """Begin a checkpoint. Training may go on when this returns. Raises a CheckpointError if it cannot be
-        begun."""
+        """Begin a checkpoint. Training may go on afterwards. Raises a CheckpointError if it cannot begin."""
         self._written = Future()
         with self._trainer.present("weights", "optimizer"):
             write = self._trainer.save(Path(folder))
@@ -423,9 +422,9 @@ class RemoteTrainer:
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
-        """As Trainer.accumulate. Each unit goes to the replica with the fewest tokens since the last step,
-        the largest unit first. What some replicas were given alone does not count for the others, which were
-        not there; they share the samples of a unit."""
+        """Add the gradients of units. Each unit goes to the replica with the fewest tokens since the last
+        step, the largest unit first. Tokens that some replicas got alone do not count for the others, which
+        were not there; they share the samples of a unit."""
         shares = zip(self._replicas, self._divide(units, replicas), strict=True)
         await asyncio.gather(
             *(
@@ -436,7 +435,7 @@ class RemoteTrainer:
         )
 
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        """As Trainer.ess, by replica 0."""
+        """Compute the effective sample size of units, by replica 0."""
         return (await _begin(self._replicas[0], TrainerWorker.ess, _training_samples(units, version)))[0]
 
     async def logprobs(self, sample: Sample) -> list[float]:
@@ -445,13 +444,13 @@ class RemoteTrainer:
         return (await _begin(self._replicas[0], TrainerWorker.logprobs, TrainingSample.of(sample)))[0]
 
     async def reference_logprobs(self, sample: Sample) -> list[float]:
-        """As `logprobs`, under the model that LoRA began with."""
+        """Compute the log-probs of a sample under the model that LoRA began with: [num_tokens]."""
         asked = TrainingSample.of(sample)
         return (await _begin(self._replicas[0], TrainerWorker.reference_logprobs, asked))[0]
 
     async def step(self) -> StepStats:
-        """As Trainer.step. `compute_s` is that of the slowest process. Raises a ScheduleError if nothing was
-        accumulated."""
+        """Do one optimizer step. `compute_s` is that of the slowest process. Raises a ScheduleError if
+        nothing was accumulated."""
         self._given = [0] * len(self._given)
         answers = await _begin(self.workers, TrainerWorker.step)
         firsts = answers[:: len(self._replicas[0])]
@@ -483,17 +482,17 @@ class RemoteTrainer:
         return (await _begin(self.workers, TrainerWorker.step_sum, adam))[0]
 
     async def publish(self, version: int) -> Weights:
-        """As Trainer.publish, by the configured transport."""
+        """Make the current weights available as `version`, by the configured transport."""
         answers = await _begin(self.workers, TrainerWorker.publish, version)
         self._published = answers[0]
         return answers[0]
 
     async def sleep(self) -> None:
-        """As Trainer.sleep."""
+        """Move the parts of `OffloadSettings` off the devices."""
         await _begin(self.workers, TrainerWorker.sleep)
 
     async def wake(self, replicas: int | None = None) -> None:
-        """As Trainer.wake."""
+        """Take the parts back; with `replicas`, on the first ones only."""
         woken = chain.from_iterable(self._replicas[:replicas])
         await _begin(list(woken), TrainerWorker.wake, replicas is not None)
 
@@ -504,11 +503,11 @@ class RemoteTrainer:
             await self._first.call(TrainerWorker.send, weights.version, link)
 
     async def rendezvous(self, link: Link) -> Address:
-        """Where the trainer and an engine meet over a link."""
+        """Return where the trainer and an engine meet over a link."""
         return await self._first.call(TrainerWorker.rendezvous, link)
 
     async def save(self, folder: Path) -> Awaitable[None]:
-        """As Trainer.save, by replica 0."""
+        """Begin a checkpoint, by replica 0; the result ends when it is written."""
         ranks = self._replicas[0]
         await _begin(ranks, TrainerWorker.save, str(folder))
 
@@ -522,8 +521,8 @@ class RemoteTrainer:
         return completed
 
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
-        """As Trainer.restore. The engines get the weights with the next publication. `optimizer`: False:
-        AdamW begins anew."""
+        """Continue from a checkpoint. The engines get the weights with the next publication. `optimizer`:
+        False: AdamW begins anew."""
         await _begin(self.workers, TrainerWorker.restore, str(folder), optimizer)
 
     async def close(self) -> None:
@@ -583,7 +582,7 @@ class AdapterOff:
         self._trainer = trainer
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """As Reference.logprobs."""
+        """Compute log-probs under the model that LoRA began with."""
         return await self._trainer.reference_logprobs(sample)
 
 

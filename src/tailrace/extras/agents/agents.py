@@ -41,7 +41,7 @@ MAX_OUTPUT = 4000
 
 
 class AgentTask(NamedTuple):
-    """What an agent is given for an episode."""
+    """The task of an agent for one episode."""
 
     row: Mapping[str, object]
     """The columns of the row."""
@@ -74,7 +74,7 @@ class AgentEnvironment(Environment):
 
 
 def _outcome(session: Session, agent: "asyncio.Future[float | None]") -> Outcome:
-    """What follows from an agent that has ended.
+    """Return the outcome of an agent that has ended.
 
     Raises:
         EpisodeOver: it has raised because no room was left.

@@ -1,5 +1,5 @@
-"""What a turn of an episode reads: the tokens that the chat template writes between two turns, the contexts
-of turns that begin a branch (turns.py), and the prompts of agents, which write their own first request."""
+"""Contexts of turns: the tokens that the chat template writes between two turns, the contexts of turns that
+begin a branch (turns.py), and the prompts of agents, which write their own first request."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +18,7 @@ QUESTION, ANSWER, PROBE = "tailrace question", "tailrace answer", "tailrace prob
 """The fixed conversation before the messages, of which the template's text is not used, and a message that
 tells whether the template writes messages of a role at all."""
 HistoryMode = Literal["keep", "template"]
-"""As EpisodeSettings.history (settings.py)."""
+"""Values of EpisodeSettings.history (drivers/environments/settings.py)."""
 
 
 class Chat:

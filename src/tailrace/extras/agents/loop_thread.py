@@ -24,8 +24,7 @@ class LoopThread:
         self._thread: threading.Thread
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine in the thread. If the call is cancelled, so is the coroutine, and the call ends
-        after it."""
+        """Await a coroutine in the thread. A cancelled call cancels the coroutine, and ends after it."""
         loop = self._started()
         done: Future[asyncio.Task[T]] = Future()
         tasks: list[asyncio.Task[T]] = []

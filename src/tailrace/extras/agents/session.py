@@ -46,7 +46,7 @@ IDLE_TIMEOUT_S = 600.0
 
 
 class SessionRequest(ChatCompletionRequest):
-    """Of /v1/chat/completions of a session.
+    """Body of /v1/chat/completions of a session.
 
     Tokens are sampled as the run's settings say: the request's `temperature`, `top_p`, `top_k` and `seed`
     have no effect.
@@ -271,8 +271,8 @@ class Session:
             raise EnvironmentFailed("prompt too long", detail) from why
 
     def _piece(self, completion: Completion, *, has_tools: bool) -> Piece:
-        """The turn as text and tool calls. A turn with a malformed call is text: the agent says what follows
-        from it."""
+        """The turn as text and tool calls. A turn with a malformed call is text: the agent decides about
+        it."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         text = self._contexts.opened + completion.text
         calls = self._parse(text) if has_tools else []
@@ -334,7 +334,7 @@ class SessionServer:
         self._sessions[name] = session
 
     def url(self, session: Session) -> str:
-        """What an OpenAI client takes as its base URL."""
+        """Base URL for an OpenAI client."""
         return f"{self._server.url}/sessions/{session.name}/v1"
 
     async def close(self) -> None:

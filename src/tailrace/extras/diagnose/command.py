@@ -54,7 +54,7 @@ from tailrace.types import Sample
 
 CONFIGURED, FROZEN, RECOMPUTED, FRESH = "as configured", "learning rate 0", "recomputed KV", "fresh samples"
 LEFT = {RECOMPUTED: (1, 0, 1), FRESH: (1, 0, 0), FROZEN: (1, 0, 0)}
-"""Which of CAUSES each experiment leaves."""
+"""The causes (CAUSES) that each experiment leaves: 1; else 0."""
 LITTLE, COMPARABLE = 1e-4, 1e-9
 """Nats a token. With the first the effective sample size is still 0.9998; below the second float32 has no
 digits left for the KL."""
@@ -104,7 +104,7 @@ def diagnose(
 
 
 def _recorded(folder: RunFolder, config: RunConfig) -> str:
-    """What the metrics and the ledger of a run say."""
+    """Return the figures from the metrics and the ledger of a run."""
     if not (steps := steps_of(read_rows(folder.metrics))):
         problem, remedy = "the run has trained no sample yet", "let it train, or name its config"
         raise ConfigError("RUN", str(folder.path), problem, remedy)
@@ -244,7 +244,7 @@ async def _served(engine: SupervisedEngine, sample: Sample) -> list[float]:
 def _figures(
     lap: ComparedSchedule, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What is printed and written. `floor`: what the KV cache adds with learning rate 0."""
+    """Return the figures to print and write. `floor`: mismatch of the KV cache with learning rate 0."""
     parts, tenth = ratios[:-1], (ratios[-1] * TENTHS).astype(int)
     chosen = {str(number + 1): tenth == number for number in np.unique(tenth)} | {"all": tenth >= 0}
     whole, measured = kl_by_cause(parts), kls[CONFIGURED]

@@ -1,6 +1,5 @@
-"""What differs between inference servers: requests, replies, routes, and how they are started.
-extras/http/engine.py does the rest. A dialect is made by its own `detect`, from what the server says.
-"""
+"""Differences between inference servers: requests, replies, routes, and how they are started.
+extras/http/engine.py does the rest. A dialect is made by its own `detect`, from what the server says."""
 
 import json
 import os
@@ -55,7 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one event of a stream brings.
+    """One event of a stream.
 
     Args:
         ids: tokens since the last event.
@@ -131,7 +130,7 @@ class Dialect(Protocol):
         """Give the device's memory back; no request runs."""
 
     async def wake(self) -> None:
-        """The reverse. The weights are loaded afterwards."""
+        """Take the memory back. The caller then loads the newest weights."""
 
     async def health(self) -> None:
         """Return if the server is well."""

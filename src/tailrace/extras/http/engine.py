@@ -72,15 +72,15 @@ class Request:
 
     sample: Sample
     attempt: Attempt | None = None
-    """What the server was asked; None: nothing at present."""
+    """The open attempt at the server; None: there is none."""
     start: int = 0
     """The sample's tokens at the start of the attempt."""
     cancelled: bool = False
-    """It must not be asked again."""
+    """Whether the request must not be sent again."""
 
 
 class Server(Protocol):
-    """Where an inference server is, and what keeps it running."""
+    """An inference server: its address, and the process that keeps it running."""
 
     url: str
 
@@ -113,7 +113,7 @@ class Connection:
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
         self.figures = Usage()
-        """As of the last deep health check, with the preemptions since the first one."""
+        """Usage at the last deep health check, with the preemptions since the first one."""
         self._first: Usage | None = None
         # No connection is used twice: a server may close an idle one at the moment of the next request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -266,7 +266,7 @@ class HttpEngine(EngineLife):
         self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
         self._link = self._new_link()
         self._versions: tuple[int, ...] = (0,)
-        """Of the weights that the server has, as far as it was told, the newest last."""
+        """Versions of the weights that the server was told to load, the newest last."""
         self._num_prefilled = 0
         self._requests: dict[Sample, Request] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -549,8 +549,7 @@ class HttpEngine(EngineLife):
 
     @contextmanager
     def _until_death(self, work: Coroutine[Any, Any, T]) -> Iterator[asyncio.Future[T]]:
-        """Run a task for the block to wait for. It is cancelled when the server dies (EngineDied), or with
-        the block."""
+        """Run a task for the block to wait for. The server's death (EngineDied) or the block cancels it."""
         self._tasks.add(task := asyncio.ensure_future(work))
         try:
             yield task

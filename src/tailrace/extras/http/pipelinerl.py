@@ -35,7 +35,7 @@ class PipelineRl(Dialect):
     sampling: SamplingSettings
     stop_token_ids: list[int]
     rendezvous: Callable[[Link], Awaitable[Address]]
-    """Where the trainer and an engine meet over a link."""
+    """Returns where the trainer and an engine meet over a link."""
     server: str = "the engine"
     dtype: str | None = None
     max_context: int | None = None

@@ -23,9 +23,9 @@ PROBES = 16
 """At most, until the completions have PROBE_TOKENS together: a completion may end early."""
 MEAN_LIMITS: Mapping[DTYPE, float] = {"float32": 0.01, "bfloat16": 0.15}
 MAX_LIMITS: Mapping[DTYPE, float] = {"float32": 0.05, "bfloat16": 3.0}
-"""By the coarser type of server and trainer. Measured in bfloat16 with 135M parameters in 30 layers: the same
-weights differ by 0.03 to 0.08 in the mean and by up to 0.8 for one token; a server that lacks a tensor, or
-reports log-probs without a temperature of 0.9, by 0.13 or more in the mean."""
+"""Limits of the largest difference, by the coarser type of server and trainer. Measured in bfloat16 with 135M
+parameters in 30 layers: the same weights differ by 0.03 to 0.08 in the mean and by up to 0.8 for one token; a
+server that lacks a tensor, or reports log-probs without a temperature of 0.9, by 0.13 or more in the mean."""
 LONG_PROMPT = 600
 """Tokens of the prompt that must come from the prefix cache, at most: prefix caches count in blocks, of up to
 256 tokens."""
@@ -33,7 +33,7 @@ LONG_PROMPT = 600
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a server must be.
+    """Expected properties of a server.
 
     Args:
         vocabulary: tokens of the model.

@@ -44,7 +44,7 @@ class ServerJob(Job):
     """A folder that is written before the server starts, and removed with it: there this package is a plug-in
     of vLLM."""
     needs: dict[str, Path] = {}
-    """As `folders`."""
+    """Folders that it needs, by the name of their setting, as in `folders`."""
 
     @override
     def folders(self) -> Mapping[str, Path]:
@@ -167,7 +167,7 @@ class JoinedServer:
         self.url = url
 
     async def ready(self) -> None:
-        """Nothing to wait for: whether it answers is found out by asking."""
+        """Return at once; `HttpEngine.ready` checks the server."""
 
     async def died(self) -> str:
         """Never returns: only a health check can tell."""

@@ -143,7 +143,7 @@ class Sglang(Dialect):
 
     @override
     async def wake(self) -> None:
-        """What the weights were is lost."""
+        """Take the memory back. The weights are lost and must be loaded."""
         await call(self.client, "POST", "/resume_memory_occupation", body={})
         if not self._loaded:
             await self._load(str((await self._info())["model_path"]), label_of(0), flush=True)

@@ -89,9 +89,9 @@ class Vllm(Dialect):
     routes: ClassVar[Mapping[str, str]] = {GENERATE: _SCALE_OUT} | dict.fromkeys(
         (ABORT, "/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"), _DEV_MODE
     )
-    """Those that a run needs, and what adds each."""
+    """Routes that a run needs, each with the option that adds it."""
     backend: ClassVar[str | None] = BACKEND
-    """Of weight transfer; None: any."""
+    """Backend of weight transfer; None: any."""
 
     @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
@@ -294,7 +294,7 @@ RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADAPTERS = f"start the server with {RUNTIME_ADAPTERS}=1, --enable-lora and --max-lora-rank"
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM allows as the highest rank."""
+"""Values that vLLM allows as the highest rank."""
 
 
 def max_rank(rank: int) -> int | None:
@@ -304,7 +304,7 @@ def max_rank(rank: int) -> int | None:
 
 @dataclass(slots=True)
 class VllmAdapters(Vllm):
-    """As Vllm. Before the first update requests are served without an adapter."""
+    """vLLM with adapters. Before the first update requests are served without an adapter."""
 
     ends_requests: bool = True
     num_versions: int = field(default=1, init=False)

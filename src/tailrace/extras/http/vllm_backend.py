@@ -22,7 +22,7 @@ from tailrace.drivers.weights.transports import WeightReceiver
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Nothing has to be agreed on."""
+    """Empty: the two ends need not agree on anything."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TailraceTransfer(WeightTransferEngine):  # type: ignore[misc]
     _receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def start_weight_update(self) -> None:
         """The model is prepared once the tensors are here."""

@@ -27,7 +27,7 @@ from tailrace.extras.sandbox.code import column_of
 from tailrace.types import Sample
 
 OWN_NAMES = ("prompt", "completion")
-"""What a template may name besides the columns of the data."""
+"""Names that a template may use besides the columns of the data."""
 NOT_APPLICABLE = "not applicable"
 """Reason of the failure of a sample to which no reward function applies."""
 MAX_ANSWER = 2000
@@ -37,7 +37,7 @@ _FIELD = re.compile(r"\{\{([\w.-]+)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge said of one completion.
+    """A judge's answer about one completion.
 
     Args:
         score: from 0, the worst, to 1; a reward model's may be any number.

@@ -41,7 +41,7 @@ class _Place:
 
     bytes: Tensor
     layer: int | None = None
-    """What is in it; None: nothing that is still needed."""
+    """Number of the layer in it; None: none that is still needed."""
     free: Any = None
     """The computation that used it last."""
     arrived: Any = None
@@ -239,8 +239,7 @@ class ModelJudge:
         return [each if is_ok else RewardFailed("nan") for each, is_ok in zip(found, is_score, strict=True)]
 
     def answers(self, conversations: Sequence[JudgeMessages]) -> list[str | RewardFailed]:
-        """Write an answer to each conversation, of at most `answer_tokens`. One that has none has its
-        failure."""
+        """Write an answer of at most `answer_tokens` to each conversation, or return its failure."""
         assert self._settings.answer_tokens
         return self._in_batches(conversations, self._write, self._settings.answer_tokens)
 

@@ -29,11 +29,11 @@ class LayerBudget:
     """For everything; None: without limit."""
     num_layers: int
     layer_bytes: int
-    """Of the largest layer."""
+    """Bytes of the largest layer."""
     outside_bytes: int
-    """Of what is in no layer: embedding, last norm, head."""
+    """Bytes of the parts outside of layers: embedding, last norm, head."""
     token_bytes: int
-    """Of the activations of a token, and of its KV cache if the judge writes."""
+    """Bytes of the activations of a token, and of its KV cache if the judge writes."""
 
     @classmethod
     def of(cls, shape: ModelShape, settings: LocalJudgeSettings) -> "LayerBudget":

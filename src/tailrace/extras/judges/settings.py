@@ -10,7 +10,7 @@ from tailrace.settings import Resumable, RunPath, Settings
 
 
 class WeightedSettings(Settings):
-    """What reward functions and judges have in common."""
+    """Settings that reward functions and judges share."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of its value in the reward, which is the weighted sum."""
@@ -23,7 +23,7 @@ class WeightedSettings(Settings):
 
 
 class JudgeBase(WeightedSettings):
-    """What all judges have."""
+    """Settings of all judges."""
 
     name: str = Field(default="judge", pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`."""
@@ -115,13 +115,13 @@ class LocalJudgeSettings(AnswerSettings):
     path: RunPath
     """A Hugging Face folder."""
     template: str | None = Field(default=None, min_length=1)
-    """As of an endpoint. None, for a reward model: the conversation."""
+    """Template, as that of an endpoint. None, for a reward model: the conversation."""
     labels: tuple[str, ...] = Field(default=("Yes", "No"), min_length=2)
     """Answers of a causal language model; their first tokens differ."""
     answer_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
     """Tokens of a written answer, at most; if it cannot be read its sample fails. None: none is written."""
     device: Resumable[Device] = "cpu"
-    """Where it computes."""
+    """Device on which it computes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights and computation."""
     threads: Resumable[int] = Field(default=1, ge=1, le=1024)

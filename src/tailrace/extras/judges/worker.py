@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tailrace.extras.judges.local import ModelJudge
 
 Messages = list[dict[str, str]]
-"""What the judge reads, as chat messages."""
+"""Chat messages that the judge reads."""
 
 
 class JudgeJob(Job):
@@ -64,7 +64,7 @@ class RemoteJudge:
         self._worker, self.settings, self._read = worker, settings, score_reader(settings)
 
     async def judge(self, call: Call) -> Verdict:
-        """As Judge.judge. When this is cancelled, the score is computed nevertheless."""
+        """Score a completion. When this is cancelled, the score is computed nevertheless."""
         messages = messages_of(self.settings, call)
         if not self.settings.answer_tokens:
             return Verdict(await self._worker.call(JudgeWorker.score, messages))

@@ -10,7 +10,7 @@ from tailrace.sim.settings import SimClusterSettings, SimEngineSettings, SimSett
 
 DECODING = ("bandwidth_efficiency", "decode_efficiency", "prefill_efficiency")
 NUM_STEPS = 64
-"""Whose prompts say how long the responses of a step are."""
+"""Optimizer steps whose prompts give the lengths of the responses of a step."""
 PASSES = 8
 """Until the efficiencies stay: links are not scaled, and an optimizer step reads memory, too."""
 

@@ -51,8 +51,7 @@ CELLS = {
     "trainer_share": ("state", "{:.0%}"),
     "device_share": ("full", "{:.0%}"),
 }
-"""Figures of a candidate in the table, their heads and formats. A gain is there with --from, a cost with
-prices."""
+"""Figures of a candidate in the table, their heads and formats; gains with --from, costs with prices."""
 
 
 def plan(
@@ -156,8 +155,8 @@ def _against(log: PeerLog, found: Plan, asked: Problem, cluster: SimClusterSetti
 
 
 def problem_of(config: RunConfig) -> Problem:
-    """What the planner is asked for by a config. Raises a ConfigError if there is no cluster, or no number of
-    groups of an optimizer step, or a rate is given that depends on the division of the devices."""
+    """Return the planner's problem from a config. Raises a ConfigError if there is no cluster, or no number
+    of groups of an optimizer step, or a rate is given that depends on the division of the devices."""
     sim, limits = config.sim, config.plan
     if sim.cluster is None:
         remedy = "add [sim.cluster] with devices and a model"

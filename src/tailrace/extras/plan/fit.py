@@ -1,4 +1,4 @@
-"""From the files of a run to the [sim] section of a config.
+"""Fits the [sim] section of a config to the files of a run.
 
 The embedded engine records sums over its decode steps (`events.Decoded`), about ten times a second. A step
 takes base_s + slope_s * running + context_s * positions (sim/engine.py): a linear problem with coefficients
@@ -143,8 +143,7 @@ class Solution(NamedTuple):
 
 
 def non_negative(columns: Mapping[str, Array], target: Array, variances: Array | None = None) -> Solution:
-    """Fit a target by columns, with coefficients of at least 0. Raises a ConfigError if scipy is not
-    installed.
+    """Fit a target by columns, with coefficients of at least 0. Raises a ConfigError without scipy.
 
     Args:
         columns: in the order of their importance.

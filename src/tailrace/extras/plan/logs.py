@@ -1,4 +1,4 @@
-"""What other frameworks write of a run: figures by name for each step, and the lengths of dumped responses.
+"""Logs of other frameworks: figures by name for each step, and the lengths of dumped responses.
 
 Read are JSONL, the Trainer's trainer_state.json, TensorBoard's event files and W&B's offline files.
 """

@@ -1,4 +1,4 @@
-"""From the log of another framework to the [sim] section of a config.
+"""Fits the [sim] section of a config to the log of another framework.
 
 A log has means over steps, and no requests. So all engines count as one, with a slot for each sample of a
 step. Its decode step takes base_s + slope_s * running (`fit.py`): while the longest response of a step lasts,

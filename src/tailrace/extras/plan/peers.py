@@ -99,11 +99,11 @@ class PeerFormat:
         }
 
     def words(self, *figures: str) -> str:
-        """What it calls figures."""
+        """Return its names of figures."""
         return " or ".join(term.text for figure in figures for term in self.figures.get(figure, []))
 
     def source(self, figure: str, names: set[str]) -> str:
-        """What a figure is taken from in a log with these names; empty: it has none."""
+        """Return the names from which a figure is taken in a log with these names; empty: it has none."""
         row = dict.fromkeys(names, 1.0)
         return next((term.text for term in self.figures[figure] if term.value(row) is not None), "")
 
@@ -134,7 +134,7 @@ FORMATS = [PeerFormat(name, section) for name, section in _TABLE.items()]
 
 @dataclass(frozen=True)
 class PeerLog:
-    """What a log says.
+    """Contents of a log.
 
     Args:
         steps: our figures of each step, without the first one, which compiles and warms up.
@@ -178,7 +178,7 @@ class PeerLog:
 
     @property
     def waits(self) -> str:
-        """What a step consists of, and what it waits for, in words."""
+        """Describe the parts of a step, and the longest wait."""
         step_s, tail = self.mean("step_s"), self.mean("max_tokens") / self.mean("mean_tokens")
         shares = {words: part / step_s for words, part in self.parts.items() if part > SHOWN * step_s}
         said = ", ".join(f"{words} {share:.0%}" for words, share in shares.items())

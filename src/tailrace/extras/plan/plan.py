@@ -1,4 +1,4 @@
-"""What a plan is asked for, the candidates that can be built, and what they take in virtual time.
+"""The problem of a plan, the candidates that can be built, and their times in virtual time.
 
 The least time of an optimizer step follows from the rates of a set-up and the lengths of its responses.
 Decode steps that an engine needs for its share of the tokens of an optimizer step, at least:
@@ -47,11 +47,11 @@ class Floor(NamedTuple):
     """The least time of one optimizer step of a candidate."""
 
     generation_s: float
-    """Of the engines alone."""
+    """Seconds of the engines alone."""
     training_s: float
-    """Of the trainer alone, optimizer step included."""
+    """Seconds of the trainer alone, optimizer step included."""
     step_s: float
-    """Of both, as the schedule combines them."""
+    """Seconds of both, as the schedule combines them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan is asked for.
+    """The problem of a plan.
 
     Args:
         sim: devices and lengths, with slots and a length limit.

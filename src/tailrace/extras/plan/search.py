@@ -16,7 +16,7 @@ from tailrace.extras.plan.plan import Measured, Problem
 from tailrace.sim.settings import SimSettings
 
 SHARE = 1 / 8
-"""Of the steps: over so many all promising candidates are measured."""
+"""Share of the steps over which all promising candidates are measured."""
 FEWEST_STEPS = 8
 """The least of them."""
 FILLS = 32

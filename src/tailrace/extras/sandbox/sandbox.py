@@ -136,15 +136,15 @@ class Execution:
     """How a program ended."""
 
     end: Literal["exited", "timeout", "flood"]
-    """It ended by itself, exceeded its time, or printed or stored too much. In the last two cases it was
-    killed."""
+    """How it ended: by itself, at its time limit, or by printing or storing too much. In the last two cases
+    it was killed."""
     exit_code: int
     output: bytes
-    """What it printed, up to the limit."""
+    """Its output, up to the limit."""
     answer: bytes
-    """What the call or the assertion reported; empty if it did not."""
+    """Report of the call or the assertion; empty if there is none."""
     seconds: float
-    """From the first instruction of the program to its end."""
+    """Seconds from the first instruction of the program to its end."""
 
 
 class Sandbox:

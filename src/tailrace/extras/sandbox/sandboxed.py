@@ -1,4 +1,4 @@
-"""What runs inside the sandbox, before and around the program. The text of this file is its `python -c`.
+"""Runs inside the sandbox, before and around the program. The text of this file is its `python -c`.
 
 It may import the standard library only. From the end of `limit` on, nothing in this process can be trusted.
 """

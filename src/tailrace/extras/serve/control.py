@@ -31,7 +31,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
 
 class OfferedUpdate(BaseModel):
-    """What a client sends. The client of extras/http/vllm.py puts all but the link into `weights`.
+    """Body of an update. The client of extras/http/vllm.py puts all but the link into `weights`.
 
     Args:
         location: a safetensors file, or a folder of such files; or the location of a streamed publication.
@@ -55,7 +55,7 @@ MAX_RANKS = 65_536
 
 
 class OfferedGroup(BaseModel):
-    """Of /init_process_group: the group that torch.distributed.init_process_group makes at
+    """Body of /init_process_group: the group that torch.distributed.init_process_group makes at
     tcp://master_address:master_port, in which this engine has the rank `rank_offset`."""
 
     master_address: Annotated[str, Field(min_length=1)]
@@ -75,7 +75,7 @@ class ParameterInfo(BaseModel):
 
 
 class RequestedUpdate(BaseModel):
-    """Of /request_weight_update: tensors in the order of their broadcasts, or files in place of them
+    """Body of /request_weight_update: tensors in the order of their broadcasts, or files in place of them
     (`location`). `clear_cache`: the KV cache of requests under way is computed again."""
 
     version: StrictInt
@@ -133,7 +133,7 @@ def _infos(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorI
 
 
 def _headers(files: Iterable[Path]) -> Iterable[TensorInfo]:
-    """What the files contain, without reading a tensor."""
+    """Return the manifest of the files, without reading a tensor."""
     for file in files:
         try:
             headers = [(name, shape, _DTYPES.get(kind, kind)) for name, shape, kind in tensor_headers(file)]
@@ -148,7 +148,7 @@ class Control:
     def __init__(self, engine: ComputingEngine, requests: Requests, offered: OfferedWeights) -> None:
         self._engine, self._requests, self._offered = engine, requests, offered
         self.labels = [FIRST]
-        """Of the weights, by the engine's number of each load. An unnamed one has that before it."""
+        """Labels of the weights, by the engine's number of each load; without one, the label before."""
         self._groups = itertools.count(1)
         self._transfer: Info = {}
         """Fields that every update has."""
@@ -157,7 +157,7 @@ class Control:
         self._is_updating = False
         """Between start and finish of an update."""
         self._kv: KV = "keep"
-        """What the next load does with the KV cache; set by the pause before it."""
+        """Whether the next load keeps the KV cache; set by the pause before it."""
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -210,7 +210,7 @@ class Control:
         return {"status": "resumed"}
 
     async def wake_up(self) -> Info:
-        """As `resume`."""
+        """Resume generation, under vLLM's name of the route."""
         await self.resume()
         return {"status": "awake"}
 

@@ -87,11 +87,11 @@ PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """Fields of all bodies."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     carried_out: ClassVar[frozenset[str]] = frozenset()
-    """Those of _NEUTRAL that a subclass carries out."""
+    """Fields of _NEUTRAL that a subclass carries out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -158,13 +158,13 @@ class ServingFields(Body):
 
 
 class OpenAIFields(ServingFields, SamplingFields):
-    """Of both OpenAI routes."""
+    """Fields of both OpenAI routes."""
 
     return_weight_versions: bool | None = False
 
 
 class CompletionRequest(OpenAIFields):
-    """Of /v1/completions."""
+    """Body of /v1/completions."""
 
     prompt: String | PromptIds
     max_tokens: int | None = Field(default=16, ge=1)
@@ -182,7 +182,7 @@ class CompletionRequest(OpenAIFields):
 
 
 class ChatCompletionRequest(OpenAIFields):
-    """Of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     prompt_token_ids: PromptIds | None = None
@@ -205,7 +205,7 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateRequest(ServingFields):
-    """Of /inference/v1/generate."""
+    """Body of /inference/v1/generate."""
 
     token_ids: PromptIds
     sampling_params: GenerateSampling
@@ -231,7 +231,7 @@ async def read(kind: type[M], request: Request) -> M:
 
 
 async def parsed(parse: Callable[[bytes], T], body: bytes) -> T:
-    """What a function makes of a body, which does not keep the loop from others."""
+    """Apply a function to a body in a thread, so that the loop goes on."""
     if len(body) <= IN_LOOP_BYTES:
         return parse(body)
     return await asyncio.get_running_loop().run_in_executor(_PARSER, parse, body)
@@ -259,12 +259,12 @@ B = TypeVar("B", bound=ServingFields)
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of a sample."""
+    """The new part of a sample."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str | None = ""
-    """That has become certain with the tokens."""
+    """Text that has become certain with the tokens."""
     finish: ReplyFinish | None = None
     """None while the sample is unfinished."""
     stop_reason: int | str | None = None
@@ -272,7 +272,7 @@ class Piece:
     versions: list[Json] | None = None
     """Spans of all of its tokens in vLLM's form, once it has ended."""
     tool_calls: Sequence[Json] = ()
-    """Of an assistant's message."""
+    """Tool calls of an assistant's message."""
 
     def join(self, later: "Piece") -> None:
         """Append what follows."""
@@ -529,8 +529,7 @@ class Text:
         """The stop string that has ended the text."""
 
     def extend(self, ids: Sequence[int], *, ended: bool) -> str:
-        """Append tokens and return the text that has become certain. If it has ended, no more tokens
-        follow."""
+        """Append tokens and return the text that has become certain. No tokens follow its end."""
         for id in ids:
             piece = self._stream.step(self._tokenizer, id)
             if piece is None:
@@ -549,7 +548,7 @@ class Text:
         return text
 
     def _first_stop(self) -> int | None:
-        """Where the text ends if it contains a stop string."""
+        """Return the end of the text before a stop string; None: it contains none."""
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if not found:
             return None

@@ -45,8 +45,7 @@ MAX_OPEN_TOKENS = 2**23
 
 
 def body_limit(context: int) -> int:
-    """Return the bytes of the largest request that can be served: 32 a token of the context, and a MiB for
-    all else."""
+    """Return the bytes of the largest request to serve: 32 a token of the context, and a MiB for all else."""
     return 32 * context + 2**20
 
 
@@ -137,14 +136,14 @@ class Requests:
         engine.on_output = lambda output: self._add(output.id, output)
         engine.on_aborted = lambda id: self._add(id, None)
         self._jobs: dict[str, _Job] = {}
-        """By the engine's request id."""
+        """Open requests, by the engine's request id."""
         self._numbers = itertools.count()
         self.admitting, self._drained = asyncio.Event(), asyncio.Event()
         """While `admitting` is not set, new requests wait."""
         self.admitting.set()
         self._drained.set()
         self.num_prompt_tokens = self._num_open_tokens = 0
-        """Of all samples since the start; of those under way."""
+        """Prompt tokens of all samples since the start; tokens of those under way."""
 
     def check_room(self, num_tokens: int) -> None:
         """Raises HTTPException if the prompts of all samples would be too much."""

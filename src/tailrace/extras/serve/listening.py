@@ -119,7 +119,7 @@ class HttpServer(uvicorn.Server):
         bound.listen(config.backlog)  # its URL may be told before it serves: connections wait
         self._bound = bound
         self.signal: int | None = None
-        """That has stopped it."""
+        """Signal that has stopped it."""
         host, port = bound.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -155,7 +155,7 @@ class TinkerSession:
             raise WorkerDied(f"the service: {what}: {type(why).__name__}: {why}") from why
 
     async def claimed(self, make: Callable[[], Awaitable[T]]) -> T:
-        """As `asked` for a training client; while another client has the trainer, ask again."""
+        """Ask the service for a training client; while another client has the trainer, ask again."""
         began_s = now()
         while True:
             try:
@@ -173,7 +173,7 @@ class TinkerSession:
 
 
 class OnOtherDevices:
-    """What has no devices of the run gives none back."""
+    """`sleep` and `wake` do nothing: the devices are the service's."""
 
     async def sleep(self) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""What Tinker's API does with one model: a trainer and engines, the same as those of a run.
+"""Tinker's API for one model: a trainer and engines, the same as those of a run.
 
 One training client has the trainer at a time. Its requests are executed in the order in which they arrive.
 The engines serve one version of the weights at a time:
@@ -57,7 +57,7 @@ Execute = Callable[[], Awaitable[Any]]
 
 
 class ServedPolicy(NamedTuple):
-    """What the service must know of its model.
+    """Properties of the service's model.
 
     Args:
         name: in requests and replies.
@@ -97,7 +97,7 @@ class Sampler:
 
     weights: str
     model_id: str = ""
-    """Of a client in flight, which gets the newest weights of this model."""
+    """Id of a client in flight, which gets the newest weights of this model."""
 
 
 @dataclass(eq=False)
@@ -117,7 +117,7 @@ class ClientSession:
     heard_s: float
     samplers: dict[str, Sampler] = field(default_factory=dict)
     asked: dict[str, Asked] = field(default_factory=dict)
-    """By request id, as long as the results are kept."""
+    """Requests by id, as long as the results are kept."""
     newest: dict[str, int] = field(default_factory=dict)
     """The highest number of a request, by training client."""
     num_open = 0
@@ -164,7 +164,7 @@ class TinkerService:
         self._training: Training | None = None
         self._trainer_turn = asyncio.Lock()
         self._trainer_weights = BASE
-        """As Sampler.weights; empty: they are not published."""
+        """Weights of the trainer, as in Sampler.weights; empty: they are not published."""
         self._served = BASE
         self._loading = asyncio.Lock()
         self._num_running, self._changed = 0, Signal()
@@ -338,7 +338,7 @@ class TinkerService:
         return {"sampling_session_id": sampler_id}
 
     def info(self, model_id: str) -> dict[str, Any]:
-        """What a training client asks of its model. Raises Unknown."""
+        """Return the description of a training client's model. Raises Unknown."""
         self.check_model(model_id)
         lora = self.policy.lora
         model = {"model_name": self.policy.name, "tokenizer_id": str(self.policy.path)}

@@ -22,7 +22,7 @@ from tailrace.types import Sample, SamplingParams
 INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
 """`loss_fn_inputs` of a loss beside target_tokens."""
 OF_RATIO = ("advantages", "logprobs")
-"""Those of all other losses."""
+"""Inputs of all other losses."""
 UNKNOWN = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
 UNKNOWN += ["record_stability_info", "prompt_logprobs_last_n"]
 ADAM = {"learning_rate": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1e9)}

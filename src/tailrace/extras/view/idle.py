@@ -55,7 +55,7 @@ class IdleShare(NamedTuple):
     cause: str
     seconds: float
     share: float
-    """Of the recorded time."""
+    """Share of the recorded time."""
 
 
 def idle_times(timeline: Timeline) -> list[IdleTime]:
@@ -104,7 +104,7 @@ def _times(work: Iterable[Interval]) -> Intervals:
 
 
 def covered(work: Iterable[Interval]) -> Intervals:
-    """When at least one piece of the work went on."""
+    """Return the times at which at least one piece of the work went on."""
     return union(_times(work))
 
 

@@ -53,7 +53,7 @@ class RunView:
             self._pace.update(self._log.all[-1])
 
     def payload(self) -> dict[str, Any]:
-        """What the page shows, as JSON."""
+        """Return the contents of the page, as JSON."""
         newest = self._log.all[-1] if self._log.all else None
         state = state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
         work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
@@ -104,7 +104,7 @@ class RunView:
             self._row_defects.append(Defect("metrics.jsonl", len(lines) + 1, TORN))
 
     def _cost(self) -> str:
-        """What the run has cost so far and what is left of its budget, in words; empty without prices."""
+        """Describe the cost of the run so far and the rest of its budget; empty without prices."""
         costs = [cost for row in self._rows if (cost := row.get("cost/total")) is not None]
         folder = RunFolder(self._folder)
         prices = folder.read_config().prices if costs and folder.config.exists() else None
@@ -116,7 +116,7 @@ class RunView:
         yield from (*self._row_defects, *self._samples.defects)
 
     def _derived(self) -> dict[str, Any]:
-        """What follows from the run log."""
+        """Return the contents that follow from the run log."""
         lives = self._log.all
         idle = [each for life in lives for each in idle_times(life)]
         recorded_s = sum(life.end_s - life.first_round_s for life in lives)
@@ -186,7 +186,7 @@ def _times(lives: Sequence[Timeline], kind: str, verb: str) -> list[tuple[float,
 
 
 def _stragglers(timeline: Timeline) -> Iterator[Straggler]:
-    """Of each round in which at least two samples began and ended."""
+    """Yield the straggler of each round in which at least two samples began and ended."""
     responses = [each for each in timeline.requests if each.is_response]
     ends = [each.end_s for each in responses]
     for round in timeline.rounds:

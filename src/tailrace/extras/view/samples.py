@@ -30,7 +30,7 @@ class Defect(NamedTuple):
 
 
 class SampleLine(msgspec.Struct):
-    """What the list shows of a sample, a line of a samples file."""
+    """A sample in the list: a line of a samples file."""
 
     id: str
     step: int

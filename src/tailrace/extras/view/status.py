@@ -27,7 +27,7 @@ SILENT_S = 15.0
 """A live run writes its events every 2 s. Longer silence has a reason."""
 
 LATE_S = 20.0
-"""Nothing is late before."""
+"""Seconds before which no work counts as late."""
 TIMES_MEDIAN = 4.0
 """Work of the trainer is late after so many times its median."""
 TIMES_LONGEST = 2.0
@@ -107,8 +107,7 @@ class OpenWork(NamedTuple):
 
 
 class Pace:
-    """How long each engine has generated no token, by the counts that a live run keeps up to date in a
-    folder."""
+    """Seconds in which each engine generated no token, by the counts of a live run in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -142,8 +141,8 @@ class Pace:
 
 
 def open_work(timeline: Timeline, pauses: Iterable[tuple[str, float, float]] = ()) -> list[OpenWork]:
-    """What a run does, what is late first. Nothing is late in a simulation, which records no waits. The
-    pauses are those of `Pace.pauses`."""
+    """Return the open work of a run, late work first. Nothing is late in a simulation, which records no
+    waits. The pauses are those of `Pace.pauses`."""
     waits = [_wait(timeline, *wait) for wait in islice(timeline.waits.items(), MAX_WAITS)]
     requests = [*_engines_without_tokens(timeline, pauses)] or [*_requests(timeline)]
     found = [*waits, *_nothing(timeline), *requests, *_rewards(timeline), *_stages(timeline)]
@@ -243,8 +242,8 @@ def advisories(
     state: RunStatus | None = None,
     work: Sequence[OpenWork] = (),
 ) -> list[Advisory]:
-    """What the last optimizer steps and the newest process of the run show. `work`: what is open, or was open
-    when the process last wrote."""
+    """Return advice from the last optimizer steps and the newest process of the run. `work`: the open work,
+    or that at the process's last write."""
     recent = steps[-NUM_STEPS:]
     found: list[Advisory] = []
     if timeline and state:

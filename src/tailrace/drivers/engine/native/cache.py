@@ -20,8 +20,7 @@ SMALLEST = 80
 GROWTH = 1.6
 
 Block = list[Tensor]
-"""Keys and values of the first N positions, [K, N, D] each: of the first layer, of the second, and so
-on."""
+"""Keys and values of the first N positions, [K, N, D] each, layer after layer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,13 +32,13 @@ class Sequence:
     """Prompt and completion."""
     num_prompt: int
     noise_stream: int
-    """Of the request's seed (sampler.py)."""
+    """Stream of random numbers, from the request's seed (sampler.py)."""
     sampling: SamplingParams
     greedy: bool = False
     pin: int | None = None
     """The version of the weights; None: the newest."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the last tokens: those that are not yet in an output."""
+    """Log-probs of the last tokens, which are not yet in an output."""
     prompt_version: int | None = None
     """The weights that computed the cached prompt; None if they are not known."""
 
@@ -95,8 +94,7 @@ class Tier:
         return [piece[slot, :, :num_tokens] for piece in self.pieces]
 
     def remove(self, sequence: Sequence, num_tokens: int = 0) -> Iterator[Tensor]:
-        """Free the sequence's slot. Yield copies of its first positions; each piece is freed as the iterator
-        comes to it."""
+        """Free the sequence's slot. Yield copies of its first positions; the iterator frees each piece."""
         slot = self.sequences.index(sequence)
         last = self.sequences.pop()
         if last is not sequence:

@@ -113,7 +113,7 @@ class NativeEngine:
         self._path, self._adapter_scale, self._num_versions = path, adapter_scale, num_versions
         self._version, self._num_prefilled, self._decoded = 0, 0, DecodeSums()
         self._adapters: dict[int, Lora] = {0: {}}
-        """Of the versions that it serves, the newest last."""
+        """Adapters of the versions that it serves, the newest last."""
         self._finished: list[GenerationOutput] = []
         """The outputs that the next step returns."""
         self.refused: list[str] = []
@@ -122,7 +122,7 @@ class NativeEngine:
         """Tokens since the start."""
         self._scored: dict[Sequence, Block] = {}  # the prefix that `score` computed last
         self._last_step_s: float | None = None
-        """When the last step ended, if requests remained."""
+        """End of the last step, if requests remained."""
 
     @property
     def idle(self) -> bool:

@@ -68,7 +68,7 @@ class Matrix:
 
 
 Lora = Mapping[Matrix, tuple[Tensor, Tensor]]
-"""Of each adapted matrix, the factors of what is added to its transpose, [in, R] and [R, out]."""
+"""Factors of each adapted matrix: their product is added to its transpose, [in, R] and [R, out]."""
 
 
 def _has_copy(weight: Tensor) -> bool:
@@ -94,8 +94,7 @@ class Layer:
     down: Matrix
 
     def parts(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Views of the weights by their Hugging Face names within the block. `sizes`: the rows of q, k and
-        v."""
+        """Views of the weights by their Hugging Face names in the block. `sizes`: the rows of q, k, v."""
         gate, up = self.gate_up.weight.chunk(2)
         parts = {
             "input_layernorm.weight": self.input_norm,

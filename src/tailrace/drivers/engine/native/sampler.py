@@ -79,8 +79,8 @@ def draw(
 
 
 def _choose_in_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """As `_choose`: of a large vocabulary first a block, then one of its tokens. Cumulative sums in float64
-    over all tokens would take the larger part of a draw."""
+    """Choose from a large vocabulary: first a block, then one of its tokens. Cumulative sums in float64 over
+    all tokens would take the larger part of a draw."""
     if weights.shape[1] <= MIN_BLOCKS * BLOCK:
         return _choose(weights, uniforms)[0]
     blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)

@@ -42,7 +42,7 @@ class Scheduler:
         self.num_preempted = 0
         self._settings = settings
         self._ids: set[str] = set()
-        """Of all sequences that wait or run."""
+        """Ids of all sequences that wait or run."""
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the waiting ones. Raises ValueError if one with its id waits or runs."""

@@ -1,4 +1,4 @@
-"""Which models the embedded engine can run. Imports no torch."""
+"""Models that the embedded engine can run. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from tailrace.model_folder import check_files, folder_error, read_config, rope_s
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the length of the sequence."""
+"""Types of rotary embeddings whose frequencies do not depend on the length of the sequence."""
 
 
 def check_model(path: Path) -> None:
