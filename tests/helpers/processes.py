@@ -5,14 +5,26 @@ from pathlib import Path
 
 
 def worker_of(controller: int, name: str) -> int:
-    """The process id of a worker. They are the children of the fork server."""
-    (found,) = (
+    """The process id of the one worker of this name."""
+    (found,) = workers_of(controller, name)
+    return found
+
+
+def workers_of(controller: int, name: str) -> set[int]:
+    """The process ids of the workers of this name. They are the children of the fork server."""
+    return {
         worker
         for child in children_of(controller)
         for worker in children_of(child)
-        if Path(f"/proc/{worker}/comm").read_text().strip() == name
-    )
-    return found
+        if name_of(worker) == name
+    }
+
+
+def name_of(process: int) -> str:
+    """The name that the kernel has for a process; "" where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    return ""
 
 
 def loader_of(controller: int) -> int:

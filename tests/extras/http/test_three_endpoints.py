@@ -1,41 +1,26 @@
 """Schedules on an engine of which only PipelineRL's three routes are open: our server, the others shut."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from helpers.served import TOKEN, served_here
 from helpers.small_run import EXAMPLES
 from tailrace.config import load_config
 from tailrace.drivers.assembly.running import train
 from tailrace.errors import ConfigError
 from tailrace.extras.http.engine import TOKEN_VARIABLE
 from tailrace.extras.http.pipelinerl import CHAT, CONNECT, UPDATE
+from tailrace.extras.serve import app
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import RunSummary
 
-TOKEN = "a-token-of-the-tests"
-SERVER = """
-import sys
-from starlette.responses import Response
-from tailrace.cli import main
-from tailrace.extras.serve import app
-make_app, routes = app.make_app, sys.argv[1].split()
-def shut(*arguments):
-    whole = make_app(*arguments)
-    async def only(scope, receive, send):
-        open = scope["type"] != "http" or scope["path"] in routes
-        await (whole if open else Response(status_code=404))(scope, receive, send)
-    return only
-app.make_app = shut
-sys.exit(main(["serve", *sys.argv[2:]]))
-"""
 OVERRIDES = {
     "run.rounds": "12",
     "run.group_size": "8",
@@ -59,14 +44,21 @@ def slow(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    words = [sys.executable, "-c", SERVER, f"{CHAT} {CONNECT} {UPDATE}"]
-    words += [str(EXAMPLES / "quickstart" / "model"), "--port", "0", "--dtype", "float32"]
-    environment = os.environ | {TOKEN_VARIABLE: TOKEN}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        _, url = process.stdout.readline().split()
-        yield url
-        process.terminate()
+    whole, routes = app.make_app, (CHAT, CONNECT, UPDATE)
+
+    def shut(*arguments: Any) -> ASGIApp:
+        answer = whole(*arguments)
+
+        async def only(scope: Scope, receive: Receive, send: Send) -> None:
+            is_open = scope["type"] != "http" or scope["path"] in routes
+            await (answer if is_open else Response(status_code=404))(scope, receive, send)
+
+        return only
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "make_app", shut)
+        with served_here(EXAMPLES / "quickstart" / "model", "--dtype", "float32") as url:
+            yield url
 
 
 @pytest.mark.parametrize("name", ["pipelinerl", *(slow(name) for name in SCHEDULES if name != "pipelinerl")])

@@ -1,4 +1,4 @@
-"""One real server for all tests of this folder, and an engine in this process to compare it with."""
+"""A real server for the tests of a file, and an engine in this process to compare it with."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serve_cases import CHAT_TEMPLATE, MODEL_NAME, TOKEN, Served, served
+from serve_cases import CHAT_TEMPLATE, MODEL_NAME
 
+from helpers.served import TOKEN, served_here
 from helpers.tiny_models import letter_tokenizer, save_tiny_model
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.engine.native.engine import NativeEngine
@@ -25,25 +26,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def server(folder: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """Of the server."""
     options = ["--weights-folder", str(folder / "weights"), "--served-model-name", MODEL_NAME]
-    with served(folder / "model", *options) as server:
-        yield server
+    with served_here(folder / "model", *options) as url:
+        yield url
 
 
 @pytest.fixture
-def http(server: Served) -> Iterator[httpx.Client]:
+def http(url: str) -> Iterator[httpx.Client]:
     """Bears the token."""
     headers = {"authorization": f"Bearer {TOKEN}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[openai.OpenAI]:
+def client(url: str) -> Iterator[openai.OpenAI]:
     """The official client, without the token."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 

@@ -1,12 +1,6 @@
-"""Starting servers, and what an engine in this process generates for the same requests."""
+"""What clients of a server send, and what an engine in this process generates for the same requests."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import httpx
 
@@ -14,41 +8,10 @@ from tailrace.contracts.engine import GenerationOutput, GenerationRequest
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.types import SamplingParams
 
-TOKEN, MODEL_NAME = "a-token-of-the-tests", "tiny"
+MODEL_NAME = "tiny"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CONTEXT = 512
 """Tokens of the model's context."""
-
-
-@dataclass
-class Served:
-    """A server process."""
-
-    url: str
-    process: "subprocess.Popen[str]"
-
-
-@contextmanager
-def served(model: Path, *options: str, token: str | None = TOKEN) -> Iterator[Served]:
-    """Run `tailrace serve` on a free port.
-
-    Args:
-        token: in its environment; None: it makes one.
-    """
-    environment = {key: value for key, value in os.environ.items() if key != "TAILRACE_TOKEN"}
-    if token:
-        environment["TAILRACE_TOKEN"] = token
-    command = [sys.executable, "-m", "tailrace.cli", "serve", str(model), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
-    try:
-        assert process.stdout is not None
-        label, url = process.stdout.readline().split()
-        assert label == "serving"
-        yield Served(url, process)
-    finally:
-        process.terminate()
-        assert process.wait() in (1, 143)
-        process.stdout.close()  # type: ignore[union-attr]
 
 
 def update(http: httpx.Client, info: dict[str, object], label: str) -> None:

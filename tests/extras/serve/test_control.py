@@ -13,8 +13,9 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serve_cases import TOKEN, generated, restore, update
+from serve_cases import generated, restore, update
 
+from helpers.served import TOKEN
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.weights import Link, ProcessGroupSettings
 from tailrace.drivers.weights.process_group import ProcessGroupSender
@@ -83,8 +84,8 @@ def under_way(http, *streams, clear_cache="false"):
             each.result(60)
 
 
-def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server, http):
-    streams = [Stream(server.url, 300, seed) for seed in range(8)]
+def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(url, http):
+    streams = [Stream(url, 300, seed) for seed in range(8)]
     with under_way(http, *streams):
         assert http.get("/is_paused").json() == {"is_paused": True}
         update(http, {"location": "new/model.safetensors"}, "7")
@@ -97,8 +98,8 @@ def test_an_update_in_flight_ends_nothing_and_each_token_has_its_version(server,
 
 
 @pytest.mark.parametrize(("clear", "kv"), [("false", "keep"), ("true", "recompute")])
-def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder, native, clear, kv):
-    stream = Stream(server.url, 300)
+def test_the_cache_is_kept_or_recomputed_as_the_pause_says(url, http, folder, native, clear, kv):
+    stream = Stream(url, 300)
     with under_way(http, stream, clear_cache=clear):
         update(http, {"location": "new"}, "7")
     native.submit(GenerationRequest("x", PROMPT, (), 0, sampling=SamplingParams(300)))
@@ -114,8 +115,8 @@ def test_the_cache_is_kept_or_recomputed_as_the_pause_says(server, http, folder,
     assert stream.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_pipelinerls_update_needs_no_pause(server, http, native):
-    stream = Stream(server.url, 500)
+def test_pipelinerls_update_needs_no_pause(url, http, native):
+    stream = Stream(url, 500)
     with under_way(http, stream):
         assert http.post("/resume").status_code == 200
         reply = http.post("/request_weight_update", json={"version": 9, "location": "new"})
@@ -147,12 +148,12 @@ for version in (3, 4):
 """A trainer that has torch and nothing of this package."""
 
 
-def test_a_trainer_without_this_package_makes_the_group_and_sends_weights(server, http, folder, native):
+def test_a_trainer_without_this_package_makes_the_group_and_sends_weights(url, http, folder, native):
     file = folder / "weights/new/model.safetensors"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-c", TRAINER, server.url, TOKEN, str(file), str(port)]
+    words = [sys.executable, "-c", TRAINER, url, TOKEN, str(file), str(port)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == ['{"status":"ok"}'] * 3, done.stderr
     native.load(load_file(file), version=4, kv="recompute")
@@ -210,16 +211,16 @@ def test_weights_arrive_over_a_process_group(http, folder, native):
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 20}]
 
 
-def test_a_pause_that_aborts_ends_requests_with_their_tokens(server, http):
-    stream = Stream(server.url, 500)
+def test_a_pause_that_aborts_ends_requests_with_their_tokens(url, http):
+    stream = Stream(url, 500)
     with under_way(http, stream):
         assert http.post("/pause", params={"mode": "abort"}).json() == {"status": "paused"}
     assert stream.finish == "abort"
     assert 0 < len(stream.ids) < 500
 
 
-def test_a_pause_that_waits_completes_requests_and_holds_new_ones(server, http):
-    first, second = Stream(server.url, 300), Stream(server.url, 5)
+def test_a_pause_that_waits_completes_requests_and_holds_new_ones(url, http):
+    first, second = Stream(url, 300), Stream(url, 5)
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(first.read)
         first.begun.wait(60)

@@ -67,11 +67,11 @@ def test_logprobs_come_only_when_asked_for(http):
     assert generate(http)["choices"][0]["logprobs"] is None
 
 
-def test_a_renderers_client_parses_the_reply(server, native):
+def test_a_renderers_client_parses_the_reply(url, native):
     (expected,) = generated(native, [PROMPT], 8, seed=2)
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             return await renderers.client.generate(
                 client=client,
                 renderer=DefaultRenderer(letter_tokenizer(CHAT_TEMPLATE)),
@@ -89,7 +89,7 @@ def test_a_renderers_client_parses_the_reply(server, native):
     assert reply["finish_reason"] == "length"
 
 
-def test_256_streams_at_once_get_all_their_tokens(server, native):
+def test_256_streams_at_once_get_all_their_tokens(url, native):
     prompts = [[number % 61, 7, number // 61] for number in range(NUM_STREAMS)]
     expected = generated(native, prompts, NUM_TOKENS)
 
@@ -109,7 +109,7 @@ def test_256_streams_at_once_get_all_their_tokens(server, native):
 
     async def all_streams():
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120) as client:
             return await asyncio.gather(*(stream(client, number) for number in range(NUM_STREAMS)))
 
     found = asyncio.run(all_streams())
@@ -142,7 +142,7 @@ def test_an_aborted_request_ends_with_the_tokens_it_has(http, route, name):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_requests_of_a_client_that_has_gone_are_aborted(server, http, stream):
+def test_the_requests_of_a_client_that_has_gone_are_aborted(url, http, stream):
     sampling = {"max_tokens": 508, "n": 64}
     body = {"token_ids": PROMPT, "stream": stream, "sampling_params": sampling}
     asked = http.build_request("POST", "/inference/v1/generate", json=body)

@@ -1,6 +1,7 @@
 """Who may change weights and state, and what the server makes of hostile requests and files."""
 
 import asyncio
+import errno
 import pickle
 import socket
 import stat
@@ -10,8 +11,8 @@ import httpx
 import pytest
 from fastapi import APIRouter, HTTPException, Request
 from pydantic import ValidationError
-from serve_cases import TOKEN
 
+from helpers.served import TOKEN
 from tailrace.cli import main
 from tailrace.contracts.engine import GenerationRequest, Usage
 from tailrace.contracts.weights import expected_tensors
@@ -32,8 +33,8 @@ OPEN_POSTS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate
 
 
 @pytest.fixture
-def anonymous(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def anonymous(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
@@ -262,9 +263,9 @@ def test_prompts_under_way_have_a_limit():
     asyncio.run(run())
 
 
-def test_the_server_listens_on_loopback_unless_told_otherwise(server):
-    assert server.url.startswith("http://127.0.0.1:")
-    assert ServeSettings(served_model_name="x").host == "127.0.0.1"
+def test_the_server_listens_on_loopback_alone_unless_told_otherwise(url):
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.2", httpx.URL(url).port)) == errno.ECONNREFUSED
 
 
 LIMIT = ServeSettings(served_model_name="x").max_body_bytes

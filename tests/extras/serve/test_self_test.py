@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from serve_cases import TOKEN, Served, served
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from helpers.served import TOKEN, served_here
 from helpers.tiny_models import letter_tokenizer, tiny_model
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
@@ -62,16 +62,16 @@ def _unrounded(path: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[dict[DTYPE, Served]]:
+def servers(folder: Path) -> Iterator[dict[DTYPE, str]]:
     """One for each type, with what the trainer of the float32 model publishes."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN_VARIABLE, TOKEN)
         options = ("--weights-folder", str(folder), "--dtype")
-        yield {dtype: stack.enter_context(served(folder / dtype, *options, dtype)) for dtype in DTYPES}
+        yield {dtype: stack.enter_context(served_here(folder / dtype, *options, dtype)) for dtype in DTYPES}
 
 
 def checked(
-    servers: dict[DTYPE, Served],
+    servers: dict[DTYPE, str],
     served_dtype: DTYPE,
     folder: Path,
     policy: TorchReference,
@@ -79,8 +79,7 @@ def checked(
     fault: Callable[[list[float]], list[float]] = list,
 ) -> None:
     """Run the self-test of a server against a trainer's policy."""
-    server = servers[served_dtype]
-    settings = VllmEngineSettings(urls=(server.url,), dtype=served_dtype)
+    settings = VllmEngineSettings(urls=(servers[served_dtype],), dtype=served_dtype)
     vocabulary = read_config(folder / served_dtype)["vocab_size"]
     expected = Expected(settings, SAMPLING, vocabulary, CONTEXT, trained_dtype)
 
@@ -97,7 +96,7 @@ def checked(
     async def main() -> None:
         engine = HttpEngine(
             "engine-0",
-            JoinedServer(server.url),
+            JoinedServer(servers[served_dtype]),
             lambda client: detect(client, SAMPLING, ()),
             health_timeout_s=60.0,
             check=check,
@@ -119,7 +118,7 @@ def trainer(model: Path, dtype: DTYPE = "float32", temperature: float = 1.0) -> 
 
 @every_pair
 def test_a_server_of_the_trainers_weights_passes_in_every_type(
-    servers: dict[DTYPE, Served], folder: Path, served_dtype: DTYPE, trained_dtype: DTYPE
+    servers: dict[DTYPE, str], folder: Path, served_dtype: DTYPE, trained_dtype: DTYPE
 ) -> None:
     checked(servers, served_dtype, folder, trainer(folder / "float32", trained_dtype), trained_dtype)
 
@@ -138,7 +137,7 @@ def without_a_tensor(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("served_dtype", DTYPES)
 @pytest.mark.parametrize("change", [another_seed, without_a_tensor])
 def test_a_server_with_other_weights_is_refused(
-    servers: dict[DTYPE, Served],
+    servers: dict[DTYPE, str],
     folder: Path,
     served_dtype: DTYPE,
     change: Callable[[PreTrainedModel], None],
@@ -156,7 +155,7 @@ def test_a_server_with_other_weights_is_refused(
 
 @pytest.mark.parametrize("served_dtype", DTYPES)
 def test_log_probs_at_another_temperature_are_refused(
-    servers: dict[DTYPE, Served], folder: Path, served_dtype: DTYPE
+    servers: dict[DTYPE, str], folder: Path, served_dtype: DTYPE
 ) -> None:
     with pytest.raises(ConfigError, match="off the trainer's by"):
         checked(servers, served_dtype, folder, trainer(folder / "float32", temperature=0.8))
@@ -164,7 +163,7 @@ def test_log_probs_at_another_temperature_are_refused(
 
 @pytest.mark.parametrize("served_dtype", DTYPES)
 def test_log_probs_of_the_next_token_are_refused(
-    servers: dict[DTYPE, Served], folder: Path, served_dtype: DTYPE
+    servers: dict[DTYPE, str], folder: Path, served_dtype: DTYPE
 ) -> None:
     policy = trainer(folder / "float32")
     with pytest.raises(ConfigError, match="off the trainer's by"):
@@ -172,7 +171,7 @@ def test_log_probs_of_the_next_token_are_refused(
 
 
 def test_a_float32_server_whose_log_probs_have_the_errors_of_bfloat16_is_refused(
-    servers: dict[DTYPE, Served], folder: Path
+    servers: dict[DTYPE, str], folder: Path
 ) -> None:
     """0.04 in the mean is what a bfloat16 server of SmolLM2-135M has."""
 

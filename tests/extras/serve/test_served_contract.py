@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serve_cases import CONTEXT, MODEL_NAME, TOKEN, Served, served
+from serve_cases import CONTEXT, MODEL_NAME
 
 from helpers.engine_contract import EngineContract, Main
 from helpers.processes import worker_of
+from helpers.served import TOKEN, served
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tailrace.contracts.engine import Engine, TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
@@ -48,17 +50,19 @@ async def in_files(weights: Weights, link: Link) -> None:
 
 @dataclass
 class Joined:
-    """Two engines over two servers that run already."""
+    """Two engines over two servers that run already: one in this process, one in its own."""
 
     runner: asyncio.Runner
     weights: Path
-    servers: Sequence[Served]
+    process: "subprocess.Popen[str]"
     engines: list[SupervisedEngine]
 
     @classmethod
-    async def open(cls, runner: asyncio.Runner, folder: Path, servers: Sequence[Served]) -> "Joined":
+    async def open(
+        cls, runner: asyncio.Runner, folder: Path, urls: Sequence[str], process: "subprocess.Popen[str]"
+    ) -> "Joined":
         """Join the servers; every self-test runs on both."""
-        joined, urls = cls(runner, folder / "weights", servers, []), [server.url for server in servers]
+        joined = cls(runner, folder / "weights", process, [])
         expected = Expected(VllmEngineSettings(urls=tuple(urls)), SAMPLING, VOCABULARY, CONTEXT)
 
         async def check(engine: HttpEngine) -> None:
@@ -106,21 +110,18 @@ class Joined:
 
 
 @pytest.fixture(scope="module")
-def joined(server: Served, folder: Path) -> Iterator[Joined]:
+def joined(url: str, folder: Path) -> Iterator[Joined]:
     options = ["--weights-folder", str(folder / "weights"), "--served-model-name", MODEL_NAME]
     with (
-        served(folder / "model", *options) as other,
+        served(folder / "model", *options) as (other, process),
         pytest.MonkeyPatch.context() as patch,
         asyncio.Runner() as runner,
     ):
         patch.setenv(TOKEN_VARIABLE, TOKEN)
-        joined = runner.run(Joined.open(runner, folder, [server, other]))
+        joined = runner.run(Joined.open(runner, folder, [url, other], process))
         yield joined
         for engine in joined.engines:
             runner.run(engine.close())
-    # The other tests of this server expect the label of a fresh one.
-    relabelled = {"headers": {"authorization": f"Bearer {TOKEN}"}, "json": {"new_version": "default"}}
-    httpx.post(f"{server.url}/update_weight_version", **relabelled)  # type: ignore[arg-type]
 
 
 class TestServedEngine(EngineContract):
@@ -149,6 +150,5 @@ def test_what_the_client_finds_out(joined: Joined) -> None:
 
 def test_a_server_whose_engine_dies_ends(joined: Joined) -> None:
     """It comes last: the server is gone."""
-    server = joined.servers[1].process
-    os.kill(worker_of(server.pid, "engine"), signal.SIGKILL)
-    assert server.wait(DEADLINE_S) == 1
+    os.kill(worker_of(joined.process.pid, "engine"), signal.SIGKILL)
+    assert joined.process.wait(DEADLINE_S) == 1

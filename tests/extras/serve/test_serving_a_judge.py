@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from serve_cases import MODEL_NAME, Served, generated
+from serve_cases import MODEL_NAME, generated
 
 from helpers.tiny_models import LETTERS
 from tailrace.contracts.reward import Call
@@ -15,10 +15,10 @@ from tailrace.extras.judges.settings import EndpointJudgeSettings
 CALL = Call("", "ABC", [], "stop", {"answer": "DE"})
 
 
-def settings(server: Served, model: str = MODEL_NAME) -> EndpointJudgeSettings:
+def settings(url: str, model: str = MODEL_NAME) -> EndpointJudgeSettings:
     return EndpointJudgeSettings(
         kind="endpoint",
-        url=f"{server.url}/v1",
+        url=f"{url}/v1",
         model=model,
         template="{completion}{answer}",
         pattern="(.)",
@@ -27,9 +27,9 @@ def settings(server: Served, model: str = MODEL_NAME) -> EndpointJudgeSettings:
     )
 
 
-def test_a_served_engine_judges(server: Served, native: NativeEngine) -> None:
+def test_a_served_engine_judges(url: str, native: NativeEngine) -> None:
     async def main() -> list[Verdict]:
-        judge = EndpointJudge(settings(server), 60.0)
+        judge = EndpointJudge(settings(url), 60.0)
         try:
             return await asyncio.gather(*(judge.judge(CALL) for _ in range(3)))
         finally:
@@ -40,6 +40,6 @@ def test_a_served_engine_judges(server: Served, native: NativeEngine) -> None:
     assert asyncio.run(main()) == [Verdict(1.0, answer)] * 3
 
 
-def test_a_model_that_is_not_served_is_refused(server: Served) -> None:
+def test_a_model_that_is_not_served_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="'other': the endpoint has no such model; choose from tiny"):
-        asyncio.run(check_endpoint(settings(server, "other"), 60.0, CALL))
+        asyncio.run(check_endpoint(settings(url, "other"), 60.0, CALL))
