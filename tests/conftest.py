@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small_run import write_small_run
+
 TESTS = Path(__file__).parent
 SLOW = ("benchmarks", "reproductions")
 """Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
@@ -44,3 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def place(item: pytest.Item, long: Sequence[str] = LONG) -> int:
     name = item.path.relative_to(TESTS).as_posix()
     return long.index(name) if name in long else len(long)
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    """The config of a run small enough for a test."""
+    return write_small_run(tmp_path)

@@ -12,11 +12,6 @@ from helpers.processes import children_of
 from helpers.small_run import start_training, wait_for_steps, write_small_run
 
 
-@pytest.fixture
-def config_path(tmp_path: Path) -> Path:
-    return write_small_run(tmp_path)
-
-
 @pytest.fixture(scope="session")
 def terminated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """A run in `out`, beside its config, that SIGTERM ended in its first round. The signal went to its
