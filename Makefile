@@ -95,10 +95,14 @@ test-ray: $(VENV)/dev.stamp
 gpu-check: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/gpu_check.py
 
+# The scripts are checked for names and arguments that the package does not have.
+LOOSE = $(addprefix --disable-error-code=,arg-type assignment call-overload dict-item func-returns-value import-not-found index list-item misc no-any-return no-untyped-call operator return-value type-arg union-attr var-annotated)
+
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=src:benchmarks:tests:. $(BIN)/mypy --explicit-package-bases --follow-imports=silent $(LOOSE) benchmarks
 
 # No extras but pytest: the core dependencies must do. The environment lies outside the repository, so that nothing is
 # imported from src/ by accident.

@@ -24,7 +24,7 @@ from typing import Any
 
 from common import run, write
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "tinker"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "extras" / "tinker"))
 from tinker_cases import KEY, Server
 
 FIGURES = {"reward": "env/all/reward/total", "correct": "env/all/correct"}

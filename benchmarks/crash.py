@@ -260,7 +260,7 @@ class Victim:
         unknown = set(recorded) ^ set(trained)
         return Found(
             abs(counted_tokens(self.folder / "counts") - known),
-            twice.total(),
+            sum(twice.values()),
             len(lost) + len(unknown) + self.forgotten,
         )
 
@@ -742,7 +742,8 @@ def crash_frozen(cases: int, seed: int, task: str) -> dict[str, float]:
                 break
             options = OPTIONS | HEALTHY | WITH_REQUESTS | {"run.eval_every": "0"}
             if schedule == "service":
-                victim: FrozenVictim = stack.enter_context(closing(ServiceVictim(Path(name), options)))
+                (folder := Path(name, "service")).mkdir()  # its run is named april, too
+                victim: FrozenVictim = stack.enter_context(closing(ServiceVictim(folder, options)))
             else:
                 options |= ADAPTERS if schedule in PINNED else {"engine.replicas": "2"}
                 victim = FrozenVictim(schedule, FROZEN[schedule], Path(name), options)

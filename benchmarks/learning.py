@@ -37,7 +37,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import version
@@ -301,4 +300,4 @@ def compact(result: Result) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    run(main)

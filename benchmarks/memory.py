@@ -112,7 +112,7 @@ async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
             await trainer.step()
         await trainer.publish(1)
         await (written or await trainer.save(folder / "checkpoint"))
-        return [peak_of(each.process.pid) for each in workers]
+        return [peak_of(each.process.pid) for each in workers]  # type: ignore[attr-defined]
     finally:
         await trainer.close()
 

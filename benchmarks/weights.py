@@ -58,8 +58,8 @@ from tailrace.extras.http.servers import HttpEngines
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path += str(TESTS), str(TESTS / "engine" / "vllm")
-NUM_SEQUENCES, NUM_TOKENS = 32, 192
+sys.path += str(TESTS), str(TESTS / "extras" / "http" / "vllm")
+NUM_SEQUENCES, NUM_TOKENS, MAX_CONTEXT = 32, 192, 512
 NUM_DECODED, DECODED_TOKENS = 64, 12
 """Sequences and tokens of the decode steps that a probe is compared with."""
 SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
@@ -120,18 +120,20 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
         pairs: dict[str, Pair] = {name: (native, trainer) for name, trainer in trainers.items()}
         urls: tuple[str, ...] = ()
         for name, trainer in trainers.items() if vllm_python else ():
-            settings = VllmEngineSettings(
+            server = VllmEngineSettings(
                 python=vllm_python, urls=urls, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}
             )
             engines = HttpEngines(
                 model,
-                settings,
+                server,
                 SAMPLING,
-                adapter=None,
                 spawner=LocalSpawner(logs),
                 devices=[None],
-                min_context=512,
+                min_context=MAX_CONTEXT,
+                max_context=MAX_CONTEXT,
+                decode=lambda ids: " ".join(map(str, ids)),  # no stop strings
                 trainer=trainer,
+                trainer_settings=TrainerSettings(),
             )
             engine = await engines.begin(f"vllm-{name}", 0)
             stack.push_async_callback(engine.close)
@@ -287,11 +289,11 @@ def main(
             where = f"{num_parameters / 1e6:.2f}M parameters, cpu, 1 thread a process"
             print(f"{each}: {NUM_SEQUENCES} sequences under way; {where}")
             sizes[each] = clock.run(measure(folder / "model", folder, repeats, vllm_python), virtual=False)
-            for transport, found in sizes[each].items():
+            for transport, updated in sizes[each].items():
                 print(
-                    f"  {transport:18} publish {1e3 * found.publish_s:7.1f} ms; pause"
-                    f" {1e3 * found.pause_s:7.1f} ms; {found.tokens_lost} tokens lost;"
-                    f" {found.bytes / 1e6:.1f} MB; {where}"
+                    f"  {transport:18} publish {1e3 * updated.publish_s:7.1f} ms; pause"
+                    f" {1e3 * updated.pause_s:7.1f} ms; {updated.tokens_lost} tokens lost;"
+                    f" {updated.bytes / 1e6:.1f} MB; {where}"
                 )
     report = {
         transport: asdict(last) | {"sizes": {each: asdict(found[transport]) for each, found in sizes.items()}}

@@ -18,29 +18,46 @@ if TYPE_CHECKING:
     from tailrace.controller.run import Run
     from tailrace.errors import ConfigError, Interrupted, TailraceError
     from tailrace.record.summary import RunSummary
+    from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+    from tailrace.schedules.parameters import require
+    from tailrace.types import Group, Prompt, Sample
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AtMost",
     "ConfigError",
+    "Frontier",
+    "FrontierFirst",
+    "Group",
     "Interrupted",
+    "Prompt",
     "Run",
     "RunConfig",
     "RunSummary",
+    "Sample",
     "TailraceError",
     "load_config",
+    "require",
     "simulate",
     "train",
 ]
 
 _MODULES = {
+    "AtMost": "rollout.admission",
     "ConfigError": "errors",
+    "Frontier": "rollout.admission",
+    "FrontierFirst": "rollout.admission",
+    "Group": "types",
     "Interrupted": "errors",
+    "Prompt": "types",
     "Run": "controller.run",
     "RunConfig": "config",
     "RunSummary": "record.summary",
+    "Sample": "types",
     "TailraceError": "errors",
     "load_config": "api",
+    "require": "schedules.parameters",
     "simulate": "api",
     "train": "api",
 }
