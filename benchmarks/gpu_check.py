@@ -252,11 +252,12 @@ def float32_attention(folder: Path, device: str) -> str | None:
 
 def _trainer(folder: Path, **settings: object) -> Any:
     from tailrace.algo.base import AlgorithmSettings
+    from tailrace.contracts.sampling import SamplingSettings
     from tailrace.contracts.trainer import TrainerSettings
     from tailrace.drivers.trainer.trainer import TorchTrainer
 
     given = TrainerSettings.model_validate({"dtype": "bfloat16", **settings})
-    return TorchTrainer(folder, given, AlgorithmSettings(), temperature=1.0, max_completion_tokens=1024)
+    return TorchTrainer(folder, given, AlgorithmSettings(), SamplingSettings(max_completion_tokens=1024))
 
 
 def _group(number: int, length: int) -> list[Any]:

@@ -26,6 +26,7 @@ import torch
 from common import QWEN3, run, save_model, write
 from engine_peers import Generate, Requests, native
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
@@ -59,8 +60,8 @@ def trainer_of(folder: Path, length: int, **settings: object) -> TorchTrainer:
         "max_tokens_per_microbatch": max(length, 16_384),
         **settings,
     }
-    limits = {"temperature": 1.0, "max_completion_tokens": length}
-    return TorchTrainer(folder, TrainerSettings.model_validate(given), AlgorithmSettings(), **limits)
+    sampling = SamplingSettings(max_completion_tokens=length)
+    return TorchTrainer(folder, TrainerSettings.model_validate(given), AlgorithmSettings(), sampling)
 
 
 def train(folder: Path, name: str, repeats: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.reward import Call
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.native.engine import NativeEngine
@@ -31,7 +32,9 @@ from tailrace.record.figures import TENTHS, Lags
 from tailrace.types import Group, Sample, SampleId, noise_seed
 
 K, WARM_STEPS, UPDATES, SLOTS, DECAYS = 8, 24, 24, 2048, (1.0, 0.95, 0.9, 0.8, 0.5, 0.0)
-ADVANTAGES = ComputeAdvantages(AlgorithmSettings(name="reinforce"), max_completion_tokens=200)
+ADVANTAGES = ComputeAdvantages(
+    AlgorithmSettings(name="reinforce"), SamplingSettings(max_completion_tokens=200)
+)
 
 
 class Study:

@@ -19,6 +19,7 @@ import torch
 
 from common import run, save_model, write
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
@@ -65,8 +66,7 @@ def measure(shape: dict[str, int], num_groups: int, repeats: int) -> dict[str, f
         num_parameters = save_model(Path(folder), **shape)
         settings = TrainerSettings(learning_rate=1e-6, max_grad_norm=1.0)
         algorithm = AlgorithmSettings(clip_low=0.2, clip_high=0.2)
-        limits = {"temperature": 1.0, "max_completion_tokens": 512}
-        trainer = TorchTrainer(Path(folder), settings, algorithm, **limits)
+        trainer = TorchTrainer(Path(folder), settings, algorithm, SamplingSettings(max_completion_tokens=512))
     times = []
     for _ in range(3 + repeats):
         started = time.perf_counter()

@@ -21,6 +21,7 @@ from typing import Literal
 from reproductions.base import Collected, Figure, Kind, Paper, Span, Table, parameters
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulation import Simulated, simulate
@@ -132,7 +133,7 @@ def compare(setting: Setting, seed: int = 0) -> tuple[Simulated, Simulated, floa
         settings=RunSettings(rounds=ROUNDS, group_size=K, seed=seed),
         sharing=DeviceSharing("colocated"),
         warm_up_rounds=WARM_UP_ROUNDS,
-        compute_advantages=ComputeAdvantages(algorithm, MAX_TOKENS),
+        compute_advantages=ComputeAdvantages(algorithm, SamplingSettings(max_completion_tokens=MAX_TOKENS)),
     )
     baseline, with_april = schedules(setting.algorithm)
     before, after = run(baseline), run(with_april, sinks=[started, ended])

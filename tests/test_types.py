@@ -3,7 +3,19 @@
 import pytest
 
 from helpers.episodes import answer, two_turns
-from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, batched, noise_seed, samples_of
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.types import (
+    Group,
+    Prompt,
+    Sample,
+    SampleId,
+    SamplingParams,
+    Span,
+    Turn,
+    batched,
+    noise_seed,
+    samples_of,
+)
 
 
 def group_of(num_samples: int, need: int | None = None) -> Group:
@@ -137,6 +149,9 @@ def test_an_episode_as_chat_messages() -> None:
 def test_the_room_of_a_turn_ends_at_its_own_limit_or_at_that_of_the_completion() -> None:
     sample = Sample(SampleId(0, 0, 0), Group(Prompt(0, [1, 2]), 1, []))
     sample.grow(3, version=0)
-    assert sample.room(10) == 7 and sample.room(3) == 0
+    ten, three = (SamplingSettings(max_completion_tokens=limit) for limit in (10, 3))
+    assert ten.room(sample) == 7 and three.room(sample) == 0
     sample.turn_limit = 5
-    assert sample.room(10) == 2
+    assert ten.room(sample) == 2
+    sample.sampling = SamplingParams(max_completion_tokens=4)
+    assert ten.room(sample) == 1

@@ -6,10 +6,13 @@ import pytest
 
 from tailrace.algo.advantages import ComputeAdvantages, overlong_penalty
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 REWARDS = (1.0, 0.0, 0.5, None)
 LENGTHS = (10, 9, 2, 4)
+
+SAMPLING = SamplingSettings(max_completion_tokens=10)
 
 
 def group(rewards: tuple[float | None, ...] = REWARDS) -> Group:
@@ -26,9 +29,7 @@ def group(rewards: tuple[float | None, ...] = REWARDS) -> Group:
 
 
 def advantages(made: Group, **settings: object) -> list[float]:
-    assert (
-        ComputeAdvantages(AlgorithmSettings.model_validate(settings), max_completion_tokens=10)(made) is None
-    )
+    assert ComputeAdvantages(AlgorithmSettings.model_validate(settings), SAMPLING)(made) is None
     return [sample.advantage for sample in made.trainable]
 
 
@@ -40,7 +41,7 @@ def test_only_samples_with_a_reward_are_compared() -> None:
 
 def test_a_group_of_equal_rewards_is_filtered_by_the_filter_only() -> None:
     equal = group((1.0, 1.0, None, 1.0))
-    assert ComputeAdvantages(AlgorithmSettings(filter="zero_variance"), 10)(equal) == "zero variance"
+    assert ComputeAdvantages(AlgorithmSettings(filter="zero_variance"), SAMPLING)(equal) == "zero variance"
     assert advantages(equal) == [0.0, 0.0, 0.0]
 
 
@@ -53,7 +54,7 @@ def test_the_overlong_penalty_is_in_the_advantage_and_not_in_the_reward() -> Non
 
 
 def test_the_filter_ignores_the_overlong_penalty() -> None:
-    dapo = ComputeAdvantages(AlgorithmSettings(name="dapo"), max_completion_tokens=10)
+    dapo = ComputeAdvantages(AlgorithmSettings(name="dapo"), SAMPLING)
     assert dapo(group((0.0, 0.0, 0.0, 0.0))) == "zero variance"
 
 
@@ -73,7 +74,7 @@ def test_a_kl_in_the_loss_leaves_the_reward_alone() -> None:
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("advantage", ["group", "none", "rloo", "gae"])
 def test_a_group_with_a_reward_that_is_not_finite_is_refused(reward: float, advantage: str) -> None:
-    compute = ComputeAdvantages(AlgorithmSettings.model_validate({"advantage": advantage}), 10)
+    compute = ComputeAdvantages(AlgorithmSettings.model_validate({"advantage": advantage}), SAMPLING)
     assert compute(group((reward, -reward, 1.0))) == "reward not finite"
 
 
@@ -83,7 +84,7 @@ def test_a_huge_reward_has_a_finite_advantage_where_it_is_divided_by_the_deviati
 
 @pytest.mark.parametrize("advantage", ["none", "rloo", "gae"])
 def test_a_group_with_an_advantage_too_large_for_its_gradient_is_refused(advantage: str) -> None:
-    compute = ComputeAdvantages(AlgorithmSettings.model_validate({"advantage": advantage}), 10)
+    compute = ComputeAdvantages(AlgorithmSettings.model_validate({"advantage": advantage}), SAMPLING)
     made = group((1e308, 0.0, 0.0, 0.0))
     assert compute(made) == "reward too large"
     assert [sample.advantage for sample in made.samples] == [0.0] * 4
@@ -93,7 +94,7 @@ def test_a_kl_that_overflows_is_a_reason_and_no_crash() -> None:
     made = group((1.0, 0.0))
     made.samples[0].reference_logprobs = [2000.0] * 10
     settings = AlgorithmSettings(kl_coef=1.0, kl_in="reward", kl_estimator="k3", advantage="none")
-    assert ComputeAdvantages(settings, 10)(made) == "reward too large"
+    assert ComputeAdvantages(settings, SAMPLING)(made) == "reward too large"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_the_overlong_penalty_grows_from_30k_to_32k_as_pipelinerl_has_it() -> No
 
 
 def test_one_sample_a_prompt_is_compared_with_the_samples_of_its_step() -> None:
-    over_step = ComputeAdvantages(AlgorithmSettings(name="one_sample"), max_completion_tokens=10)
+    over_step = ComputeAdvantages(AlgorithmSettings(name="one_sample"), SAMPLING)
     groups = [group((reward,)) for reward in (1.0, 0.0, 0.0, 1.0)]
     assert [over_step(each) for each in groups] == [None] * 4
     samples = [each.samples[0] for each in groups]
@@ -127,7 +128,7 @@ def test_one_sample_a_prompt_is_compared_with_the_samples_of_its_step() -> None:
 def test_penalties_are_in_the_advantages_of_a_step() -> None:
     over_step = ComputeAdvantages(
         AlgorithmSettings(name="one_sample", overlong_buffer=0.5, overlong_penalty=1.0),
-        max_completion_tokens=10,
+        SAMPLING,
     )
     samples = group((1.0, 1.0)).samples  # of 10 and 9 tokens
     assert over_step(samples[0].group) is None
@@ -138,5 +139,5 @@ def test_penalties_are_in_the_advantages_of_a_step() -> None:
 def test_a_step_of_one_sample_has_an_advantage_of_zero() -> None:
     (sample,) = group((1.0,)).samples
     sample.advantage = 1.0
-    ComputeAdvantages(AlgorithmSettings(name="one_sample"), 10).of_step([sample])
+    ComputeAdvantages(AlgorithmSettings(name="one_sample"), SAMPLING).of_step([sample])
     assert sample.advantage == 0.0

@@ -13,6 +13,7 @@ from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import Usage
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
@@ -30,6 +31,7 @@ from tailrace.schedules import SCHEDULES
 from tailrace.settings import Settings
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import (
+    DEFAULT_MAX_TOKENS,
     SimEngineSettings,
     SimLengthSettings,
     SimRewardSettings,
@@ -329,7 +331,8 @@ def simulate(
     """
     outcome = into or Outcome()
     algorithm = algorithm or AlgorithmSettings()
-    compute_advantages = ComputeAdvantages(algorithm, sim.lengths.max_tokens)
+    sampling = SamplingSettings(max_completion_tokens=sim.lengths.max_tokens or DEFAULT_MAX_TOKENS)
+    compute_advantages = ComputeAdvantages(algorithm, sampling)
 
     async def main() -> None:
         reference = algorithm.needs_reference

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tailrace.contracts.environments import Completion, EpisodeOver, Message
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.errors import EnvironmentFailed
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId, Turn
@@ -30,12 +32,12 @@ class Engine:
             sample.finish_reason = "stop"
 
 
-def episode(sample: Sample, engine: Engine, **limits: int) -> Episode:
+def episode(sample: Sample, engine: Engine, **limits: Any) -> Episode:
     def observe(messages: Sequence[Message], last_id: int | None) -> list[int]:
         assert last_id == END
         return [7] * len(messages)
 
-    bounds = {"max_completion_tokens": 100, "max_context_tokens": 100, "parking_timeout_s": 5, **limits}
+    bounds = {"sampling": SamplingSettings(), "max_context_tokens": 100, "parking_timeout_s": 5, **limits}
     return Episode(sample, engine.serve, observe, lambda ids: " ".join(map(str, ids)), **bounds)  # type: ignore[arg-type]
 
 
@@ -173,9 +175,11 @@ def test_a_call_without_a_recorded_result_is_made_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_completion_tokens": 3}, {"max_context_tokens": 6}], ids=lambda limits: next(iter(limits))
+    "limits",
+    [{"sampling": SamplingSettings(max_completion_tokens=3)}, {"max_context_tokens": 6}],
+    ids=lambda limits: next(iter(limits)),
 )
-def test_an_episode_without_room_is_over_each_time_it_is_played(limits: dict[str, int]) -> None:
+def test_an_episode_without_room_is_over_each_time_it_is_played(limits: dict[str, Any]) -> None:
     sample, engine = new_sample(), Engine()
     for _ in range(2):
         with pytest.raises(EpisodeOver):

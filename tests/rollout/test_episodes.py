@@ -18,6 +18,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now
 from tailrace.contracts import environments as base
 from tailrace.contracts.environments import EpisodeOver, Policy
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulation import simulated_parts
@@ -66,9 +67,12 @@ class Calls:
         return act
 
 
+SHORT = SamplingSettings(max_completion_tokens=20)
+
+
 def episodes(environment: base.Environment, **changes: Any) -> Episodes:
-    limits = {"max_completion_tokens": 10**6, "max_context_tokens": 10**6, "max_failures": 100}
-    settings: dict[str, Any] = {**limits, "parking_timeout_s": 60.0, **changes}
+    limits = {"sampling": SamplingSettings(max_completion_tokens=10**6), "max_context_tokens": 10**6}
+    settings: dict[str, Any] = {**limits, "max_failures": 100, "parking_timeout_s": 60.0, **changes}
     return Episodes(environment, lambda messages, last: [0] * OBSERVED, lambda ids: "", **settings)
 
 
@@ -415,11 +419,9 @@ def test_an_error_of_an_engine_is_no_failure_of_the_environment() -> None:
         simulate(one_group, ONE_GROUP, EXACT, parts=parts)
 
 
-@pytest.mark.parametrize(
-    ("limits", "num_turns"), [({"max_completion_tokens": 20}, 2), ({"max_context_tokens": 27}, 2)]
-)
+@pytest.mark.parametrize(("limits", "num_turns"), [({"sampling": SHORT}, 2), ({"max_context_tokens": 27}, 2)])
 def test_an_episode_without_room_for_another_turn_ends_and_counts_as_cut_off(
-    limits: dict[str, int], num_turns: int
+    limits: dict[str, Any], num_turns: int
 ) -> None:
     sample = the_sample(simulate(one_group, ONE_GROUP, EXACT, parts=world(Calls(), **limits)))
     assert (len(sample.turns), sample.finish_reason, sample.failure) == (num_turns, "length", None)
@@ -433,9 +435,7 @@ def test_an_environment_may_reward_an_episode_without_room() -> None:
             except EpisodeOver:
                 return base.Outcome(0.5)
 
-    sample = the_sample(
-        simulate(one_group, ONE_GROUP, EXACT, parts=world(Lenient(), max_completion_tokens=20))
-    )
+    sample = the_sample(simulate(one_group, ONE_GROUP, EXACT, parts=world(Lenient(), sampling=SHORT)))
     assert (sample.reward, sample.finish_reason) == (0.5, "length")
 
 

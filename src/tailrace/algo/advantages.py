@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tailrace.algo.base import AlgorithmSettings, KLEstimator
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.types import Group, Sample
 
 EPSILON = 1e-4
@@ -93,8 +94,7 @@ class ComputeAdvantages:
     """
 
     settings: AlgorithmSettings
-    max_completion_tokens: int
-    """Length limit of a completion."""
+    sampling: SamplingSettings
 
     def __call__(self, group: Group) -> str | None:
         """Set the advantages of the group's trainable samples. Return None, or a reason: "zero variance"
@@ -131,7 +131,7 @@ class ComputeAdvantages:
         if settings.overlong_penalty:
             reward -= overlong_penalty(
                 sample.num_tokens,
-                max_completion_tokens=self.max_completion_tokens,
+                max_completion_tokens=self.sampling.max_completion_tokens,
                 buffer=settings.overlong_buffer,
                 penalty=settings.overlong_penalty,
             )
@@ -141,7 +141,7 @@ class ComputeAdvantages:
         return reward
 
 
-GRPO = ComputeAdvantages(AlgorithmSettings(), max_completion_tokens=1)
+GRPO = ComputeAdvantages(AlgorithmSettings(), SamplingSettings())
 """The defaults, which do not depend on the length limit."""
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.settings import RunPath, Settings
 from tailrace.types import Prompt
 
@@ -187,7 +188,7 @@ def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSett
 
 
 def longest_sequence(
-    data: DataSettings, *, max_completion_tokens: int, max_context_tokens: int, unbounded_prompt: int
+    data: DataSettings, sampling: SamplingSettings, *, max_context_tokens: int, unbounded_prompt: int
 ) -> int:
     """Tokens of the longest sequence of a run without an environment of several turns, prompt included.
 
@@ -196,7 +197,7 @@ def longest_sequence(
         unbounded_prompt: tokens that a prompt counts where no `max_prompt_tokens` bounds it.
     """
     prompts = [source.max_prompt_tokens or unbounded_prompt for source in sources_of(data)]
-    return min(max_context_tokens, max(prompts) + max_completion_tokens)
+    return min(max_context_tokens, max(prompts) + sampling.max_completion_tokens)
 
 
 class Prompts(Protocol):

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tailrace.settings import Settings
+from tailrace.types import Sample
 
 
 class SamplingSettings(Settings):
@@ -25,3 +26,8 @@ class SamplingSettings(Settings):
     token is the last token of the completion."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings, not empty, that end a completion when they appear in its text."""
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that may still come in the turn of a sample that is generated now; not above 0: none."""
+        limit = (sample.sampling or self).max_completion_tokens
+        return int(min(limit, sample.turn_limit)) - sample.num_tokens

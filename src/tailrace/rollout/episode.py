@@ -13,6 +13,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Policy
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.errors import EnvironmentFailed
 from tailrace.turns import Branch, Turn, branches_of
 from tailrace.types import Sample
@@ -38,7 +39,7 @@ class Episode(Policy):
     """The policy in one episode.
 
     Args:
-        max_completion_tokens: of all turns together.
+        sampling: its limit of tokens is that of all turns together.
         max_context_tokens: of the prompt, the turns and the environment together, in each branch.
         parking_timeout_s: for which an action under way is awaited when the episode is parked.
         written: awaited before an action begins and before its result is used.
@@ -53,7 +54,7 @@ class Episode(Policy):
         observe: Observe,
         decode: Decode,
         *,
-        max_completion_tokens: int,
+        sampling: SamplingSettings,
         max_context_tokens: int,
         parking_timeout_s: float,
         written: Written = not_written,
@@ -62,7 +63,7 @@ class Episode(Policy):
     ) -> None:
         self._written = written
         self._sample, self._serve, self._observe, self._decode = sample, serve, observe, decode
-        self._max_completion_tokens, self._max_context_tokens = max_completion_tokens, max_context_tokens
+        self._sampling, self._max_context_tokens = sampling, max_context_tokens
         self._parking_timeout_s, self._rewritten = parking_timeout_s, rewritten
         self._max_branches = max_branches
         self.id = sample.id
@@ -182,7 +183,7 @@ class Episode(Policy):
         """Raises EpisodeOver if no turn fits after a context of so many tokens."""
         sample = self._sample
         is_full = num_context >= self._max_context_tokens
-        if is_cut_off or is_full or sample.num_tokens >= self._max_completion_tokens:
+        if is_cut_off or is_full or sample.num_tokens >= self._sampling.max_completion_tokens:
             sample.finish_reason = "length"
             raise EpisodeOver
 

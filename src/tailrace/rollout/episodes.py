@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tailrace.clock import now
 from tailrace.contracts.environments import Environment, EpisodeOver, Outcome
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
@@ -26,7 +27,7 @@ class Episodes:
     """Plays samples with an environment.
 
     Args:
-        observe, max_completion_tokens, max_context_tokens, parking_timeout_s: as Episode.
+        observe, sampling, max_context_tokens, parking_timeout_s: as Episode.
         decode: text of token ids.
         max_failures: consecutive episodes that fail, which end the run.
         episode_timeout_s: of one episode, without the time in which the policy generates. None: no limit.
@@ -42,8 +43,8 @@ class Episodes:
         environment: Environment,
         observe: Observe,
         decode: Callable[[Sequence[int]], str],
+        sampling: SamplingSettings,
         *,
-        max_completion_tokens: int,
         max_context_tokens: int,
         parking_timeout_s: float,
         max_failures: int,
@@ -56,7 +57,7 @@ class Episodes:
         self._environment, self._observe, self._decode = environment, observe, decode
         self._episode = partial(
             Episode,
-            max_completion_tokens=max_completion_tokens,
+            sampling=sampling,
             max_context_tokens=max_context_tokens,
             parking_timeout_s=parking_timeout_s,
             max_branches=max_branches,

@@ -23,6 +23,7 @@ from trl_reference import (
 )
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer import model
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -47,8 +48,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
         tmp_path / "model",
         settings,
         AlgorithmSettings.model_validate(algorithm),
-        temperature=TEMPERATURE,
-        max_completion_tokens=MAX_TOKENS,
+        SamplingSettings(temperature=TEMPERATURE, max_completion_tokens=MAX_TOKENS),
     )
     samples = [TrainingSample(SampleId(0, 0, i), **s) for i, s in enumerate(reference_samples())]
     # A sum over tokens is larger than a mean: the fused kernel's rounding moves it by 1.9e-6.

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import Ranks
@@ -51,8 +52,7 @@ def make_torch_trainer(
         model,
         TrainerSettings.model_validate(rest),
         AlgorithmSettings.model_validate(own),
-        temperature=temperature,
-        max_completion_tokens=MAX_TOKENS,
+        SamplingSettings(temperature=temperature, max_completion_tokens=MAX_TOKENS),
         ranks=place,
     )
 

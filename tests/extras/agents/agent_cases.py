@@ -7,6 +7,7 @@ from typing import Any
 
 from tailrace.contracts.data import RowsSettings
 from tailrace.contracts.environments import Environment
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer, text_of
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import AgentSettings
@@ -70,7 +71,7 @@ def episode(sample: Sample, script: Script, *, max_context_tokens: int = 512) ->
         script.serve,
         Chat(TOKENIZER, "agent", {}, "user").observe,
         text_of(TOKENIZER),
-        max_completion_tokens=256,
+        sampling=SamplingSettings(),
         max_context_tokens=max_context_tokens,
         parking_timeout_s=0.0,
     )

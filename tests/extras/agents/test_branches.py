@@ -12,6 +12,7 @@ from characters import tokenizer
 
 from tailrace.contracts.data import RowsSettings
 from tailrace.contracts.environments import EpisodeOver, Outcome
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import text_of
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import AgentSettings
@@ -25,7 +26,11 @@ CHARACTERS = tokenizer(QWEN3)
 START, END = CHARACTERS.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 ENCODER = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), CHARACTERS, 4096)
 OBSERVE = Chat(CHARACTERS, "agent", {}).observe
-LIMITS: Any = {"max_completion_tokens": 999, "max_context_tokens": 4096, "parking_timeout_s": 0.0}
+LIMITS: Any = {
+    "sampling": SamplingSettings(max_completion_tokens=999),
+    "max_context_tokens": 4096,
+    "parking_timeout_s": 0.0,
+}
 USER = {"role": "user", "content": "1+1?"}
 SURE = {"role": "user", "content": "sure?"}
 TURNS = ("<think>\nhm\n</think>\n\n2", "<think>\nno\n</think>\n\n3", "<think>\noh\n</think>\n\n4")

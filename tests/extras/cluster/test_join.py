@@ -17,6 +17,7 @@ from helpers.stand_in import StandInJob
 from helpers.worker_cases import TRAINER, make_samples, workers
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats
 from tailrace.contracts.weights import ProcessGroupSettings
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -105,7 +106,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
         there = execute(trained())
         said = [each.communicate(timeout=30)[0] for each in (one, two, three)]
         assert [each.returncode for each in (one, two, three)] == [0, 0, 0], said
-    here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), temperature=1.0, max_completion_tokens=40)
+    here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), SamplingSettings(max_completion_tokens=40))
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
     stats = here.step()
     assert (there.loss, there.grad_norm) == pytest.approx((stats.loss, stats.grad_norm), rel=1e-5)

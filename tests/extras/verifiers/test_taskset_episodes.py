@@ -10,6 +10,7 @@ from chatty_model import CALLS, END, chatty_tokenizer
 
 from tailrace.contracts.data import TasksetSettings
 from tailrace.contracts.environments import Environment, Outcome
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import VerifiersSettings
 from tailrace.errors import EnvironmentFailed
@@ -59,8 +60,16 @@ class Script:
         sample.finish_reason = "stop"
 
     def episode(self, sample: Sample) -> Episode:
-        limits = {"max_completion_tokens": 500, "max_context_tokens": 4000}
-        return Episode(sample, self.serve, CHAT.observe, decode, **limits, parking_timeout_s=5.0)
+        sampling = SamplingSettings(max_completion_tokens=500)
+        return Episode(
+            sample,
+            self.serve,
+            CHAT.observe,
+            decode,
+            sampling=sampling,
+            max_context_tokens=4000,
+            parking_timeout_s=5.0,
+        )
 
 
 def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None) -> Sample:

@@ -118,7 +118,7 @@ async def open_episodes(
             environment,
             _chat(config, tokenizer).observe,
             text_of(tokenizer),
-            max_completion_tokens=config.sampling.max_completion_tokens,
+            config.sampling,
             max_context_tokens=context_length(config.model.path),
             parking_timeout_s=settings.parking_timeout_s,
             max_failures=settings.max_failures,

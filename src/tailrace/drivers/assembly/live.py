@@ -114,8 +114,8 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     check_policy(config)
     for source in sources_of(config.data):
         check_lengths(
+            config.sampling,
             max_context_tokens=context_length(config.model.path),
-            max_completion_tokens=config.sampling.max_completion_tokens,
             max_prompt_tokens=source.max_prompt_tokens,
         )
     tokenizer = load_tokenizer(config.model.path)
@@ -359,7 +359,7 @@ async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
 def advantages_of(config: RunConfig) -> ComputeAdvantages:
     """Return what computes the advantages of a scored group."""
     assert config.sampling
-    return ComputeAdvantages(config.algorithm, config.sampling.max_completion_tokens)
+    return ComputeAdvantages(config.algorithm, config.sampling)
 
 
 @asynccontextmanager

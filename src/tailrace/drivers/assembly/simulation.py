@@ -11,6 +11,7 @@ from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Epochs
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.drivers.assembly.folder import recorder_of
@@ -212,7 +213,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         sharing=device_sharing(config, sim),
         prices=prices_of(config, sim),
     )
-    advantages = Advantages(config.algorithm, sim_max_tokens(config))
+    advantages = Advantages(config.algorithm, sim_sampling(config))
     return _executed(schedule, parts, config.run, recorder, advantages)
 
 
@@ -250,7 +251,7 @@ def without_rates(config: RunConfig) -> SimSettings:
     Raises a ConfigError if lengths cannot be read."""
     sim, lengths, cluster = config.sim, config.sim.lengths, config.sim.cluster
     law_of(lengths)
-    max_tokens = sim_max_tokens(config)
+    max_tokens = sim_sampling(config).max_completion_tokens
     taken = 1.0 if lengths.max_tokens else max_tokens / DEFAULT_MAX_TOKENS
     median_tokens = lengths.median_tokens or DEFAULT_MEDIAN_TOKENS * taken
     slots = sim.engines.slots or config.engine.max_num_seqs
@@ -270,7 +271,8 @@ def without_rates(config: RunConfig) -> SimSettings:
     return sim.model_copy(update=changes)
 
 
-def sim_max_tokens(config: RunConfig) -> int:
-    """Length limit of a completion in virtual time."""
-    limit = config.sampling.max_completion_tokens if config.sampling else DEFAULT_MAX_TOKENS
-    return config.sim.lengths.max_tokens or limit
+def sim_sampling(config: RunConfig) -> SamplingSettings:
+    """[sampling] with the length limit of a completion in virtual time."""
+    given = config.sampling or SamplingSettings(max_completion_tokens=DEFAULT_MAX_TOKENS)
+    limit = config.sim.lengths.max_tokens or given.max_completion_tokens
+    return given.model_copy(update={"max_completion_tokens": limit})

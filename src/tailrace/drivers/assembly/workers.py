@@ -225,12 +225,7 @@ async def _started(
         if not isinstance(engine, NativeEngineSettings):
             assert data and not isinstance(engine, TinkerEngineSettings)
             fills_context, room = isinstance(config.environment, EpisodeSettings), len(probe) + 1
-            longest = partial(
-                longest_sequence,
-                data,
-                max_completion_tokens=sampling.max_completion_tokens,
-                max_context_tokens=context,
-            )
+            longest = partial(longest_sequence, data, sampling, max_context_tokens=context)
             http_engines = HttpEngines(
                 model,
                 engine,

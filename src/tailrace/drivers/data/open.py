@@ -8,6 +8,7 @@ from tailrace.contracts.data import (
     Split,
     TasksetSettings,
 )
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.drivers.data.procedural import ProceduralPrompts, Task
 from tailrace.drivers.data.rows import MixedPrompts, RowPrompts
@@ -50,14 +51,14 @@ def open_prompts(
 
 
 def check_lengths(
-    *, max_context_tokens: int, max_completion_tokens: int, max_prompt_tokens: int | None = None
+    sampling: SamplingSettings, *, max_context_tokens: int, max_prompt_tokens: int | None = None
 ) -> None:
     """Check that prompts and completions of the configured lengths can fit the model's context at all. Raises
     a ConfigError if a completion, or a prompt, of the configured length fills the context alone.
     `max_context_tokens`: positions of the model, prompt and completion together."""
     remedy = f"choose at most {max_context_tokens - 1}, or a model with a longer context"
     for key, tokens in (
-        ("sampling.max_completion_tokens", max_completion_tokens),
+        ("sampling.max_completion_tokens", sampling.max_completion_tokens),
         ("data.max_prompt_tokens", max_prompt_tokens),
     ):
         if tokens is not None and tokens >= max_context_tokens:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.trainer import losses
 from tailrace.drivers.trainer.batch import LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.trainer.critic import Critic, token_advantages
@@ -156,8 +157,8 @@ class ForwardBackward:
     algorithm: AlgorithmSettings
     max_tokens_per_microbatch: int
     """Limit of input tokens."""
-    max_completion_tokens: int
-    """Length limit of a completion (Dr. GRPO divides by it)."""
+    sampling: SamplingSettings
+    """Dr. GRPO divides by the length limit."""
 
     def run(self, samples: Sequence[TrainingSample], *, weights_published: bool) -> list[TokenSums[Tensor]]:
         """Add the gradients of samples to their sum. Returns the statistics of each micro-batch of this rank.
@@ -243,9 +244,8 @@ class ForwardBackward:
         settings = self.algorithm
         masked = batch.carried if settings.mask_carried else torch.zeros_like(batch.carried)
         counted = (~masked).float()
-        weights = losses.token_weights(
-            counted, batch.num_tokens, settings.normalize, max_completion_tokens=self.max_completion_tokens
-        )
+        limit = self.sampling.max_completion_tokens
+        weights = losses.token_weights(counted, batch.num_tokens, settings.normalize, limit)
         advantages, critic_loss = self._advantages(batch, weights)
         old_logprobs = self.published.logprobs(batch) if self.published else batch.behavior_logprobs
         logprobs, entropy = self.policy.logprobs(batch)

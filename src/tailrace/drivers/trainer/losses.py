@@ -199,7 +199,7 @@ def value_loss(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def token_weights(
-    counted: Tensor, num_tokens: Tensor, normalize: Normalize, *, max_completion_tokens: int
+    counted: Tensor, num_tokens: Tensor, normalize: Normalize, max_completion_tokens: int
 ) -> Tensor:
     """Compute the weight of each token's loss in the sum: [C].
 

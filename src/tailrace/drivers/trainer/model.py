@@ -317,7 +317,7 @@ class PolicyModel:
 
     @classmethod
     def load(
-        cls, path: Path, settings: TrainerSettings, *, temperature: float, ranks: Ranks | None = None
+        cls, path: Path, settings: TrainerSettings, temperature: float, ranks: Ranks | None = None
     ) -> "PolicyModel":
         """Load a Hugging Face folder. `ranks`: over which it is sharded; None: this process has the model.
         Raises a ConfigError if the folder is incomplete or damaged, or the architecture cannot run packed."""

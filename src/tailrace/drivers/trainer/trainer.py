@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE
 from tailrace.drivers.trainer import checkpoint
@@ -46,9 +47,8 @@ class TorchTrainer:
         path: Path,
         settings: TrainerSettings,
         algorithm: AlgorithmSettings,
+        sampling: SamplingSettings,
         *,
-        temperature: float,
-        max_completion_tokens: int,
         ranks: Ranks | None = None,
     ) -> None:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
@@ -56,14 +56,14 @@ class TorchTrainer:
         self._settings, self._algorithm, self._copied_from = settings, algorithm, path
         self._ranks = ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
-        self._policy = policy = PolicyModel.load(path, settings, temperature=temperature, ranks=ranks)
+        self._policy = policy = PolicyModel.load(path, settings, sampling.temperature, ranks)
         if ranks.rank == 0:
             checkpoint.try_export(policy, path)
         self._critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._max_tokens = settings.max_tokens_per_microbatch
         self._forward_backward = ForwardBackward(
-            policy, self._critic, self._published, algorithm, self._max_tokens, max_completion_tokens
+            policy, self._critic, self._published, algorithm, self._max_tokens, sampling
         )
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device, ranks)

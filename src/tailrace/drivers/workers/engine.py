@@ -326,7 +326,6 @@ class RemoteEngine(EngineClient):
         """Extend the sample until it ends. A cancelled call returns once the engine has aborted the request
         and all tokens are in the sample. Cancelling it again in the meantime has no effect."""
         id, ids = str(sample.id), sample.turn_ids
-        limit = (sample.sampling or self.job.sampling).max_completion_tokens
         with _deaths():
             request = GenerationRequest(
                 id,
@@ -336,7 +335,7 @@ class RemoteEngine(EngineClient):
                 sample.greedy,
                 sampling=sample.sampling,
                 temperature=sample.temperature,
-                max_completion_tokens=len(ids) + sample.room(limit),
+                max_completion_tokens=len(ids) + self.job.sampling.room(sample),
                 pin=sample.pin,
             )
             self.worker.send(EngineWorker.submit, request)

@@ -329,8 +329,7 @@ class TrainerWorker(Worker):
                 job.model,
                 job.trainer,
                 job.algorithm,
-                temperature=job.sampling.temperature,
-                max_completion_tokens=job.sampling.max_completion_tokens,
+                job.sampling,
                 ranks=ranks,
             )
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)

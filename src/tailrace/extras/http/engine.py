@@ -134,7 +134,7 @@ class Connection:
     def room(self, sample: Sample) -> int:
         """Tokens that may still come in the sample's present turn; not above 0: none."""
         context = (self.dialect.max_context or inf) - sample.num_context_tokens
-        return int(min(sample.room(self.dialect.sampling.max_completion_tokens), context))
+        return int(min(self.dialect.sampling.room(sample), context))
 
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""

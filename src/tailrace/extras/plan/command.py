@@ -16,7 +16,7 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
-from tailrace.drivers.assembly.simulation import costs_given, sim_max_tokens, without_rates
+from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
 from tailrace.drivers.commands.tables import open_console, print_table, progress
 from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
@@ -176,7 +176,7 @@ def problem_of(config: RunConfig) -> Problem:
         max_lag=inf if limits.max_lag is None else limits.max_lag,
         max_length_bias=limits.max_length_bias,
         reference=config.algorithm.needs_reference,
-        compute_advantages=ComputeAdvantages(config.algorithm, sim_max_tokens(config)),
+        compute_advantages=ComputeAdvantages(config.algorithm, sim_sampling(config)),
         prices=config.prices and config.prices.unlimited,
     )
 

@@ -192,8 +192,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         algorithm: AlgorithmSettings,
         sampling: SamplingSettings,
     ) -> None:
-        self._service, self._settings, self._algorithm = service, settings, algorithm
-        self._max_tokens = sampling.max_completion_tokens
+        self._service, self._settings = service, settings
+        self._algorithm, self._sampling = algorithm, sampling
         self._training: Any = None
         self._num_steps = 0
         self._begin_step()
@@ -329,7 +329,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
             case "sample_mean":
                 weight = 1 / num_tokens
             case "fixed_length":
-                weight = 1 / self._max_tokens
+                weight = 1 / self._sampling.max_completion_tokens
             case _:
                 weight = 1.0
         ids = [*sample.prompt_ids, *sample.completion_ids]
@@ -380,7 +380,7 @@ class TinkerEngine(OnOtherDevices, Engine):
         self._num_running += 1
         try:
             while sample.finish_reason is None:
-                await self._extend(sample, sample.room(self._sampling.max_completion_tokens))
+                await self._extend(sample, self._sampling.room(sample))
         finally:
             self._num_running -= 1
 
