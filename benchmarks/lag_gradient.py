@@ -20,11 +20,11 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config
 from tailrace.contracts.engine import GenerationRequest
-from tailrace.contracts.reward import Call
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel

@@ -32,8 +32,8 @@ from tailrace.config import RunConfig
 from tailrace.drivers.assembly.memory import run_memory
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
-from tailrace.memory import ITEM_BYTES, gib
-from tailrace.types import Group, Prompt, Sample, SampleId
+from tailrace.memory import gib
+from tailrace.types import ITEM_BYTES, Group, Prompt, Sample, SampleId
 
 PROMPT_TOKENS = 8
 OVER = 0.05

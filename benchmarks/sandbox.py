@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from common import run, write
 from tailrace import clock
-from tailrace.contracts.reward import CodeSettings
+from tailrace.drivers.reward.settings import CodeSettings
 from tailrace.drivers.workers.process_tree import adopt_orphans, children_of
 from tailrace.errors import SandboxFailed
 from tailrace.extras.sandbox.sandbox import Sandbox, check_installed

@@ -38,9 +38,10 @@ from typing import Any, Literal
 
 from common import EXAMPLES, peak_pss, run, write
 from tailrace.api import load_config
-from tailrace.contracts.data import RowsSettings, Split
+from tailrace.contracts.data import Split
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.settings import RowsSettings
 
 SUMS = EXAMPLES / "smollm2"
 MODEL = EXAMPLES.parent / "models" / "SmolLM2-135M-Instruct"

@@ -43,13 +43,9 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import (
-    DTYPE,
-    FilesystemSettings,
-    ProcessGroupSettings,
-    SharedMemorySettings,
-)
+from tailrace.contracts.weights import DTYPE
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings, SharedMemorySettings
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker

@@ -4,8 +4,8 @@ other."""
 from pathlib import Path
 from typing import Literal
 
+from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget
-from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.memory import MIB
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.engine import Steps

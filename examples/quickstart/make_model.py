@@ -31,11 +31,11 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.config import load_config
-from tailrace.contracts.data import ProceduralSettings
 from tailrace.contracts.engine import EngineSettings, GenerationRequest, SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.data.procedural import Task, is_held_out
+from tailrace.drivers.data.settings import ProceduralSettings
 from tailrace.drivers.engine.native.engine import NativeEngine
 
 FOLDER = Path(__file__).parent

@@ -16,14 +16,14 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
-from tailrace.contracts.data import TASKSET_KEYS, DataSettings
-from tailrace.contracts.reward import RewardSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import SharedMemorySettings, WeightsSettings
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.data.settings import TASKSET_KEYS, DataSettings
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.environments.settings import EnvironmentSettings, SingleTurnSettings
+from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
 from tailrace.ledger.base import LedgerSettings

@@ -10,7 +10,6 @@ from pathlib import Path
 from tailrace.model_folder import context_length, read_config, tensor_shapes
 
 MIB, GIB = 2**20, 2**30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
 TRANSFORMERS_BYTES = 350 * MIB

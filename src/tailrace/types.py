@@ -21,6 +21,8 @@ from tailrace.turns import Turn as Turn
 T = TypeVar("T")
 
 KV = Literal["keep", "recompute"]
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by the name of its type."""
 
 
 class SampleId(NamedTuple):

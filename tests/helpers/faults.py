@@ -17,11 +17,12 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import Arrival
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings, TrainerSettings
-from tailrace.contracts.weights import DTYPE, Link, SharedMemorySettings, Weights, WeightsSettings
+from tailrace.contracts.weights import DTYPE, Link, Weights
 from tailrace.drivers.engine.native import engine as native
 from tailrace.drivers.engine.native import model as native_model
 from tailrace.drivers.engine.proof import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.calls import WorkerConnection
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner

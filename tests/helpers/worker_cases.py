@@ -9,14 +9,14 @@ from typing import Any
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import ModelSettings, RunConfig
-from tailrace.contracts.data import RowsSettings
-from tailrace.contracts.reward import RewardSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import SharedMemorySettings, WeightsSettings
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.workers import Workers, open_workers
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import LocalHostSettings
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalProcess, LocalSpawner

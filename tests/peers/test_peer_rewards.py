@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tailrace.contracts.data import RowsSettings
-from tailrace.contracts.reward import Call, RewardSettings
+from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.importing import import_function
 
 pytestmark = pytest.mark.peers

@@ -7,19 +7,14 @@ file imports no torch.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, Tag
-
-from tailrace.errors import TransferFailed, WeightsRefused
-from tailrace.memory import ITEM_BYTES
-from tailrace.model_folder import read_config, tensor_shapes
-from tailrace.settings import RunPath, Settings, default_tag
+from tailrace.errors import TransferFailed
+from tailrace.types import ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,70 +24,6 @@ KEPT_VERSIONS = 2
 """Publications that a sender keeps. Version n + 1 is written while engines may still read version n. Version
 n + 2 is written only after every engine has loaded version n + 1. An engine that comes back late loads the
 newest version."""
-_NAMED = 3
-"""Tensors that an error names, at most, of each kind of defect."""
-_NOT_TRAINED = ".rotary_emb.inv_freq"
-"""A buffer that old checkpoints contain; the model computes it."""
-
-
-class ProbeSettings(Settings):
-    """How publications are proven."""
-
-    probe_every: int = Field(default=1, ge=0)
-    """Every so many publications each engine proves that it has the new weights: by a checksum of each
-    tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
-    without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
-
-
-class SharedMemorySettings(ProbeSettings):
-    """Trainer and engines on one host: files in shared memory."""
-
-    transport: Literal["shared_memory"] = "shared_memory"
-    """Selects this transport."""
-
-
-class FilesystemSettings(ProbeSettings):
-    """A complete Hugging Face folder for each version, which any server can read. The last two are kept."""
-
-    transport: Literal["filesystem"] = "filesystem"
-    """Selects this transport."""
-    folder: RunPath | None = None
-    """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
-    Without it: `weights` in the run's folder."""
-    shard_bytes: int = Field(default=5_000_000_000, ge=1)
-    """Size of a safetensors file, at most, unless one tensor is larger."""
-
-
-class ProcessGroupSettings(ProbeSettings):
-    """A torch.distributed process group for each engine."""
-
-    transport: Literal["process_group"] = "process_group"
-    """Selects this transport."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: host memory and TCP. nccl: CUDA devices, not shared by trainer and engine."""
-    host: str = "127.0.0.1"
-    """The address of the trainer's host under which engines reach it. The trainer listens on it. There is no
-    authentication: a network that others can reach is not safe."""
-    bucket_bytes: int = Field(default=256 * 2**20, ge=1)
-    """Size of one message, at most, unless one tensor is larger; at least 1."""
-    message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
-    `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
-
-
-WeightsSettings = Annotated[
-    Annotated[SharedMemorySettings, Tag("shared_memory")]
-    | Annotated[FilesystemSettings, Tag("filesystem")]
-    | Annotated[ProcessGroupSettings, Tag("process_group")],
-    default_tag("shared_memory", "transport"),
-]
-
-
-def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
-    """Return the settings with a folder, where the transport needs one."""
-    if isinstance(settings, FilesystemSettings) and settings.folder is None:
-        return settings.model_copy(update={"folder": (run_folder / "weights").absolute()})
-    return settings
 
 
 class TensorInfo(NamedTuple):
@@ -244,38 +175,3 @@ async def send_and_load(sending: Coroutine[Any, Any, None], loading: Awaitable[N
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
-    """Return the tensors that a publication must have, from the headers of the served model's files. Raises a
-    ConfigError if the folder is incomplete or damaged."""
-    shapes = tensor_shapes(model)
-    if read_config(model).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return tuple(
-        TensorInfo(name, shape, dtype) for name, shape in shapes.items() if not name.endswith(_NOT_TRAINED)
-    )
-
-
-def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo]) -> None:
-    """Check that the offered tensors are the expected ones, in any order. Raises a WeightsRefused that names
-    those that are missing, extra, of another shape or of another type."""
-    have, want = ({tensor.name: tensor for tensor in tensors} for tensors in (offered, expected))
-    both = [(have[name], want[name]) for name in want if name in have]
-    defects = {
-        "missing": [name for name in want if name not in have],
-        "not in the model": [name for name in have if name not in want],
-        "of another shape": [
-            f"{a.name} {list(a.shape)} in place of {list(b.shape)}" for a, b in both if a.shape != b.shape
-        ],
-        "of another type": [
-            f"{a.name} {a.dtype} in place of {b.dtype}" for a, b in both if a.dtype != b.dtype
-        ],
-    }
-    found = [
-        f"{len(names)} {defect}: {', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
-        for defect, names in defects.items()
-        if names
-    ]
-    if found:
-        raise WeightsRefused(f"the published weights are not those of the model; {'; '.join(found)}")

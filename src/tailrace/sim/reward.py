@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
+from typing import Protocol
 
 from tailrace.contracts.reward import Rewards
 from tailrace.errors import RewardFailed
-from tailrace.extras.judges.simulated import SimJudge
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimCodeSettings, SimRewardSettings
@@ -20,12 +20,23 @@ REWARD, PROGRAM, CASE, RATE = 3, 4, 5, 6
 """Keys of random streams; world.py has the others."""
 
 
+class SharedJudge(Protocol):
+    """A judge on a device of the engines, in virtual time."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that have no score yet."""
+
+    async def score(self, num_tokens: int) -> None:
+        """Take the time to score a sequence of so many tokens."""
+
+
 def rewards_of(
     cost: SimRewardSettings,
     seed: int,
     anchors: Anchors,
     host: Host | None = None,
-    judges: Sequence[SimJudge] = (),
+    judges: Sequence[SharedJudge] = (),
 ) -> Rewards:
     """Return rewards that take virtual time.
 
@@ -66,7 +77,7 @@ class SimRewards:
 class SimJudgedRewards:
     """`Rewards` of one judge on each device of the engines. A text goes to the judge with the fewest."""
 
-    def __init__(self, cost: SimRewardSettings, judges: Sequence[SimJudge], seed: int) -> None:
+    def __init__(self, cost: SimRewardSettings, judges: Sequence[SharedJudge], seed: int) -> None:
         self._cost, self._judges, self._seed = cost, judges, seed
 
     async def score(self, sample: Sample) -> float:

@@ -9,7 +9,6 @@ import pytest
 
 from helpers.virtual import SIM, change, simulate
 from tailrace.config import RunConfig
-from tailrace.contracts.reward import RewardSettings
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.schedule import (
     bind,
@@ -19,6 +18,7 @@ from tailrace.drivers.assembly.schedule import (
     with_published_defaults,
 )
 from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.errors import ConfigError
 from tailrace.record.events import Stepped
 from tailrace.rollout.admission import FrontierFirst

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tests.drivers.data.conftest import character_tokenizer
 
-from tailrace.contracts.data import RowsSettings
 from tailrace.drivers.data.encoding import PromptEncoder, encode_up_to
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import BadRow, ConfigError
 
 SYSTEM = {"role": "system", "content": "Add."}

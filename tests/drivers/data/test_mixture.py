@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tailrace.contracts.data import MixtureSettings
 from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.data.rows import PAGE, MixedPrompts, shares
+from tailrace.drivers.data.settings import MixtureSettings
 from tailrace.types import Prompt
 
 

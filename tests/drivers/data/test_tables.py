@@ -2,9 +2,9 @@
 
 import pytest
 
-from tailrace.contracts.data import RowsSettings
 from tailrace.drivers.data import rows
 from tailrace.drivers.data.rows import open_table
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import ConfigError
 
 SPLITS = {name: [{"prompt": f"{name} {n}"} for n in range(3)] for name in ("train", "validation", "test")}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.drivers.data.conftest import character_tokenizer
 
-from tailrace.contracts.data import RowsSettings
 from tailrace.drivers.data.encoding import PromptEncoder, load_tokenizer
 from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import BadRow, ConfigError
 
 SMOLLM2_TEMPLATE = (

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.contracts.data import RowsSettings
-from tailrace.contracts.reward import Call, FunctionSettings, RewardSettings
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.reward import checkers
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import install
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.contracts.data import ProceduralSettings, RowsSettings
-from tailrace.contracts.reward import Call, FunctionSettings, RewardSettings
+from tailrace.drivers.data.settings import ProceduralSettings, RowsSettings
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import MAX_DETAIL, RewardFunction, Scorer
+from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed
 
 

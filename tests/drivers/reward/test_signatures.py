@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.contracts.data import ProceduralSettings
-from tailrace.contracts.reward import Call, FunctionSettings, RewardSettings
+from tailrace.drivers.data.settings import ProceduralSettings
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import RewardFunction, Scorer, recognise
+from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.types import Group, Prompt, Sample, SampleId
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.tiny_models import save_tiny_model
-from tailrace.contracts.weights import TensorInfo, Weights, expected_tensors, new_link
+from tailrace.contracts.weights import TensorInfo, Weights, new_link
 from tailrace.drivers.weights.filesystem import FilesystemSender
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.weights.transports import WeightReceiver
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 

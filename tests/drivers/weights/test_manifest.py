@@ -9,16 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
 from helpers.tiny_models import save_tiny_model
-from tailrace.contracts.weights import (
+from tailrace.contracts.weights import TensorInfo, Weights, send_and_load
+from tailrace.drivers.weights.manifest import check_tensors, expected_tensors
+from tailrace.drivers.weights.settings import (
     FilesystemSettings,
     SharedMemorySettings,
-    TensorInfo,
-    Weights,
     WeightsSettings,
-    check_tensors,
-    expected_tensors,
     in_run_folder,
-    send_and_load,
 )
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused

@@ -28,8 +28,9 @@ from transport_cases import (
     some_tensors,
 )
 
-from tailrace.contracts.weights import Address, Link, ProcessGroupSettings, Weights, new_link
+from tailrace.contracts.weights import Address, Link, Weights, new_link
 from tailrace.drivers.weights.process_group import ProcessGroupSender
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.drivers.weights.transports import WeightReceiver
 from tailrace.errors import ConfigError, TransferFailed

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tailrace.contracts.weights import Link, ProcessGroupSettings, TensorInfo, Weights
+from tailrace.contracts.weights import Link, TensorInfo, Weights
 from tailrace.drivers.weights.process_group import ProcessGroupSender
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.transports import WeightReceiver
 
 DEADLINE_S = 60.0

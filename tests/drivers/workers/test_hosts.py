@@ -9,16 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.contracts.reward import RewardSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings, TrainerSettings
-from tailrace.contracts.weights import (
+from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.weights.settings import (
     FilesystemSettings,
     ProcessGroupSettings,
     SharedMemorySettings,
     WeightsSettings,
 )
-from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings, VllmEngineSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings, RoleResources
 from tailrace.drivers.workers.engine import EngineJob
 from tailrace.drivers.workers.hosts import check_host, where_workers_run

@@ -17,9 +17,9 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings, TrainerSettings
-from tailrace.contracts.weights import SharedMemorySettings
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers.engine import EngineJob
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs

@@ -13,8 +13,9 @@ import pytest
 
 from helpers.episodes import two_turns
 from helpers.worker_cases import Letters, is_running, make_samples, until_gone
-from tailrace.contracts.data import RowsSettings
-from tailrace.contracts.reward import Call, FunctionSettings, RewardSettings, Scores
+from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.reward.calls import Call, Scores
+from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.process_tree import children_of

@@ -4,8 +4,9 @@ import torch
 
 from helpers.wire import connected
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import ProcessGroupSettings, new_link
+from tailrace.contracts.weights import new_link
 from tailrace.drivers.weights.process_group import ProcessGroupSender
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.transports import WeightReceiver
 from tailrace.drivers.workers.trainer import TrainerJob, TrainerWorker
 

@@ -20,14 +20,14 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import (
+from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.weights.settings import (
     FilesystemSettings,
     ProcessGroupSettings,
     SharedMemorySettings,
     WeightsSettings,
 )
-from tailrace.drivers.engine.native.engine import NativeEngine
-from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.workers.engine import EngineJob, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker

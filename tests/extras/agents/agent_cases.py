@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tailrace.contracts.data import RowsSettings
 from tailrace.contracts.environments import Environment
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer, text_of
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.extras.agents.history import Chat, RequestEncoder

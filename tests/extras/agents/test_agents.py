@@ -17,8 +17,8 @@ from agents_of_tests import TOOL
 
 from helpers.scripted import ScriptedPolicy
 from tailrace import clock
-from tailrace.contracts.data import RowsSettings
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Outcome
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.open import check_environment
 from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.drivers.environments.tools import parse_hermes

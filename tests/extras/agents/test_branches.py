@@ -10,10 +10,10 @@ import openai
 import pytest
 from characters import tokenizer
 
-from tailrace.contracts.data import RowsSettings
 from tailrace.contracts.environments import EpisodeOver, Outcome
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import text_of
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.errors import EnvironmentFailed

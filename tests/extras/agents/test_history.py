@@ -9,8 +9,8 @@ from agents_of_tests import TOOL
 from characters import tokenizer
 
 from helpers.tiny_models import letter_tokenizer
-from tailrace.contracts.data import MixedRowsSettings, MixtureSettings, RowsSettings
 from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.data.settings import MixedRowsSettings, MixtureSettings, RowsSettings
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
 from tailrace.extras.agents.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.types import Prompt

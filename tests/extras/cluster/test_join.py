@@ -19,9 +19,9 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats
-from tailrace.contracts.weights import ProcessGroupSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.workers.base import LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Hello, WorkerConnection
 from tailrace.drivers.workers.engine import EngineWorker

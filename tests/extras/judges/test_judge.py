@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from helpers.episodes import answer
-from tailrace.contracts.reward import Call, RewardSettings, check_sources
+from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.settings import (
+    EndpointJudgeSettings,
+    LocalJudgeSettings,
+    RewardSettings,
+    check_sources,
+)
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.endpoint import (
     NoFunctions,
@@ -18,7 +24,6 @@ from tailrace.extras.judges.endpoint import (
     messages_of,
     render,
 )
-from tailrace.extras.judges.settings import EndpointJudgeSettings, LocalJudgeSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

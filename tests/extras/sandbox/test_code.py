@@ -8,7 +8,8 @@ import pytest
 
 from helpers.bubblewrap import needs_bubblewrap
 from helpers.episodes import two_turns
-from tailrace.contracts.reward import CodeSettings, Rewards, TimeoutSettings
+from tailrace.contracts.reward import Rewards, TimeoutSettings
+from tailrace.drivers.reward.settings import CodeSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
 from tailrace.extras.sandbox import code as module
 from tailrace.extras.sandbox.code import CodeRewards, check_cases, extract_code

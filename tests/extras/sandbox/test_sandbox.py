@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.bubblewrap import needs_bubblewrap
-from tailrace.contracts.reward import CodeSettings, SandboxKind
+from tailrace.drivers.reward.settings import CodeSettings, SandboxKind
 from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.extras.sandbox import sandbox as module
 from tailrace.extras.sandbox.sandbox import Execution, Sandbox, check_installed

@@ -17,8 +17,9 @@ from serve_cases import generated, restore, update
 
 from helpers.served import TOKEN
 from tailrace.contracts.engine import GenerationRequest
-from tailrace.contracts.weights import Link, ProcessGroupSettings
+from tailrace.contracts.weights import Link
 from tailrace.drivers.weights.process_group import ProcessGroupSender
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.types import SamplingParams
 
 PROMPT = [3, 4, 5, 6]

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from helpers.served import TOKEN
 from tailrace.cli import main
 from tailrace.contracts.engine import GenerationRequest, Usage
-from tailrace.contracts.weights import expected_tensors
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.settings import HostedModel, ServeSettings
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import WeightsRefused
 from tailrace.extras.serve import listening
 from tailrace.extras.serve.app import make_app, openai_app

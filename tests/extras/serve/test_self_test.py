@@ -18,10 +18,11 @@ from helpers.served import TOKEN, served_here
 from helpers.tiny_models import letter_tokenizer, tiny_model
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import DTYPE, Link, Weights, expected_tensors
+from tailrace.contracts.weights import DTYPE, Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import ConfigError
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server

@@ -20,9 +20,10 @@ from helpers.served import TOKEN, served
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tailrace.contracts.engine import Engine, TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.contracts.weights import Link, Weights, expected_tensors
+from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import JoinedServer

@@ -7,8 +7,8 @@ import pytest
 from chatty_model import chatty_tokenizer
 
 from tailrace.config import load_config
-from tailrace.contracts.data import TasksetSettings
 from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.errors import ConfigError
 
 pytestmark = pytest.mark.verifiers

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from chatty_model import CALLS, END, chatty_tokenizer
 
-from tailrace.contracts.data import TasksetSettings
 from tailrace.contracts.environments import Environment, Outcome
 from tailrace.contracts.sampling import SamplingSettings
+from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.drivers.environments.open import open_environment
 from tailrace.drivers.environments.settings import VerifiersSettings
 from tailrace.errors import EnvironmentFailed

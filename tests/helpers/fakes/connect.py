@@ -17,10 +17,11 @@ from helpers.tiny_models import VOCABULARY
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.contracts.weights import Link, Weights, expected_tensors
+from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.settings import SglangEngineSettings, VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.adapter import adapter_tensors
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.extras.http import sglang, vllm
 from tailrace.extras.http.engine import HttpEngine
 from tailrace.extras.http.self_test import Expected, check_server

@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tailrace.config import RunConfig
-from tailrace.contracts.data import ProceduralSettings, Prompts, sources_of
+from tailrace.contracts.data import Prompts
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import LEFT_OUT, PromptEncoder, Tokenizer, text_of
+from tailrace.drivers.data.settings import ProceduralSettings, sources_of
 from tailrace.drivers.environments.open import (
     check_environment,
     gives_every_reward,

@@ -10,9 +10,9 @@ from pathlib import Path
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig
-from tailrace.contracts.data import MixedSettings, Prompts, Split, sources_of
+from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.engine import Engine
-from tailrace.contracts.reward import Call, Rewards, check_sources
+from tailrace.contracts.reward import Rewards
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.controller.base import RunComponents
@@ -33,6 +33,7 @@ from tailrace.drivers.assembly.simulation import most_groups
 from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import check_lengths, open_prompts
+from tailrace.drivers.data.settings import MixedSettings, sources_of
 from tailrace.drivers.engine.native.support import check_model
 from tailrace.drivers.engine.settings import (
     NativeEngineSettings,
@@ -42,7 +43,9 @@ from tailrace.drivers.engine.settings import (
     VllmEngineSettings,
 )
 from tailrace.drivers.environments.open import tools_of
+from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.reward.settings import EndpointJudgeSettings, check_sources
 from tailrace.drivers.trainer.adapter import check_lora
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.drivers.workers.hosts import check_host
@@ -60,7 +63,6 @@ from tailrace.extras.judges.endpoint import (
     check_templates,
 )
 from tailrace.extras.judges.memory import check_folder
-from tailrace.extras.judges.settings import EndpointJudgeSettings
 from tailrace.extras.sandbox.code import CodeRewards, check_cases, has_cases
 from tailrace.extras.sandbox.sandbox import Sandbox, check_installed
 from tailrace.importing import install

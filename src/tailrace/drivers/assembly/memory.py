@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.config import RunConfig
-from tailrace.contracts.data import sources_of
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, TrainerSettings
-from tailrace.contracts.weights import KEPT_VERSIONS, ProcessGroupSettings, SharedMemorySettings
+from tailrace.contracts.weights import KEPT_VERSIONS
+from tailrace.drivers.data.settings import sources_of
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.environments.settings import EpisodeSettings
+from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.trainer.adapter import adapted_modules
+from tailrace.drivers.weights.settings import ProcessGroupSettings, SharedMemorySettings
 from tailrace.extras.judges.memory import judge_memory
-from tailrace.extras.judges.settings import LocalJudgeSettings
-from tailrace.memory import ITEM_BYTES, MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
+from tailrace.memory import MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.model_folder import context_length
+from tailrace.types import ITEM_BYTES
 
 SMALL_PROCESS_BYTES, TORCH_BYTES, SERVER_BYTES = 150 * MIB, 400 * MIB, 3072 * MIB
 """A controller or reward worker, without what reward functions import; a process that has imported torch; the

@@ -9,9 +9,9 @@ from statistics import NormalDist
 
 from tailrace import clock
 from tailrace.config import RunConfig
-from tailrace.contracts.weights import ProcessGroupSettings
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config

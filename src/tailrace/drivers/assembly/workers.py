@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import RunConfig
-from tailrace.contracts.data import longest_sequence
 from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
 from tailrace.contracts.trainer import LoraSettings, Reference, Trainer
-from tailrace.contracts.weights import in_run_folder
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.assembly.environments import calls_reward_functions
 from tailrace.drivers.assembly.placement import device_map, trainer_cpus_reserved
 from tailrace.drivers.data.encoding import Tokenizer
+from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.engine.proof import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings, TinkerEngineSettings
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.environments.settings import EpisodeSettings
+from tailrace.drivers.weights.settings import in_run_folder
 from tailrace.drivers.workers.calls import Job, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.hosts import open_spawner, where_workers_run

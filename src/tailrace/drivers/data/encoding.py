@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol, TypeGuard, cast
 
-from tailrace.contracts.data import TEMPLATE_KEYS, PromptSettings
+from tailrace.drivers.data.settings import TEMPLATE_KEYS, PromptSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import folder_error
 

@@ -1,17 +1,11 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
-from tailrace.contracts.data import (
-    DataSettings,
-    MixtureSettings,
-    ProceduralSettings,
-    Prompts,
-    Split,
-    TasksetSettings,
-)
+from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.drivers.data.procedural import ProceduralPrompts, Task
 from tailrace.drivers.data.rows import MixedPrompts, RowPrompts
+from tailrace.drivers.data.settings import DataSettings, MixtureSettings, ProceduralSettings, TasksetSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.verifiers.taskset import TaskPrompts
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, ProceduralSettings, Split, TermsSettings
+from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Split
 from tailrace.drivers.data.encoding import PromptEncoder
+from tailrace.drivers.data.settings import ProceduralSettings, TermsSettings
 from tailrace.errors import BadRow, ConfigError, did_you_mean
 from tailrace.importing import install
 from tailrace.types import Prompt

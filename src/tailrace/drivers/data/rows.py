@@ -22,8 +22,9 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, RowsSettings, Split
+from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, Split
 from tailrace.drivers.data.encoding import PromptEncoder, Tools, is_prompt
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.importing import install
 from tailrace.types import Prompt

@@ -27,17 +27,11 @@ from typing import Any, SupportsFloat
 
 from typing_extensions import override
 
-from tailrace.contracts.data import DataSettings, MixedSettings, ProceduralSettings, sources_of
-from tailrace.contracts.reward import (
-    OWN_ARGUMENTS,
-    Call,
-    FunctionSettings,
-    RewardSettings,
-    Scores,
-    check_sources,
-)
 from tailrace.drivers.data.procedural import Task
+from tailrace.drivers.data.settings import DataSettings, MixedSettings, ProceduralSettings, sources_of
+from tailrace.drivers.reward.calls import OWN_ARGUMENTS, Call, Scores
 from tailrace.drivers.reward.checkers import import_checker
+from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings, check_sources
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import import_function
 

@@ -39,15 +39,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from typing_extensions import override
 
-from tailrace.contracts.weights import (
-    KEPT_VERSIONS,
-    Address,
-    Link,
-    ProcessGroupSettings,
-    TensorInfo,
-    Weights,
-    WeightSender,
-)
+from tailrace.contracts.weights import KEPT_VERSIONS, Address, Link, TensorInfo, Weights, WeightSender
+from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed
 

@@ -11,18 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tailrace.contracts.weights import (
-    FilesystemSettings,
-    Link,
-    ProcessGroupSettings,
-    TensorInfo,
-    Weights,
-    WeightSender,
-    WeightsSettings,
-    check_tensors,
-)
+from tailrace.contracts.weights import Link, TensorInfo, Weights, WeightSender
 from tailrace.drivers.weights.filesystem import FilesystemSender
+from tailrace.drivers.weights.manifest import check_tensors
 from tailrace.drivers.weights.process_group import ProcessGroupReceiver, ProcessGroupSender
+from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings, WeightsSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed
 from tailrace.model_folder import weight_files

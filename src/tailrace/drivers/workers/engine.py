@@ -27,20 +27,11 @@ from tailrace.contracts.engine import (
 )
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.contracts.weights import (
-    Link,
-    Probe,
-    Send,
-    TensorInfo,
-    Weights,
-    check_tensors,
-    expected_tensors,
-    new_link,
-    send_and_load,
-)
+from tailrace.contracts.weights import Link, Probe, Send, TensorInfo, Weights, new_link, send_and_load
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.trainer.adapter import adapter_tensors
+from tailrace.drivers.weights.manifest import check_tensors, expected_tensors
 from tailrace.drivers.workers.calls import Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, VersionGone, WeightsRefused, WorkerDied

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tailrace.contracts.reward import RewardSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import ProcessGroupSettings, SharedMemorySettings, WeightsSettings
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
+from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.weights.settings import ProcessGroupSettings, SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings
 from tailrace.drivers.workers.calls import Spawner
 from tailrace.drivers.workers.process import LocalSpawner

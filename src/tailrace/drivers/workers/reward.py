@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from tailrace.contracts.reward import Call, RewardSettings, Scores
 from tailrace.drivers.data.encoding import Tokenizer, text_of
+from tailrace.drivers.reward.calls import Call, Scores
+from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reward_process import RewardWorker
 from tailrace.errors import ConfigError, RewardFailed

@@ -27,9 +27,10 @@ from contextlib import contextmanager, suppress
 
 from typing_extensions import override
 
-from tailrace.contracts.data import DataSettings
-from tailrace.contracts.reward import Call, RewardSettings, Scores
+from tailrace.drivers.data.settings import DataSettings
+from tailrace.drivers.reward.calls import Call, Scores
 from tailrace.drivers.reward.functions import Scorer
+from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.workers.calls import (
     READ_BYTES,
     STARTED,

@@ -27,18 +27,10 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import waiting
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
-from tailrace.contracts.weights import (
-    DTYPE,
-    Address,
-    Link,
-    Probe,
-    ProcessGroupSettings,
-    Weights,
-    WeightSender,
-    WeightsSettings,
-)
+from tailrace.contracts.weights import DTYPE, Address, Link, Probe, Weights, WeightSender
 from tailrace.drivers.engine.proof import SCORED
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
+from tailrace.drivers.weights.settings import ProcessGroupSettings, WeightsSettings
 from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back, return_freed_tensors
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied

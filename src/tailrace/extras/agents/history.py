@@ -6,9 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-from tailrace.contracts.data import DataSettings, MixedSettings, Prompts, sources_of
+from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import EpisodeOver, Message
 from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, Tokenizer, Tools, render
+from tailrace.drivers.data.settings import DataSettings, MixedSettings, sources_of
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
 from tailrace.rollout.episode import Rewritten
 from tailrace.turns import Turn, messages_of
@@ -156,8 +157,7 @@ class RequestEncoder:
         return Contexts(self._encoders[name], tokenizer, max_branches)
 
     def history(self, prompt: Prompt, max_branches: int) -> Rewritten:
-        """Return the history "template" of an episode over the prompt, where the environment sends new
-        messages only."""
+        """Return the history "template" of an episode whose environment sends new messages only."""
         contexts = self.contexts(prompt, "template", max_branches)
         opening = opening_messages(prompt)
 

@@ -28,10 +28,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import override
 
 import tailrace
-from tailrace.contracts.reward import RewardSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.devices import Devices
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
+from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.workers.base import RayHostSettings, Role
 from tailrace.drivers.workers.calls import Hello, Job, Process, RemoteWorker, SocketAddress, Spawner, Worker
 from tailrace.drivers.workers.process import LocalProcess, start_process

@@ -31,18 +31,10 @@ from typing_extensions import override
 
 from tailrace.clock import ended, now, waiting
 from tailrace.contracts.engine import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
-from tailrace.contracts.weights import (
-    DTYPE,
-    Probe,
-    Send,
-    TensorInfo,
-    Weights,
-    check_tensors,
-    new_link,
-    send_and_load,
-)
+from tailrace.contracts.weights import DTYPE, Probe, Send, TensorInfo, Weights, new_link, send_and_load
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.stops import Decoder, first_stop, stop_window
+from tailrace.drivers.weights.manifest import check_tensors
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, VersionGone
 from tailrace.extras.http.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.types import KV, Sample, Span

@@ -12,7 +12,7 @@ import httpx
 
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.contracts.weights import TensorInfo, Weights, expected_tensors
+from tailrace.contracts.weights import TensorInfo, Weights
 from tailrace.devices import Devices
 from tailrace.drivers.engine.settings import (
     HttpEngineSettings,
@@ -23,6 +23,7 @@ from tailrace.drivers.engine.settings import (
 )
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.trainer.adapter import adapter_tensors
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.workers.calls import Spawner
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, EngineDied, ServerRefused

@@ -20,9 +20,10 @@ from typing import Any, Protocol, SupportsFloat
 import httpx
 
 from tailrace.clock import now
-from tailrace.contracts.reward import Call, Rewards
+from tailrace.contracts.reward import Rewards
+from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.settings import AnswerSettings, EndpointJudgeSettings, JudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.extras.judges.settings import AnswerSettings, EndpointJudgeSettings, JudgeSettings
 from tailrace.extras.sandbox.code import column_of
 from tailrace.types import Sample
 

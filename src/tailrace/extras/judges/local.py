@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.initialization import no_init_weights
 
 from tailrace.devices import attention_kernels
+from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
-from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, end_of_text_ids, read_config, tensor_headers, weight_files
 

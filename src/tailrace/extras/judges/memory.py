@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError
-from tailrace.extras.judges.settings import LocalJudgeSettings
-from tailrace.memory import ITEM_BYTES, MIB, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
+from tailrace.memory import MIB, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
 from tailrace.model_folder import check_files, read_config
+from tailrace.types import ITEM_BYTES
 
 IN_TRANSIT = 2
 """Layers on the device that do not stay there."""

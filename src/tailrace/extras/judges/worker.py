@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from tailrace.contracts.reward import Call, RewardSettings
+from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.settings import LocalJudgeSettings, RewardSettings
 from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 from tailrace.errors import RewardFailed
 from tailrace.extras.judges.endpoint import Verdict, messages_of, score_reader
-from tailrace.extras.judges.settings import LocalJudgeSettings
 
 if TYPE_CHECKING:
     from tailrace.extras.judges.local import ModelJudge

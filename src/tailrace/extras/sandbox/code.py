@@ -24,7 +24,8 @@ from itertools import chain
 from math import isclose
 from typing import Any, Literal
 
-from tailrace.contracts.reward import CodeSettings, Rewards
+from tailrace.contracts.reward import Rewards
+from tailrace.drivers.reward.settings import CodeSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
 from tailrace.extras.sandbox.sandbox import Execution, Sandbox
 from tailrace.rollout.reward_timeout import Anchors, TimeLimit
@@ -69,8 +70,7 @@ def column_of(row: Mapping[str, object], path: str) -> object:
 
 
 def parse_cases(value: object) -> list[Case]:
-    """Read the test cases of a row. Raises a RewardFailed ("test cases") if there are none,
-    or they have no known format."""
+    """Read the test cases of a row. Raises a RewardFailed ("test cases") if none has a known format."""
     try:
         cases = _parse(value)
     except (KeyError, TypeError, ValueError, AttributeError) as why:

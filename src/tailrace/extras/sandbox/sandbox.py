@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tailrace import clock
-from tailrace.contracts.reward import CodeSettings, SandboxKind
+from tailrace.drivers.reward.settings import CodeSettings, SandboxKind
 from tailrace.errors import ConfigError, SandboxFailed
 from tailrace.extras.sandbox.sandboxed import ASKED, STARTED
 from tailrace.rollout.reward_timeout import TimeLimit

@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tailrace import __version__
-from tailrace.contracts.weights import expected_tensors
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.engine.settings import HostedModel, ServeSettings
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.extras.serve.control import Control, OfferedWeights
 from tailrace.extras.serve.formats import first_defect

@@ -16,7 +16,8 @@ from fastapi import APIRouter, Body, Query
 from pydantic import AfterValidator, BaseModel, Field, StrictInt, ValidationError, model_validator
 from safetensors import SafetensorError
 
-from tailrace.contracts.weights import Address, Link, TensorInfo, Weights, check_tensors
+from tailrace.contracts.weights import Address, Link, TensorInfo, Weights
+from tailrace.drivers.weights.manifest import check_tensors
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.extras.serve.formats import Name, first_defect
 from tailrace.extras.serve.generation import FIRST, ComputingEngine, Requests
@@ -249,8 +250,7 @@ class Control:
         return {"message": "Weight transfer initialized"}
 
     async def init_process_group(self, group: OfferedGroup) -> Info:
-        """Make the group over which `/request_weight_update` takes weights (PipelineRL 4). It waits for the
-        trainer, which is rank 0."""
+        """Make the group of `/request_weight_update` (PipelineRL 4). It waits for rank 0, the trainer."""
         if (rank := group.rank_offset) >= group.world_size:
             raise WeightsRefused(f"rank_offset = {rank} is not below world_size = {group.world_size}")
         place = group.backend, group.master_address, group.master_port

@@ -20,8 +20,8 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-from tailrace.contracts.data import TasksetSettings
 from tailrace.contracts.environments import Environment, Message, Outcome, Policy
+from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.drivers.environments.settings import MODEL, VerifiersSettings
 from tailrace.drivers.environments.tools import PARSERS
 from tailrace.errors import EnvironmentFailed

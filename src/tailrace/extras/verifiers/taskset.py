@@ -8,8 +8,9 @@ from zlib import crc32
 
 from pydantic import ValidationError
 
-from tailrace.contracts.data import Epochs, Split, TasksetSettings
+from tailrace.contracts.data import Epochs, Split
 from tailrace.drivers.data.rows import hold_out
+from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.errors import ConfigError
 from tailrace.types import Prompt
 
@@ -48,8 +49,7 @@ class Taskset:
         self._check_models()
 
     def load(self) -> list[Any]:
-        """Load the tasks. Raises a ConfigError if they cannot be loaded, there is none, or they have no end
-        and no number is set."""
+        """Load the tasks. Raises a ConfigError if they cannot be loaded, are none, or do not end."""
         name, limit = self._settings.taskset, self._settings.num_tasks
         if limit is None and not self.env.taskset.bounded:
             problem = f"the tasks of {name} have no end"

@@ -10,8 +10,9 @@ from vllm_cases import CONTEXT, DEADLINE_S, SETTINGS, in_files
 from helpers.faults import SAMPLING, Publications, publications
 from helpers.tiny_models import save_tiny_model
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.contracts.weights import FilesystemSettings, expected_tensors
 from tailrace.drivers.trainer.adapter import adapter_tensors
+from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.settings import FilesystemSettings
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.extras.http import vllm
 from tailrace.extras.http.engine import HttpEngine

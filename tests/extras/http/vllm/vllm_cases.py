@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.contracts.weights import Link, Weights, expected_tensors
+from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
+from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.extras.http import vllm
 from tailrace.extras.http.dialect import Chunk, Launch

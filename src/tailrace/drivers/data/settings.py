@@ -1,0 +1,191 @@
+"""The [data] section."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.settings import RunPath, Settings
+
+RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+    {"conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "return_dict", "return_tensors", "chat_template"}
+)
+"""Arguments of `apply_chat_template` that the data room sets itself."""
+
+
+TEMPLATE_KEYS = {"system_prompt", "chat_template_kwargs", "tools_in_system_prompt"}
+"""Keys of [data] that need a chat template."""
+
+
+TASKSET_KEYS = ("taskset", "args", "verifiers", "agent")
+"""Keys of [environment] that name the tasks of a taskset of verifiers."""
+
+
+class PromptSettings(Settings):
+    """How prompts become token ids. Both kinds of data have these keys."""
+
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Whether a plain string becomes one user message of the model's chat template. `auto`: where the
+    tokenizer has a template. `always`: a tokenizer without a template is an error. `never`: the string is
+    encoded as it stands. Rows that are chat messages use the template in each case."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """Content of a system message placed before each prompt. Rows of messages that begin with a system
+    message keep their own. It needs the chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Arguments passed to the chat template, for example `{ enable_thinking = false }` for Qwen3."""
+    tools_in_system_prompt: bool = False
+    """Whether the tools of a prompt are described at the end of its system message, in the words of Qwen's
+    template (calls are then in the format "hermes"). For models whose chat template leaves tools out."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
+    the model's context leaves no room for one completion token."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_arguments(cls, given: dict[str, object]) -> dict[str, object]:
+        for name in sorted(RESERVED_TEMPLATE_ARGUMENTS & given.keys()):
+            raise ValueError(f"{name!r} is set by tailrace and cannot be given here")
+        return given
+
+    @model_validator(mode="after")
+    def _check_that_the_template_is_used(self) -> "PromptSettings":
+        if self.chat_template == "never" and self.model_dump(include=TEMPLATE_KEYS, exclude_defaults=True):
+            named = " and ".join(sorted(TEMPLATE_KEYS))
+            raise ValueError(f"{named} need the chat template, and chat_template is 'never'")
+        return self
+
+
+class TermsSettings(Settings):
+    """The clipped lognormal distribution of one difficulty parameter of a procedural task."""
+
+    median: float = Field(gt=0, le=1e9)
+    """Median of the lognormal distribution, before rounding and clipping."""
+    sigma: float = Field(ge=0, le=10)
+    """Standard deviation of the logarithm; 0 gives the median each time."""
+    minimum: int = Field(ge=1)
+    """Smaller draws are raised to this number."""
+    maximum: int = Field(ge=1)
+    """Larger draws are lowered to this number."""
+
+
+class ProceduralSettings(PromptSettings):
+    """A reasoning-gym task: an endless stream of prompts with a scorer of its own."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Selects this kind of data."""
+    task: str
+    """Name of the task in reasoning-gym, for example `chain_sum`."""
+    params: dict[str, int | float | str | bool] = {}
+    """Parameters of the task's own config."""
+    lengths: dict[str, TermsSettings] = {}
+    """Difficulty parameters drawn anew for each prompt. The task must have `min_X` and `max_X` for a key `X`:
+    key `terms` draws a number and sets both `min_terms` and `max_terms` to it."""
+    template: str = "{question}"
+    """Text of the prompt. `{question}` is replaced by the question of the task."""
+    size: int | None = Field(default=None, ge=2)
+    """Number of different training prompts, shuffled anew in each epoch. Without it each prompt is new."""
+    answer: str | None = None
+    """Regular expression that extracts the answer from a completion: the last group of the last match.
+    Without it the whole completion is the answer."""
+
+
+class RowsSettings(PromptSettings):
+    """Rows of a file or a data set."""
+
+    kind: Literal["rows"] = "rows"
+    """Selects this kind of data."""
+    path: RunPath
+    """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    tools_column: str = "tools"
+    """Column of the tools that the model may call: a list of JSON schemas, or its JSON text. Rows without it
+    have none."""
+    split: str = "train"
+    """Training split of a dataset folder that has several splits."""
+    eval_path: RunPath | None = None
+    """File or folder of the evaluation set. Without it the evaluation set is the split `eval_split` of
+    `path`, or else one sixteenth of the different prompts of `path`, which is then not trained on."""
+    eval_split: str | None = None
+    """Evaluation split of a dataset folder that has several splits. Without it: `test`, or else
+    `validation`."""
+
+
+class TasksetSettings(PromptSettings):
+    """The tasks of a taskset of verifiers. [environment] with kind "verifiers" names the taskset."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    """Selects this kind of data. It is the default where [environment] has this kind."""
+    num_tasks: int | None = Field(default=None, ge=2)
+    """The first tasks, which are used; at least 2. Without it all are. One sixteenth is held out for
+    evaluation."""
+    taskset: str = Field(min_length=1)
+    """Set from environment.taskset."""
+    args: Mapping[str, Any] = {}
+    """Set from environment.args."""
+    verifiers: Mapping[str, Any] = {}
+    """Set from environment.verifiers."""
+    agent: str = ""
+    """Set from environment.agent."""
+
+
+class MixedSettings(Settings):
+    """Settings of a source of a mixture besides those of its kind."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """Name of the source, in metrics (`reward/source/NAME`) and in `reward.functions.sources`."""
+    weight: float = Field(default=1.0, gt=0, le=1e9)
+    """Its share of the prompts, relative to those of the other sources."""
+
+
+class MixedProceduralSettings(MixedSettings, ProceduralSettings):
+    """A procedural task as a source of a mixture."""
+
+
+class MixedRowsSettings(MixedSettings, RowsSettings):
+    """Rows as a source of a mixture."""
+
+
+SourceSettings = Annotated[MixedProceduralSettings | MixedRowsSettings, Field(discriminator="kind")]
+
+
+class MixtureSettings(Settings):
+    """Several sources of prompts, mixed with weights."""
+
+    kind: Literal["mixture"] = "mixture"
+    """Selects this kind of data."""
+    sources: tuple[SourceSettings, ...] = Field(min_length=1, max_length=100)
+    """The sources, each with the keys of its own kind."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "MixtureSettings":
+        names = [source.name for source in self.sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two sources have the name {name!r}")
+        return self
+
+
+DataSettings = Annotated[
+    ProceduralSettings | RowsSettings | TasksetSettings | MixtureSettings, Field(discriminator="kind")
+]
+
+
+def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSettings | TasksetSettings]:
+    """Return the sources of the data: those of a mixture, or the data themselves."""
+    return settings.sources if isinstance(settings, MixtureSettings) else (settings,)
+
+
+def longest_sequence(
+    data: DataSettings, sampling: SamplingSettings, *, max_context_tokens: int, unbounded_prompt: int
+) -> int:
+    """Tokens of the longest sequence of a run without an environment of several turns, prompt included.
+
+    Args:
+        max_context_tokens: positions of the model, prompt and completion together.
+        unbounded_prompt: tokens that a prompt counts where no `max_prompt_tokens` bounds it.
+    """
+    prompts = [source.max_prompt_tokens or unbounded_prompt for source in sources_of(data)]
+    return min(max_context_tokens, max(prompts) + sampling.max_completion_tokens)

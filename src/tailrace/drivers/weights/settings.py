@@ -1,0 +1,68 @@
+"""The [weights] section."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, Tag
+
+from tailrace.settings import RunPath, Settings, default_tag
+
+
+class ProbeSettings(Settings):
+    """How publications are proven."""
+
+    probe_every: int = Field(default=1, ge=0)
+    """Every so many publications each engine proves that it has the new weights: by a checksum of each
+    tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
+    without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
+
+
+class SharedMemorySettings(ProbeSettings):
+    """Trainer and engines on one host: files in shared memory."""
+
+    transport: Literal["shared_memory"] = "shared_memory"
+    """Selects this transport."""
+
+
+class FilesystemSettings(ProbeSettings):
+    """A complete Hugging Face folder for each version, which any server can read. The last two are kept."""
+
+    transport: Literal["filesystem"] = "filesystem"
+    """Selects this transport."""
+    folder: RunPath | None = None
+    """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
+    Without it: `weights` in the run's folder."""
+    shard_bytes: int = Field(default=5_000_000_000, ge=1)
+    """Size of a safetensors file, at most, unless one tensor is larger."""
+
+
+class ProcessGroupSettings(ProbeSettings):
+    """A torch.distributed process group for each engine."""
+
+    transport: Literal["process_group"] = "process_group"
+    """Selects this transport."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """gloo: host memory and TCP. nccl: CUDA devices, not shared by trainer and engine."""
+    host: str = "127.0.0.1"
+    """The address of the trainer's host under which engines reach it. The trainer listens on it. There is no
+    authentication: a network that others can reach is not safe."""
+    bucket_bytes: int = Field(default=256 * 2**20, ge=1)
+    """Size of one message, at most, unless one tensor is larger; at least 1."""
+    message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
+    `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
+
+
+WeightsSettings = Annotated[
+    Annotated[SharedMemorySettings, Tag("shared_memory")]
+    | Annotated[FilesystemSettings, Tag("filesystem")]
+    | Annotated[ProcessGroupSettings, Tag("process_group")],
+    default_tag("shared_memory", "transport"),
+]
+
+
+def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
+    """Return the settings with a folder, where the transport needs one."""
+    if isinstance(settings, FilesystemSettings) and settings.folder is None:
+        return settings.model_copy(update={"folder": (run_folder / "weights").absolute()})
+    return settings
