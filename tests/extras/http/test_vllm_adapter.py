@@ -1,6 +1,8 @@
 """LoRA adapters published to vLLM: the client against generations of the server (tests/helpers/fakes)."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from tailrace.drivers.trainer.adapter import adapter_tensors, check_lora, peft_c
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.errors import ConfigError, VersionGone
 from tailrace.extras.http import engine as http
-from tailrace.extras.http.vllm import max_rank
+from tailrace.extras.http.vllm import max_rank, write_plugin
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.types import Span
@@ -193,3 +195,13 @@ def test_what_takes_no_adapter_is_refused(
         check_lora(model, lora, engine=engine, transport=transport)
     check_lora(model, LORA, engine="vllm", transport="filesystem")
     check_lora(model, LORA, engine="native", transport="shared_memory")
+
+
+def test_a_server_of_another_environment_can_import_the_plugin(tmp_path: Path) -> None:
+    """vLLM's interpreter has no installation of the package."""
+    folder = write_plugin(tmp_path)
+    entry = "from importlib.metadata import entry_points as all; "
+    entry += "each, = all(group='vllm.general_plugins', name='tailrace'); print(each.load().__name__)"
+    command = [sys.executable, "-S", "-c", entry]  # without site-packages
+    done = subprocess.run(command, env={"PYTHONPATH": str(folder)}, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "register\n"

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import httpx
 from typing_extensions import override
 
+import tailrace
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
@@ -411,7 +412,7 @@ def write_plugin(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     package = folder / "tailrace"
     package.unlink(missing_ok=True)
-    package.symlink_to(Path(__file__).parent.parent)
+    package.symlink_to(Path(tailrace.__file__).parent)
     info = folder / "tailrace_plugin-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_bytes(b"Metadata-Version: 2.1\nName: tailrace-plugin\nVersion: 0\n")
