@@ -1,10 +1,10 @@
 """The order of the requests that wait in the pool's queue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Literal
 
-from tailrace.types import Sample
+from tailrace.types import Group, Sample
 
 SortKey = Callable[[Sample], tuple[float, ...]]
 """The place of a sample among those that wait; the smallest is served first. It may depend on the finished
@@ -37,3 +37,8 @@ ORDERS: dict[Order, SortKey] = {
     "longest_first": longest_first,
     "probe_first": probe_first,
 }
+
+
+def in_order(groups: Iterable[Group]) -> list[Group]:
+    """The groups in the order in which they were launched."""
+    return sorted(groups, key=lambda group: group.order)

@@ -7,6 +7,7 @@ StreamRL (Zhong et al. 2025, arXiv 2504.15930).
 """
 
 from tailrace.controller.run import Run
+from tailrace.rollout.order import in_order
 from tailrace.schedules.parameters import Count, require_divisible
 from tailrace.types import Group, batched
 
@@ -24,7 +25,7 @@ async def one_step_off(run: Run, groups_per_round: Count, groups_per_step: Count
         run.pool.launch(run.prompts(groups_per_round - len(run.pool)))  # the first batch, or a resumed one
         groups = await run.pool.take(groups_per_round)
         run.pool.launch(next_batch(run, groups_per_round))
-        for batch in batched(sorted(groups, key=lambda group: group.order), groups_per_step):
+        for batch in batched(in_order(groups), groups_per_step):
             await run.train(batch)
         await run.pool.ready.wait_for(groups_per_round)
         await run.publish()

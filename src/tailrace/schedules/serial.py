@@ -1,6 +1,7 @@
 """Serial rollout, then training: Slime and veRL, the baseline of RolloutPipe (2.1) and RollPacker."""
 
 from tailrace.controller.run import Run
+from tailrace.rollout.order import in_order
 from tailrace.schedules.parameters import Count, require_divisible
 from tailrace.types import batched
 
@@ -17,6 +18,6 @@ async def serial(run: Run, groups_per_round: Count, groups_per_step: Count) -> N
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
         groups = await run.pool.take(groups_per_round)
-        for batch in batched(sorted(groups, key=lambda group: group.order), groups_per_step):
+        for batch in batched(in_order(groups), groups_per_step):
             await run.train(batch)
         await run.publish()

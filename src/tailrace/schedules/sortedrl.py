@@ -12,6 +12,7 @@ samples, here groups, because advantages need whole groups.
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, KVRule, require_divisible
 from tailrace.schedules.window import window
+from tailrace.types import Group
 
 
 async def sortedrl(
@@ -32,8 +33,8 @@ async def sortedrl(
     run.declare(staleness=bound)
     select = window(run, groups_per_step, groups_per_round, bound)
     async for _ in run.rounds(while_parked=True):
-        num_trained = run.round * groups_per_step % groups_per_round  # of the batch
-        run.pool.launch(run.parked.pop(groups_per_round) or run.prompts(groups_per_round - num_trained))
+        parked = run.parked.pop(groups_per_round)
+        run.pool.launch(parked or rest_of_batch(run, groups_per_round, groups_per_step))
         batch = await run.pool.take(min(groups_per_step, len(run.pool)), select)
         await run.pool.park()
         await run.train(batch)
@@ -51,9 +52,14 @@ async def sortedrl_on_policy(run: Run, groups_per_round: Count, groups_per_step:
     run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         interrupted = run.restart(run.parked.pop(groups_per_round))
-        num_trained = run.round * groups_per_step % groups_per_round  # of the batch
-        run.pool.launch(interrupted or run.prompts(groups_per_round - num_trained))
+        run.pool.launch(interrupted or rest_of_batch(run, groups_per_round, groups_per_step))
         batch = await run.pool.take(min(groups_per_step, len(run.pool)))
         await run.pool.park()
         await run.train(batch)
         await run.publish()
+
+
+def rest_of_batch(run: Run, groups_per_batch: int, groups_per_round: int) -> list[Group]:
+    """The prompts of a batch that are not trained yet: all in its first round; later, after a crash, those
+    that it interrupted."""
+    return run.prompts(groups_per_batch - run.round * groups_per_round % groups_per_batch)

@@ -10,6 +10,7 @@ from math import ceil
 
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Bound, Count, Factor, KVRule
+from tailrace.schedules.sortedrl import rest_of_batch
 from tailrace.schedules.window import in_flight
 from tailrace.types import Group
 
@@ -51,8 +52,7 @@ async def tailrace_on_policy(
     run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
         if not len(run.parked):
-            num_rounds = rounds_sorted - run.round % rounds_sorted  # fewer: some of a batch were interrupted
-            run.defer(run.prompts(num_rounds * groups_per_round))
+            run.defer(rest_of_batch(run, rounds_sorted * groups_per_round, groups_per_round))
         groups = shortest(run, ceil(prompt_speculation * groups_per_round))
         run.pool.launch(groups)
         async for batch in run.pool.race(min(groups_per_round, len(groups)), scored=True):

@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
+from tailrace.rollout.order import in_order
 from tailrace.schedules.parameters import Count, KVRule, require
 from tailrace.types import Group
 
@@ -45,7 +46,7 @@ def fifo_window(run: Run, width: int) -> Select:
     longer active, so the window moves behind the oldest one."""
 
     def select(ready: Collection[Group], wanted: int) -> list[Group]:
-        active = sorted(run.pool.groups, key=lambda group: group.order, reverse=True)
+        active = in_order(run.pool.groups)[::-1]
         chosen: dict[Group, None] = {}
         while active and len(chosen) < wanted:
             if active[-1] in chosen:

@@ -1,9 +1,12 @@
 """Bounds and candidates, computed by hand on a small cluster."""
 
+from collections import Counter
 from math import inf
 
 import pytest
 
+from helpers import virtual
+from helpers.virtual import change, simulate
 from tailrace.extras.plan.candidates import (
     LEFT_OUT,
     Candidate,
@@ -14,6 +17,7 @@ from tailrace.extras.plan.candidates import (
     response_lengths,
 )
 from tailrace.extras.plan.plan import floor
+from tailrace.record.events import RequestEnded, RequestStarted, RoundEnded, Stepped
 from tailrace.rollout.placement import Kind
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import (
@@ -132,16 +136,37 @@ def test_schedules_whose_times_cannot_differ_are_represented_by_one() -> None:
     assert names(repeated, 2) - few == {"streamrl"}
 
 
+ALL = SimSettings(
+    cluster=SimClusterSettings(devices=2),
+    engines=SimEngineSettings(slots=6, versions=4),
+    lengths=SimLengthSettings(rows=8),
+)
+WORKS = {each.work.name: each.work for each in candidates(ALL, 4, 4)}
+"""Every candidate, once for all divisions of the devices."""
+
+
 def test_every_schedule_is_a_candidate_or_left_out_with_one_that_represents_it() -> None:
-    sim = SimSettings(
-        cluster=SimClusterSettings(devices=2),
-        engines=SimEngineSettings(slots=64, versions=8),
-        lengths=SimLengthSettings(rows=8),
-    )
-    planned = {each.work.schedule for each in candidates(sim, 4, 64)}
+    planned = {work.schedule for work in WORKS.values()}
     assert planned | LEFT_OUT.keys() == SCHEDULES.keys()
     assert not planned & LEFT_OUT.keys()
     assert {*LEFT_OUT.values()} <= planned
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_the_planner_knows_of_a_schedule_is_what_the_schedule_does(name: str) -> None:
+    work, served, most = WORKS[name], Counter[int](), 0
+    sim = change(virtual.SIM, engines=change(virtual.SIM.engines, count=1, slots=200, versions=4))
+    outcome = simulate(work.ready(), change(virtual.SETTINGS, rounds=6), sim)
+    for event in outcome.events:
+        if isinstance(event, RequestStarted):
+            served[event.sample.prompt] += 1
+            most = max(most, len(+served))
+        elif isinstance(event, RequestEnded):
+            served[event.sample.prompt] -= 1
+    assert most == work.alive or work.alive == inf
+    assert outcome.run.declared is not None
+    assert len(outcome.of(Stepped)) == work.steps * len(outcome.of(RoundEnded))
+    assert work.lag == (outcome.run.declared + 1) * work.steps - 1
 
 
 def test_every_bound_of_lag_is_tried_and_also_the_limit() -> None:

@@ -1,14 +1,14 @@
 """The candidates of a cluster: every schedule on every division of the devices for which it is made, and what
 bounds their times: the lengths of the responses, without running a simulation.
 
-Schedules whose times cannot differ here are represented by one: `conventional` shuffles what `serial` trains,
-`rolloutpipe` trains later what `rolloutpipe_eager` accumulates, `seer` orders requests only where they wait
-for slots, and `streamrl` needs rows that come again.
+Where times cannot differ one schedule represents others: `seer` is planned if requests wait for slots, and
+`streamrl` if rows come again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from math import ceil, inf
 from statistics import fmean
 from typing import Any
@@ -21,8 +21,8 @@ from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
 LEFT_OUT = {
-    "conventional": "serial",
-    "rolloutpipe": "rolloutpipe_eager",
+    "conventional": "serial",  # which trains the same without shuffling it
+    "rolloutpipe": "rolloutpipe_eager",  # which accumulates earlier what this trains
     "april_dapo": "april",
     "tailbatch_dapo": "tailbatch",
 }
@@ -179,12 +179,17 @@ def candidates(
     """Yield the candidates of a cluster. What [sim.cluster] sets itself stays. `max_lag`: an age of trained
     tokens, in optimizer steps, that is tried besides LAGS."""
     assert sim.cluster
+    U, K, lags = groups_per_step, group_size, sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
     for kind, rollout_devices, size in divisions(sim.cluster):
         num_engines = (rollout_devices or sim.cluster.devices) // size
-        num_slots = num_engines * (sim.engines.slots or 1)
-        rows = bool(sim.lengths.rows)
-        lags = sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
-        for work in _works(kind, groups_per_step, group_size, lags, num_engines, num_slots, rows):
+        if kind == "colocated":
+            works = _in_turn(U, K, lags, num_engines * (sim.engines.slots or 1))
+        else:
+            works = chain(
+                _streamed(U, lags, bool(sim.lengths.rows)),
+                _never_stopped(U, K, lags, num_engines) if kind == "disaggregated" else (),
+            )
+        for work in works:
             if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):
                 yield Candidate(work, kind, rollout_devices, size)
 
@@ -207,19 +212,6 @@ def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, i
             yield "colocated", None, size
             if devices // size > 1:
                 yield "elastic", None, size
-
-
-def _works(
-    kind: Kind, U: int, K: int, lags: Sequence[float], num_engines: int, num_slots: int, rows: bool
-) -> Iterator[Work]:
-    match kind:
-        case "colocated":
-            yield from _in_turn(U, K, lags, num_slots)
-        case "elastic":
-            yield from _streamed(U, lags, rows)
-        case "disaggregated":
-            yield from _streamed(U, lags, rows)
-            yield from _never_stopped(U, K, lags, num_engines)
 
 
 def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int) -> Iterator[Work]:
@@ -247,7 +239,7 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int) -> Iterator[
 def _streamed(U: int, lags: Sequence[float], rows: bool) -> Iterator[Work]:
     """Schedules that train complete groups while the others are generated with the same weights."""
     for name in ("periodic_asynchrony", "streamrl") if rows else ("periodic_asynchrony",):
-        yield Work(name, dict(groups_per_round=U), alive=U, waited_tokens=lambda load: load.longest(U))
+        yield _rollout(name, U)
     for race in _races(U):
         yield _race("rollpacker", U, race)
     yield _sorted_races(U)
@@ -261,8 +253,7 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
     """Schedules that generate for later steps while they train."""
     if 1 in lags:
         yield replace(_rollout("one_step_off", U, U), lag=1, stops=False)
-        ahead = Work("streamrl_async", dict(groups_per_round=U), lag=1, alive=2 * U, stops=False)
-        yield replace(ahead, waited_tokens=lambda load: load.longest(U))
+        yield replace(_rollout("streamrl_async", U), lag=1, stops=False)
     for lag in lags:
         for alive in _widths(U, lag):
             parameters = dict(groups_per_step=U, groups_in_flight=alive, staleness=int(lag))
@@ -285,22 +276,16 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
         yield Work("pipelinerl", blocking, label, inf, waited_tokens=batch, stops=False)
 
 
-def _rollout(name: str, R: int, U: int) -> Work:
-    """Whole rollouts of R groups."""
-    steps, parameters = R // U, dict(groups_per_round=R, groups_per_step=U)
-    work = Work(name, parameters, f"{R} a rollout", steps - 1, steps, alive=R)
+def _rollout(name: str, R: int, U: int | None = None) -> Work:
+    """Whole rollouts of R groups. `U`: groups of an optimizer step; None: each rollout has one step."""
+    steps, parameters = R // (U or R), dict(groups_per_round=R) | (dict(groups_per_step=U) if U else {})
+    work = Work(name, parameters, f"{R} a rollout" if U else "", steps - 1, steps, alive=R)
     return replace(work, waited_tokens=lambda load: load.longest(R) / steps)
 
 
 def _restarted(R: int, U: int) -> Work:
-    return Work(
-        "sortedrl_on_policy",
-        dict(groups_per_round=R, groups_per_step=U),
-        f"{R} a rollout",
-        alive=R,
-        waited_tokens=lambda load: load.longest_of_step(R, U),
-        cycle=R // U,
-    )
+    work = replace(_rollout("sortedrl_on_policy", R, U), lag=0, steps=1, cycle=R // U)
+    return replace(work, waited_tokens=lambda load: load.longest_of_step(R, U))
 
 
 def _race(name: str, U: int, factor: float) -> Work:
