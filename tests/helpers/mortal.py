@@ -22,7 +22,7 @@ START_S = 2.0
 
 
 class Life:
-    """An EngineLife: one simulated engine, from its start to its death.
+    """An EngineProcess: one simulated engine, from its start to its death.
 
     Args:
         chance: one load in eight fails.
@@ -114,6 +114,6 @@ async def mortality(parts: RunComponents, run: Run, *, kills_s: list[tuple[float
 
 async def _kill(engine: SupervisedEngine, at_s: float) -> None:
     await asyncio.sleep(at_s)
-    while not isinstance(life := engine._life, Life):  # noqa: ASYNC110
+    while not isinstance(life := engine._process, Life):  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     life.die()

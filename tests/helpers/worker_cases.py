@@ -104,10 +104,10 @@ def pids_of(opened: Workers) -> list[int]:
 
 
 def process_of(engine: SupervisedEngine) -> LocalProcess:
-    """The process of an engine's present life."""
-    life = engine._life
-    assert isinstance(life, RemoteEngine)
-    return life.worker.process
+    """The process in which an engine runs now."""
+    remote = engine._process
+    assert isinstance(remote, RemoteEngine)
+    return remote.worker.process
 
 
 async def start_engine(name: str, job: EngineJob, logs: Path) -> RemoteEngine:

@@ -1,4 +1,4 @@
-"""The contract of rollout engines: requests, outputs, the `Engine` protocol, and `EngineLife`, which
+"""The contract of rollout engines: requests, outputs, the `Engine` protocol, and `EngineProcess`, which
 `drivers/engine/supervised.py` restarts.
 
 The controller counts the tokens that samples gain from an engine in a file that survives a kill. A token is
@@ -231,15 +231,15 @@ def with_version(had: Iterable[int], version: int, num: int) -> tuple[int, ...]:
 
 
 COUNTS_FOLDER = "counts"
-"""Folder inside a run's folder; one file per engine and life of the run."""
+"""Folder inside a run's folder; one file for each engine and process of the run."""
 _NUMBER = struct.Struct("Q")
 _BITS = 40
 """Bits of the number; the 24 bits above are its checksum. In a file of an older version they are zero."""
 
 
 class TokenCounter:
-    """The token count of one engine in one life of a run. `path`: the file; an existing count goes on. None:
-    the count is in memory only."""
+    """The token count of one engine in one process of a run. `path`: the file; an existing count goes on.
+    None: the count is in memory only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.num = 0
@@ -277,7 +277,7 @@ def _with_checksum(number: int) -> int:
 
 
 def counted_tokens(folder: Path) -> int:
-    """Return the number of tokens that samples gained in all lives of a run, from the folder of its count
+    """Return the number of tokens that samples gained in all processes of a run, from the folder of its count
     files. Raises LedgerError if a file is damaged."""
     num_tokens = 0
     for path in sorted(folder.glob("*.count")):
@@ -289,12 +289,12 @@ def counted_tokens(folder: Path) -> int:
     return num_tokens
 
 
-class EngineLife(EngineVerbs, Protocol):
-    """One life of an engine: a process, or a connection to a server. Raises EngineDied once it has ended.
+class EngineProcess(EngineVerbs, Protocol):
+    """One process of an engine, or one connection to a server. Raises EngineDied once it has ended.
 
     A load may raise TransferFailed: the engine has its old weights and goes on with them, and the load may be
     repeated. When it sleeps, nothing runs. When it wakes, its weights are the model's own until the next
-    load, which the owner sends if there was a publication. Its usage counts from the start of this life.
+    load, which the owner sends if there was a publication. Its usage counts from the start of this process.
     """
 
     counter: TokenCounter

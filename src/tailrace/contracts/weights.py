@@ -124,7 +124,7 @@ class Link(NamedTuple):
     engine: str
     """Name of the engine, for messages."""
     number: int
-    """Another number is another connection: after a failed transfer, or for another life of the engine."""
+    """Another number is another connection: after a failed transfer, or for another process of the engine."""
     num_ranks: int = 1
     """Processes of the engine that receive all tensors: tensor_parallel_size of an inference server."""
     standalone: bool = False

@@ -155,7 +155,7 @@ class SimEngine:
         self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self._newest = 0  # version of the weights that wait for the engine to open
         self._served: tuple[int, ...] = (0,)  # those that it loaded since it opened last, the newest last
-        self._lent = False
+        self._asleep = False
         self._length_of, self._max_tokens = length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
@@ -216,27 +216,27 @@ class SimEngine:
         await asyncio.sleep(stall_s)
 
     async def sleep(self) -> None:
-        if self._lent:
+        if self._asleep:
             return
-        self._lent = True
+        self._asleep = True
         self._close("asleep", Evicted(self.name), "its device is lent")
         await asyncio.sleep(self._cost.sleep_s)
 
     async def wake(self) -> None:
-        if not self._lent or not self.width:
+        if not self._asleep or not self.width:
             return
         await asyncio.sleep(self._cost.wake_s)
-        self._lent = False
+        self._asleep = False
         self._open("its device is back")
 
     async def resize(self, width: int) -> None:
         if self.state == "open":
             self._close("asleep", Evicted(self.name), "its tensor-parallel size changes")
-        self._lent = True
+        self._asleep = True
         self._set_width(width)
         if width:
             await asyncio.sleep(self._cost.regroup_s)
-            self._lent = False
+            self._asleep = False
             self._open(f"it uses the devices of {width} engines")
 
     def take_over(self, sample: Sample, source: Engine) -> None:
@@ -278,7 +278,7 @@ class SimEngine:
 
     def revive(self) -> None:
         """Start it again, with the newest weights. It stays asleep while its device is lent."""
-        if not self._lent:
+        if not self._asleep:
             self._open("it was started again")
 
     # -- inside ------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Fate:
 
 
 class Life:
-    """An EngineLife."""
+    """An EngineProcess."""
 
     capabilities = Capabilities(sleep=True)
 
@@ -298,7 +298,7 @@ def test_counters_go_on_over_lives_and_tokens_that_were_never_reported_are_in_no
             try:
                 await world.engine.generate(sample)
             except EngineDied:
-                await until(lambda: world.engine._life is None)
+                await until(lambda: world.engine._process is None)
             generated.append(world.engine.usage())
         assert [usage.num_generated for usage in generated] == [4, 7, LENGTH]
         assert [usage.num_counted for usage in generated] == [4, 7, LENGTH]

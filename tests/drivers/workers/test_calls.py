@@ -18,9 +18,9 @@ from tailrace.drivers.workers.calls import (
     STARTED,
     UNANSWERED,
     BatchWorker,
+    Channel,
     Hello,
     Job,
-    Line,
     RaisedError,
     RemoteWorker,
     Worker,
@@ -209,7 +209,7 @@ def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(
         with pytest.raises(ConnectionRefusedError):
             WorkerConnection.dial(address, Hello(token))
         connection.socket.close()
-        await worker.last_words()
+        await worker.exit_reason()
 
     execute(main())
 
@@ -221,7 +221,7 @@ def test_a_connection_that_says_nothing_is_closed(execute: Execute, monkeypatch:
         greeted: list[Hello] = []
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: Line(lambda line, hello: greeted.append(hello)), "127.0.0.1", 0
+            lambda: Channel(lambda channel, hello: greeted.append(hello)), "127.0.0.1", 0
         )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
         assert await reader.read() == b""

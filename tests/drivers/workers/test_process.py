@@ -111,7 +111,7 @@ def test_an_exception_in_a_thread_of_a_worker_ends_it_as_one_in_the_main_thread(
     execute(main())
 
 
-def test_last_words_are_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
+def test_the_end_of_the_log_is_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
     async def main() -> None:
         (tmp_path / "worker-7.log").write_text("words of yesterday\n")
         worker = await start("obey", tmp_path)
@@ -437,7 +437,7 @@ def test_a_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(
         server = parent_of(workers[0].process.pid)
         os.kill(server, signal.SIGKILL)
         for worker in workers:
-            assert "ended: signal SIGKILL" in await worker.last_words()
+            assert "ended: signal SIGKILL" in await worker.exit_reason()
             await until_gone(worker.process.pid)
         last = await start("obey", tmp_path)
         assert parent_of(last.process.pid) not in (server, os.getpid())

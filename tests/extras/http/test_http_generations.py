@@ -80,9 +80,9 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def supervised_client(engine: supervision.SupervisedEngine) -> Any:
     """The HTTP client of an engine."""
-    life = engine._life
-    assert isinstance(life, http.HttpEngine)
-    return life.connection.client
+    process = engine._process
+    assert isinstance(process, http.HttpEngine)
+    return process.connection.client
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.api import load_config, train
-from tailrace.contracts.engine import Capabilities, EngineLife, TokenCounter
+from tailrace.contracts.engine import Capabilities, EngineProcess, TokenCounter
 from tailrace.drivers.assembly.live import _check_capabilities
 from tailrace.drivers.engine.proof import PREFIXES, SCORED
 from tailrace.drivers.engine.supervised import SupervisedEngine
@@ -75,7 +75,7 @@ def test_a_url_at_which_nothing_answers_is_named_with_its_key(
 def test_an_engine_that_cannot_say_which_weights_generated_a_token_is_warned_of(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def never() -> EngineLife:
+    async def never() -> EngineProcess:
         raise AssertionError
 
     engine = SupervisedEngine("engine-0", 1, never, TokenCounter())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import RunConfig
-from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineLife, TokenCounter
+from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineProcess, TokenCounter
 from tailrace.contracts.trainer import LoraSettings, Reference, Trainer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.assembly.environments import calls_reward_functions
@@ -176,7 +176,7 @@ async def _started(
     def supervised(number: int, devices: Devices | None) -> SupervisedEngine:
         name = f"engine-{number}"
 
-        async def begin() -> EngineLife:
+        async def begin() -> EngineProcess:
             if not isinstance(engine, NativeEngineSettings):
                 return await http_engines.begin(name, number, supervised_engine.width)
             job = EngineJob(

@@ -54,7 +54,7 @@ class ProbeAnswer:
 
 
 class Prover:
-    """Judges the answers of one life of an engine.
+    """Judges the answers of one process of an engine.
 
     Args:
         probe: of its first load.

@@ -18,7 +18,7 @@ from tailrace.contracts.engine import (
     Arrival,
     Capabilities,
     Engine,
-    EngineLife,
+    EngineProcess,
     EngineState,
     TokenCounter,
     Usage,
@@ -36,18 +36,18 @@ TRANSFERS, TRANSFER_PAUSE_S = 3, 1.0
 
 
 class SupervisedEngine(Engine):
-    """An engine over a sequence of lives.
+    """An engine over a sequence of processes.
 
     Args:
-        start: begins a life.
-        counter: counts the tokens of all lives.
+        start: begins a process.
+        counter: counts the tokens of all processes.
     """
 
     def __init__(
         self,
         name: str,
         slots: int,
-        start: Callable[[], Awaitable[EngineLife]],
+        start: Callable[[], Awaitable[EngineProcess]],
         counter: TokenCounter,
         versions: int = 1,
     ) -> None:
@@ -59,21 +59,21 @@ class SupervisedEngine(Engine):
         self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
         self.why_dead = "it has not started"
         self._start, self._counter = start, counter
-        self._life: EngineLife | None = None
+        self._process: EngineProcess | None = None
         self._end: asyncio.Future[str]
-        """Why the present life is over, once that is known."""
+        """Why the present process is over, once that is known."""
         self._changed = Signal()
-        """A life was ended, or the device is back."""
+        """Set when a process was ended, or the device is back."""
         self._calls: dict[asyncio.Future[None], None] = {}
-        """Requests of the present life."""
+        """Requests of the present process."""
         self._newest: Weights | None = None
-        self._lent = False
+        self._asleep = False
         """Whether it was put to sleep and not woken."""
         self._ended = Usage(num_counted=0)
-        """Counters of the lives that ended."""
+        """Counters of the processes that ended."""
 
     async def open(self) -> None:
-        """Begin the first life. Raises TailraceError if the engine cannot start."""
+        """Begin the first process. Raises TailraceError if the engine cannot start."""
         self._adopt(await self._begin(), "it has started")
 
     async def keep(self, restart_timeout_s: float) -> None:
@@ -85,8 +85,8 @@ class SupervisedEngine(Engine):
             await self._end_of_life()
             if now() - began_s >= WELL_S:
                 pause_s = FIRST_PAUSE_S
-            while self._life is None:
-                while self._lent:
+            while self._process is None:
+                while self._asleep:
                     await self._changed.wait(f"the device of {self.name}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -94,11 +94,11 @@ class SupervisedEngine(Engine):
 
     @override
     async def generate(self, sample: Sample) -> None:
-        life = self._life
-        if life is None or self.state != "open":
+        process = self._process
+        if process is None or self.state != "open":
             raise Evicted(f"{self.name} is {self.state}")
         # A task of its own can be cancelled without the caller.
-        self._calls[call := asyncio.ensure_future(life.generate(sample))] = None
+        self._calls[call := asyncio.ensure_future(process.generate(sample))] = None
         try:
             await asyncio.wait([call])
         except asyncio.CancelledError:
@@ -111,7 +111,7 @@ class SupervisedEngine(Engine):
         try:
             call.result()
         except EngineDied as died:
-            self._doom(life, str(died))
+            self._doom(process, str(died))
             raise
 
     @override
@@ -121,129 +121,129 @@ class SupervisedEngine(Engine):
         When it returns, no request of this engine gains a token of older weights any more.
         """
         self._newest = weights
-        life = self._life
-        if life is None:
+        process = self._process
+        if process is None:
             return
         if self.state == "open":
             try:
-                await self._send_newest(life, kv)
+                await self._send_newest(process, kv)
             except (EngineDied, TransferFailed) as error:
-                self._doom(life, str(error))
-        while self._life is life and self._end.done():
+                self._doom(process, str(error))
+        while self._process is process and self._end.done():
             await self._changed.wait(f"{self.name} to end")
 
     @override
     async def sleep(self) -> None:
-        if self._lent:
+        if self._asleep:
             return
-        self._lent = True
+        self._asleep = True
         self._set("asleep", "its device is lent")
         await self._evict()
-        life = self._life
-        if life is not None and not self._end.done():
+        process = self._process
+        if process is not None and not self._end.done():
             try:
-                await life.sleep()
+                await process.sleep()
             except EngineDied as died:
-                self._doom(life, str(died))
+                self._doom(process, str(died))
 
     @override
     async def wake(self) -> None:
         """An engine that died is only started; it opens when it can."""
-        if not self._lent or not self.width:
+        if not self._asleep or not self.width:
             return
-        self._lent = False
+        self._asleep = False
         self._changed.fire()
-        life = self._life
-        if life is None or self._end.done():
+        process = self._process
+        if process is None or self._end.done():
             self._set("dead", self.why_dead)
             return
         try:
-            await life.wake()
-            await self._send_newest(life, "recompute")
+            await process.wake()
+            await self._send_newest(process, "recompute")
         except (EngineDied, TransferFailed) as error:
-            self._doom(life, str(error))
-        if self.state == "asleep" and not self._lent:
+            self._doom(process, str(error))
+        if self.state == "asleep" and not self._asleep:
             self._set("open", "its device is back")
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
-        """As EngineLife.score. Raises Evicted if it is dead."""
-        if self._life is None:
+        """Compute the log-probs of a probe. Raises Evicted if it is dead."""
+        if self._process is None:
             raise Evicted(f"{self.name} is {self.state}")
-        return await self._life.score(ids, num_prefix)
+        return await self._process.score(ids, num_prefix)
 
     @override
     async def resize(self, width: int) -> None:
-        """Its life is ended; with another width a new one begins, as after a death."""
-        self._lent, self.why_dead = True, "its tensor-parallel size changes"
+        """End its process; with another width a new one begins, as after a death."""
+        self._asleep, self.why_dead = True, "its tensor-parallel size changes"
         if self.state != "asleep":
             self._set("asleep", self.why_dead)
         await self._evict()
-        life = self._life
-        if life is not None and not self._end.done():
+        process = self._process
+        if process is not None and not self._end.done():
             self._end.set_result(self.why_dead)
-        while life is not None and self._life is life:
+        while process is not None and self._process is process:
             await self._changed.wait(f"{self.name} to end")
         self.width, self.slots = width, self._slots_of_one * max(width, 1)
         await self.wake()
 
     @override
     def usage(self) -> Usage:
-        usage = self._ended + self._life.usage() if self._life else self._ended
+        usage = self._ended + self._process.usage() if self._process else self._ended
         return msgspec.structs.replace(usage, num_generated=self._counter.num)
 
     async def close(self) -> None:
-        """End the life."""
-        if self._life is not None:
-            await self._life.close()
+        """End the process."""
+        if self._process is not None:
+            await self._process.close()
 
     def _set(self, state: EngineState, why: str) -> None:
         self.state = state
         self.on_state(why)
 
-    def _adopt(self, life: EngineLife, why: str) -> None:
-        self._life, self._end = life, asyncio.get_running_loop().create_future()
-        self.capabilities = life.capabilities
+    def _adopt(self, process: EngineProcess, why: str) -> None:
+        self._process, self._end = process, asyncio.get_running_loop().create_future()
+        self.capabilities = process.capabilities
         self._set("open", why)
 
-    def _doom(self, life: EngineLife, why: str) -> None:
-        """Send no more requests to a life; `keep` ends it."""
-        if self._life is life and not self._end.done():
+    def _doom(self, process: EngineProcess, why: str) -> None:
+        """Send no more requests to a process; `keep` ends it."""
+        if self._process is process and not self._end.done():
             self.why_dead = why
             self._end.set_result(why)
-            if not self._lent:
+            if not self._asleep:
                 self._set("dead", why)
 
     async def _end_of_life(self) -> None:
-        """Wait until the life is over, give its requests back and keep its counters."""
-        life, end = self._life, self._end
-        assert life is not None
-        died = asyncio.ensure_future(life.died())
+        """Wait until the process is over, give its requests back and keep its counters."""
+        process, end = self._process, self._end
+        assert process is not None
+        died = asyncio.ensure_future(process.died())
         try:
             await asyncio.wait([died, end], return_when=asyncio.FIRST_COMPLETED)
-            self._doom(life, end.result() if end.done() else died.result())
+            self._doom(process, end.result() if end.done() else died.result())
         finally:
             died.cancel()
-        await life.close()
+        await process.close()
         await self._evict()
         # Tokens that it generated and did not report are in no count.
         self._ended = msgspec.structs.replace(
-            self._ended + life.usage(),
+            self._ended + process.usage(),
             num_running=0,
             num_waiting=0,
             kv_tokens=0,
-            kv_capacity=None,  # the next life may have another
+            kv_capacity=None,  # the next process may have another
             num_counted=self._counter.num,
         )
-        self._life = None
+        self._process = None
         self._changed.fire()
 
     async def _restart(self, restart_timeout_s: float) -> None:
-        """Try to begin a life. A failure is in `why_dead`. Raises NotArrived if the new process does not get
-        the newest weights either."""
+        """Try to begin a process. A failure is in `why_dead`. Raises NotArrived if the new process does not
+        get the newest weights either."""
         width = self.width
         try:
             async with asyncio.timeout(restart_timeout_s):
-                life = await self._begin()
+                process = await self._begin()
         except TimeoutError:
             self.why_dead = f"it did not start within {restart_timeout_s:g} s"
         except NotArrived as why:
@@ -251,33 +251,33 @@ class SupervisedEngine(Engine):
         except (TailraceError, OSError) as error:
             self.why_dead = str(error)
         else:
-            if self._lent or self.width != width:  # meanwhile
-                await life.close()
+            if self._asleep or self.width != width:  # meanwhile
+                await process.close()
             else:
-                self._adopt(life, "it was restarted")
+                self._adopt(process, "it was restarted")
 
-    async def _begin(self) -> EngineLife:
-        """Start a life, up to the newest weights."""
-        life = await self._start()
-        life.counter = self._counter
+    async def _begin(self) -> EngineProcess:
+        """Start a process, up to the newest weights."""
+        process = await self._start()
+        process.counter = self._counter
         try:
             with waiting(f"{self.name} to start"):
-                await life.ready()
-                await self._send_newest(life, "recompute")
+                await process.ready()
+                await self._send_newest(process, "recompute")
         except BaseException:
-            await life.close()
+            await process.close()
             raise
-        return life
+        return process
 
-    async def _send_newest(self, life: EngineLife, kv: KV) -> None:
+    async def _send_newest(self, process: EngineProcess, kv: KV) -> None:
         """Load the newest weights, and those that are published meanwhile. Raises TransferFailed if all
         attempts fail, the last one by a NotArrived if they were loaded and are not proven."""
         num_failed, loaded = 0, None
         while self._newest is not None and loaded is not self._newest:
             weights = self._newest
             try:
-                await life.load(weights, kv=kv)
-                self._examine(life.arrival)
+                await process.load(weights, kv=kv)
+                self._examine(process.arrival)
                 loaded = weights
             except TransferFailed as failed:
                 num_failed += 1

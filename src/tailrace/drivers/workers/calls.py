@@ -79,7 +79,7 @@ CLOSE_S = 5.0
 DRAIN_S = 1.0
 """Seconds in which the last messages of a process that has ended are read."""
 MAX_BYTES = 2**32 - 1
-"""Of a frame."""
+"""Limit of the bytes of a frame."""
 _LENGTH = struct.Struct("<I")
 READ_BYTES = 1 << 18
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -93,7 +93,7 @@ SocketAddress = str | tuple[str, int]
 
 
 class Job(Settings):
-    """What a worker does."""
+    """Settings of one worker process; the first message that it receives."""
 
     health_key: ClassVar[str] = "host.health_timeout_s"
     """The setting of `health_timeout_s`."""
@@ -243,7 +243,7 @@ def batched(method: Callable[[W, list[A]], Iterable[R | TailraceError]]) -> Call
 
 
 class WorkerConnection:
-    """A worker's end. Any thread may send."""
+    """The worker's end of a connection. Any thread may send."""
 
     def __init__(self, own: socket.socket) -> None:
         own.setblocking(True)
@@ -408,14 +408,14 @@ class WorkerConnection:
 
 
 class Worker:
-    """What runs in a worker process. Its public methods are what the controller may call, but for `run` and
-    `serve`. The file of a subclass imports torch in methods only: the controller reads it too."""
+    """Code of a worker process. The controller may call its public methods, except `run` and `serve`. The
+    file of a subclass imports torch in methods only: the controller reads it, too."""
 
     job_type: ClassVar[type[Job]] = Job
     role: ClassVar[str] = ""
-    """Under which a worker of another host may join."""
+    """Role under which a worker of another host may join."""
     events: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
-    """What it may tell unasked."""
+    """Events that it may send."""
 
     @classmethod
     def run(cls, job: Any, connection: WorkerConnection) -> None:
@@ -447,10 +447,10 @@ class BatchWorker(Worker):
 
 
 class Process(Protocol):
-    """Where a worker runs."""
+    """The process of a worker, on this host or on another."""
 
     async def ended(self) -> str:
-        """Wait until it has ended. Returns how."""
+        """Wait until it has ended. Returns the reason."""
 
     def kill(self) -> None:
         """End it at once, with all that it has started."""
@@ -459,10 +459,10 @@ class Process(Protocol):
         """End it at once. Its log gets the stack of each thread, where it can."""
 
     def resume(self) -> None:
-        """Let it go on if it is stopped: it shall end."""
+        """Continue it if it is stopped, so that it can end."""
 
     def log_end(self) -> str:
-        """What it printed last, to follow in a sentence."""
+        """Return the end of the worker's output as a clause for error messages."""
 
 
 class RemoteWorker:
@@ -476,9 +476,9 @@ class RemoteWorker:
     def __init__(self, name: str, kind: type[Worker], job: Job) -> None:
         self.name, self.job = name, job
         self.address = "127.0.0.1"
-        """Under which this host reaches the worker's, once it has connected."""
+        """Address of the worker's host, once it has connected."""
         self.awaited = f"{name}: start"
-        """What a wait for its connection waits for."""
+        """Name of the wait for its connection."""
         self._early: list[Any] = []
         """Events that came before `subscribe`."""
         self.on_event: Callable[[Any], None] = self._early.append
@@ -487,13 +487,13 @@ class RemoteWorker:
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_connected: asyncio.Future[None] = self._loop.create_future()
-        self._has_hung_up = asyncio.Event()
+        self._is_disconnected = asyncio.Event()
         self._unsent = bytearray()
         self._open: set[asyncio.Future[Any]] = set()
-        self._words: asyncio.Future[str] = self._loop.create_future()
-        """How the worker ended."""
+        self._exit_reason: asyncio.Future[str] = self._loop.create_future()
+        """The reason for its end."""
         self._fault = ""
-        """What it was aborted for."""
+        """Fault for which it was aborted."""
         self._defect: Exception | None = None
         """The error of a message for which it was ended."""
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -504,7 +504,7 @@ class RemoteWorker:
 
     @property
     def has_ended(self) -> bool:
-        return self._words.done()
+        return self._exit_reason.done()
 
     async def listen(self, host: str | None = None) -> tuple[SocketAddress, str]:
         """Wait for the worker.
@@ -518,16 +518,16 @@ class RemoteWorker:
         """
         token = secrets.token_hex(32)
 
-        def greet(line: "Line", hello: Hello) -> None:
+        def on_hello(channel: "Channel", hello: Hello) -> None:
             if hmac.compare_digest(hello.token, token) and self.is_awaited:
-                line.attach(self)
+                channel.attach(self)
             else:
-                line.transport.abort()
+                channel.transport.abort()
 
         listening, address = _listening(host)
         create: Any = self._loop.create_server if host else self._loop.create_unix_server
         try:
-            server = await create(lambda: Line(greet), sock=listening)
+            server = await create(lambda: Channel(on_hello), sock=listening)
         except BaseException:  # asyncio leaves it open when this is cancelled
             self._loop.remove_reader(listening)
             listening.close()
@@ -542,12 +542,12 @@ class RemoteWorker:
 
     async def disconnected(self) -> None:
         """Wait until its connection has ended."""
-        await self._has_hung_up.wait()
+        await self._is_disconnected.wait()
 
     def disconnect(self) -> None:
         """End the connection, or its expectation."""
         if self._transport is None:
-            self._has_hung_up.set()
+            self._is_disconnected.set()
         else:
             self._transport.abort()
 
@@ -561,17 +561,17 @@ class RemoteWorker:
         self._watcher = asyncio.create_task(self._watch())
 
     def subscribe(self, on_event: Callable[[Any], None]) -> None:
-        """Hand over all events, those that have come already at once."""
+        """Call `on_event` for each event of the worker. Events that arrived earlier are delivered now."""
         self.on_event = on_event
         for event in self._early:
             on_event(event)
 
     async def connected(self) -> None:
         """Wait until the worker has dialled in. Raises WorkerDied."""
-        either: list[asyncio.Future[Any]] = [self._is_connected, self._words]
+        either: list[asyncio.Future[Any]] = [self._is_connected, self._exit_reason]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._words.done():
-            raise WorkerDied(self._words.result())
+        if self._exit_reason.done():
+            raise WorkerDied(self._exit_reason.result())
 
     async def ready(self) -> None:
         """Wait until the worker has loaded what its job names. Raises a ConfigError if it cannot be."""
@@ -585,7 +585,7 @@ class RemoteWorker:
         number = next(self._numbers)
         data = frame(number, method.__name__, arguments)  # may raise
         future = self._loop.create_future()
-        if self._words.done():
+        if self._exit_reason.done():
             self._fail(future)
         else:
             self._calls[number] = future, method
@@ -604,8 +604,8 @@ class RemoteWorker:
 
     def send(self, method: Callable[[Any, *Ts], None], *arguments: *Ts) -> None:
         """Call a method that is not answered. Raises a WorkerDied if the worker has ended."""
-        if self._words.done():
-            raise WorkerDied(self._words.result())
+        if self._exit_reason.done():
+            raise WorkerDied(self._exit_reason.result())
         self._write(frame(UNANSWERED, method.__name__, arguments))
 
     def future(self) -> asyncio.Future[Any]:
@@ -613,22 +613,22 @@ class RemoteWorker:
         future = self._loop.create_future()
         self._open.add(future)
         future.add_done_callback(self._open.discard)
-        if self._words.done():
+        if self._exit_reason.done():
             self._fail(future)
         return future
 
     async def died(self) -> None:
         """Wait until the worker ends. Raises a WorkerDied. Cancel it before an intended end."""
-        raise WorkerDied(await self.last_words())
+        raise WorkerDied(await self.exit_reason())
 
-    async def last_words(self) -> str:
-        """Wait until the worker ends. Returns how it ended."""
-        words: str = await asyncio.shield(self._words)
-        return words
+    async def exit_reason(self) -> str:
+        """Wait until the worker ends. Returns the reason."""
+        reason: str = await asyncio.shield(self._exit_reason)
+        return reason
 
     def kill(self) -> None:
         """End the worker at once."""
-        if not self._words.done():
+        if not self._exit_reason.done():
             self.process.kill()
 
     def abort(self, fault: str) -> None:
@@ -638,7 +638,7 @@ class RemoteWorker:
 
     async def close(self) -> None:
         """Let the worker end, and kill it if it does not within CLOSE_S."""
-        if self._transport is not None and not self._words.done():
+        if self._transport is not None and not self._exit_reason.done():
             self._write(frame(UNANSWERED, END, ()))
             self.process.resume()
         try:
@@ -657,7 +657,7 @@ class RemoteWorker:
         self._unsent[:0] = frame(STARTED, START, (job,))
         self._flush()
 
-    def hear(self, data: bytes | bytearray) -> None:
+    def on_message(self, data: bytes | bytearray) -> None:
         """Handle a frame."""
         reply = decode_reply(data)
         if reply.number == EVENT:
@@ -673,9 +673,9 @@ class RemoteWorker:
         else:
             future.set_result(outcome)
 
-    def hang_up(self) -> None:
-        """The connection has ended. The end of the process follows."""
-        self._has_hung_up.set()
+    def on_disconnect(self) -> None:
+        """Kill the process if its connection has ended and it does not end by itself."""
+        self._is_disconnected.set()
         self._loop.call_later(CLOSE_S, self.kill)
 
     def give_up(self, defect: Exception) -> None:
@@ -694,22 +694,22 @@ class RemoteWorker:
             self._transport.write(data)
 
     async def _watch(self) -> None:
-        words = await self.process.ended()
+        reason = await self.process.ended()
         if self._transport is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
-                    await self._has_hung_up.wait()
+                    await self._is_disconnected.wait()
             self._transport.abort()
         self._is_connected.cancel()
         if self._defect is not None:
-            words += f"; the controller could not handle its message: {self._defect!r}"
-        self._words.set_result(f"{self.name} {self._fault}; {words}" if self._fault else words)
+            reason += f"; the controller could not handle its message: {self._defect!r}"
+        self._exit_reason.set_result(f"{self.name} {self._fault}; {reason}" if self._fault else reason)
         for future in [*self._open, *(future for future, _ in self._calls.values())]:
             if not future.done():
                 self._fail(future)
 
     def _fail(self, future: asyncio.Future[Any]) -> None:
-        error = WorkerDied(self._words.result())
+        error = WorkerDied(self._exit_reason.result())
         error.__cause__ = self._defect
         future.set_exception(error)
         future.exception()
@@ -729,17 +729,17 @@ class Spawner(Protocol):
         """
 
 
-class Line(asyncio.Protocol):
+class Channel(asyncio.Protocol):
     """The controller's end of a connection. It belongs to a worker once that has shown its token. `on_hello`:
-    called with the first frame. It attaches the line to a worker, keeps it, or aborts it."""
+    called with the first frame. It attaches the channel to a worker, keeps it, or aborts it."""
 
     transport: asyncio.Transport
 
-    def __init__(self, on_hello: "Callable[[Line, Hello], None]") -> None:
+    def __init__(self, on_hello: "Callable[[Channel, Hello], None]") -> None:
         self._on_hello = on_hello
         self._frames = Frames(HELLO_BYTES)
         self._worker: RemoteWorker | None = None
-        self._has_greeted = False
+        self._has_said_hello = False
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -753,11 +753,11 @@ class Line(asyncio.Protocol):
         try:
             for each in self._frames.feed(data):
                 if self._worker is not None:
-                    self._worker.hear(each)
-                elif self._has_greeted:
+                    self._worker.on_message(each)
+                elif self._has_said_hello:
                     raise ValueError("a second frame before the job")
                 else:
-                    self._has_greeted = True
+                    self._has_said_hello = True
                     self._limit.cancel()
                     self._on_hello(self, _decode_hello(each))
         except Exception as defect:
@@ -769,7 +769,7 @@ class Line(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.cancel()
         if self._worker is not None:
-            self._worker.hang_up()
+            self._worker.on_disconnect()
 
     def attach(self, worker: RemoteWorker) -> None:
         """Give the connection to a worker."""

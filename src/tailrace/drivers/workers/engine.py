@@ -167,7 +167,7 @@ class EngineWorker(Worker):
         return ProbeAnswer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
 
     def score(self, ids: list[int], num_prefix: int) -> list[float]:
-        """As EngineLife.score."""
+        """Return the log-probs of a probe after its prefix."""
         return self._engine.score(ids, num_prefix)[1]
 
     @beside
@@ -242,7 +242,7 @@ class EngineClient:
         """Wait until the process has ended, or has not answered for `engine.health_timeout_s`, because it is
         stopped or a decode step does not end. It is then killed."""
         limit_s = self.job.engine.health_timeout_s
-        ended = asyncio.ensure_future(self.worker.last_words())
+        ended = asyncio.ensure_future(self.worker.exit_reason())
         try:
             while not ended.done():
                 self._alive = alive = self.worker.future()
@@ -297,7 +297,7 @@ class _Request:
 
 
 class RemoteEngine(EngineClient):
-    """One process of the embedded engine: an EngineLife (contracts/engine.py).
+    """One process of the embedded engine (contracts/engine.py).
 
     Once the process has ended, every method raises EngineDied.
     """
@@ -341,8 +341,8 @@ class RemoteEngine(EngineClient):
                 del self._requests[id]
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
-        """As EngineLife.load. Raises a WeightsRefused if the weights are not those of the model. The engine
-        was not asked then."""
+        """Load weights between two decode steps. Raises a WeightsRefused before the engine is asked, if they
+        are not those of the model."""
         if weights.tensors:
             check_tensors(weights.tensors, self._expected)
         try:
@@ -352,7 +352,7 @@ class RemoteEngine(EngineClient):
             raise
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
-        """As EngineLife.score."""
+        """Return the log-probs of a probe after its prefix."""
         with _deaths():
             return await self.worker.call(EngineWorker.score, list(ids), num_prefix)
 

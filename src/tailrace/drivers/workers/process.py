@@ -63,7 +63,7 @@ from tailrace.drivers.workers.process_tree import (
 )
 from tailrace.errors import ConfigError, WorkerDied
 
-LAST_WORDS_BYTES = 8192
+LOG_END_BYTES = 8192
 """The end of a worker's log that WorkerDied shows."""
 LOOK_S = 1.0
 """Seconds between two looks whether a worker is stopped."""
@@ -223,8 +223,8 @@ class LocalProcess(Process):
         self.exit_code = await self._exit_code()
         stopped.cancel()
         kill_group(self.pid)  # what it has left behind
-        words = f"{self.name} (process {self.pid}) ended: {exit_cause(self.exit_code)}; {self.log_end()}"
-        return f"{self.name} {self._fault}; {words}" if self._fault else words
+        reason = f"{self.name} (process {self.pid}) ended: {exit_cause(self.exit_code)}; {self.log_end()}"
+        return f"{self.name} {self._fault}; {reason}" if self._fault else reason
 
     @override
     def kill(self) -> None:
@@ -249,8 +249,8 @@ class LocalProcess(Process):
         if self._log is None:
             return "its output is above"
         with suppress(FileNotFoundError), self._log.open("rb") as file:
-            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            if words := file.read(LAST_WORDS_BYTES).decode(errors="replace").strip():
+            file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - LOG_END_BYTES))
+            if words := file.read(LOG_END_BYTES).decode(errors="replace").strip():
                 return f"the end of {self._log}:\n{words}"
         return "it printed nothing"
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from tailrace.devices import Devices
 from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
-from tailrace.drivers.workers.calls import Hello, Job, Line, Process, RemoteWorker, Spawner, Worker
+from tailrace.drivers.workers.calls import Channel, Hello, Job, Process, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.process import LocalSpawner, start_process
 from tailrace.errors import ConfigError, WorkerDied
 
@@ -63,9 +63,9 @@ async def _work(role: Role, address: tuple[str, int], token: str) -> None:
     kind = getattr(import_module(f"tailrace.drivers.workers.{module}"), name)
     job = Job(health_timeout_s=HostSettings().health_timeout_s)  # the true one comes from the controller
     process = await start_process(role, kind, job, address, Hello(token, role), logs=None, method="spawn")
-    words = await process.ended()
+    reason = await process.ended()
     if process.exit_code:
-        raise WorkerDied(words)
+        raise WorkerDied(reason)
 
 
 class JoinedProcess(Process):
@@ -103,7 +103,7 @@ class JoinSpawner(Spawner):
         self._settings, self._local, self._token = settings, local, token
         self._expected: defaultdict[str, deque[RemoteWorker]] = defaultdict(deque)
         """Workers that have not joined yet, by role."""
-        self._waiting: defaultdict[str, deque[Line]] = defaultdict(deque)
+        self._waiting: defaultdict[str, deque[Channel]] = defaultdict(deque)
         """Connections that have no worker yet, by role."""
 
     @override
@@ -120,22 +120,21 @@ class JoinSpawner(Spawner):
         self._match(kind.role)
         return worker
 
-    def greet(self, line: Line, hello: Hello) -> None:
+    def on_hello(self, channel: Channel, hello: Hello) -> None:
         """Take a connection whose first frame has arrived."""
         if not hmac.compare_digest(hello.token, self._token) or hello.role not in self._settings.join:
-            line.transport.abort()
+            channel.transport.abort()
             return
-        self._waiting[hello.role].append(line)
+        self._waiting[hello.role].append(channel)
         self._match(hello.role)
 
     def close(self) -> None:
-        """Send those away that wait in vain."""
-        for lines in self._waiting.values():
-            for line in lines:
-                line.transport.abort()
+        """Abort the connections that have no worker."""
+        for channel in [each for channels in self._waiting.values() for each in channels]:
+            channel.transport.abort()
 
     def _match(self, role: str) -> None:
-        """Attach what has joined to what is expected, the first to the first."""
+        """Give each waiting connection the oldest job of its role that has no worker."""
         expected, waiting = self._expected[role], self._waiting[role]
         while expected and waiting:
             if not expected[0].is_awaited:
@@ -160,7 +159,8 @@ async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> Asyn
     spawner = JoinSpawner(settings, local, token)
     host, _, port = settings.listen.rpartition(":")
     try:
-        server = await asyncio.get_running_loop().create_server(lambda: Line(spawner.greet), host, int(port))
+        create = asyncio.get_running_loop().create_server
+        server = await create(lambda: Channel(spawner.on_hello), host, int(port))
     except (OSError, OverflowError) as why:
         problem = f"this host cannot listen there ({why})"
         raise ConfigError("host.listen", settings.listen, problem, "write an address of it") from None

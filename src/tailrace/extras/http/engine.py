@@ -30,7 +30,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import ended, now, waiting
-from tailrace.contracts.engine import Arrival, Capabilities, EngineLife, TokenCounter, Usage, with_version
+from tailrace.contracts.engine import Arrival, Capabilities, EngineProcess, TokenCounter, Usage, with_version
 from tailrace.contracts.weights import DTYPE, Probe, Send, TensorInfo, Weights, new_link, send_and_load
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.stops import Decoder, first_stop, stop_window
@@ -216,7 +216,7 @@ _FOR_NOW = (408, 409, 425, 429)
 """Statuses below 500 after which a request may be sent again."""
 
 
-class HttpEngine(EngineLife):
+class HttpEngine(EngineProcess):
     """A connection to a server.
 
     Args:

@@ -133,7 +133,7 @@ class ManagedServer:
             WorkerDied: it ended, with the end of its log, or did not answer in time.
         """
         await self._worker.ready()
-        ended = asyncio.ensure_future(self._worker.last_words())
+        ended = asyncio.ensure_future(self._worker.exit_reason())
         try:
             with waiting(f"{self._worker.name} to start"):
                 async with (
@@ -153,7 +153,7 @@ class ManagedServer:
 
     async def died(self) -> str:
         """Wait until it has ended. Returns its exit cause and the end of its log."""
-        return await self._worker.last_words()
+        return await self._worker.exit_reason()
 
     async def close(self) -> None:
         """Kill it, with all processes that it has started."""

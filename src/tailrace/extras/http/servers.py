@@ -1,4 +1,4 @@
-"""The lives of engines behind HTTP: servers that the run starts, or joins."""
+"""Engines behind HTTP: servers that the run starts, or joins."""
 
 import asyncio
 import itertools
@@ -36,7 +36,7 @@ from tailrace.model_folder import end_of_text_ids, read_config
 
 
 class HttpEngines:
-    """Begins lives of the engines of one run.
+    """Starts or joins the inference servers of a run.
 
     Args:
         model: the Hugging Face folder.
@@ -80,8 +80,8 @@ class HttpEngines:
         self._comparing = asyncio.Lock()
 
     async def begin(self, name: str, number: int, width: int = 1) -> HttpEngine:
-        """Begin a life of engine `number`. `width`: engines whose devices it uses as one tensor-parallel
-        group, itself and the next ones."""
+        """Start or join the server of engine `number`. `width`: engines whose devices it uses as one
+        tensor-parallel group, itself and the next ones."""
         settings = self._settings.model_copy(
             update={
                 "tensor_parallel_size": self._settings.tensor_parallel_size * width,

@@ -185,9 +185,9 @@ def test_a_transfer_that_fails_leaves_the_old_weights(servers: Servers) -> None:
     async def main() -> None:
         engine = servers.engines[0]
         (sample,) = fresh_samples(1)
-        assert engine._life is not None
+        assert engine._process is not None
         with pytest.raises(TransferFailed, match=r"one: .*nowhere"):
-            await engine._life.load(Weights(1, "/nowhere.safetensors"), kv="keep")
+            await engine._process.load(Weights(1, "/nowhere.safetensors"), kv="keep")
         await engine.generate(sample)
         assert sample.spans == [Span(0, NUM_TOKENS)]
         reference = logprobs(servers.models.inner[0], sample)
