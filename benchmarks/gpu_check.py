@@ -219,10 +219,10 @@ def _peak_bytes(work: Callable[[], object]) -> int:
 
 def kv_budget(folder: Path, device: str) -> str | None:
     """Sequences that outgrow a small cache."""
+    from tailrace.contracts.memory import ModelShape
     from tailrace.drivers.assembly.machine import CUDA_BYTES
     from tailrace.drivers.assembly.memory import engine_memory
     from tailrace.drivers.engine.settings import NativeEngineSettings
-    from tailrace.memory import ModelShape
 
     budget = 65_536
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
@@ -302,8 +302,8 @@ def sleeping_trainer(folder: Path, device: str) -> str | None:
     """A step, a sleep and a wake, twice. Prints the GiB that CUDA's allocator counts."""
     import torch
 
+    from tailrace.contracts.memory import GIB, STATE_BYTES, ModelShape
     from tailrace.drivers.workers.process import give_memory_back
-    from tailrace.memory import GIB, STATE_BYTES, ModelShape
 
     def step() -> None:
         trainer.accumulate([_group(0, 64)])

@@ -4,9 +4,9 @@ other."""
 from pathlib import Path
 from typing import Literal
 
+from tailrace.contracts.memory import MIB
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget
-from tailrace.memory import MIB
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimEngineSettings, SimHostSettings, SimJudgeSettings

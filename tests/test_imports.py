@@ -22,7 +22,7 @@ import tailrace
 PACKAGE = Path(tailrace.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
 
-GROUND = {"types", "turns", "errors", "clock", "settings", "importing", "devices", "model_folder", "memory"}
+GROUND = {"types", "turns", "errors", "clock", "settings", "importing", "devices", "model_folder", "kinds"}
 HEART: Mapping[str, set[str]] = {
     "contracts": set(),
     "algo": {"contracts"},

@@ -39,7 +39,7 @@ def import_function(spec: str, key: str) -> Any:
             return pickle.loads(Path(place).read_bytes())
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as why:
-        problem = f"it cannot be imported ({_describe(why)})"
+        problem = f"it cannot be imported ({described(why)})"
         raise ConfigError(key, spec, problem, "check the module and its path") from why
     function = getattr(module, name, None)
     if not callable(function):
@@ -104,13 +104,11 @@ def _folder_importable(folder: str) -> Iterator[None]:
             sys.path.append(folder)
 
 
-def _describe(why: BaseException) -> str:
-    """Return type and message of an exception, and the line of user code that raised it."""
+def described(why: BaseException) -> str:
+    """Return type and message of an exception, and the line of the imported code that raised it."""
     (*_, message) = traceback.format_exception_only(why)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(why.__traceback__)
-        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen")
-    ]
+    importer, *frames = traceback.extract_tb(why.__traceback__)
+    ours = (importer.filename, __file__, str(Path(importlib.__file__).parent), "<frozen")
+    frames = [frame for frame in frames if not frame.filename.startswith(ours)]
     place = f"; {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
     return f"{message.strip()}{place}"

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from tailrace.config import RunConfig
+from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.trainer import OffloadSettings
 from tailrace.drivers.assembly.simulation import sim_settings
 from tailrace.errors import ConfigError
-from tailrace.memory import ModelShape
 from tailrace.sim.cluster import MODELS, memory_shares, multiplied_parameters, rates
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import (

@@ -15,9 +15,9 @@ from math import inf, log2
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tailrace.contracts.memory import STATE_BYTES, ModelShape, ProcessMemory, gib, in_turn
 from tailrace.contracts.trainer import OffloadSettings, Place
 from tailrace.errors import ConfigError
-from tailrace.memory import STATE_BYTES, ModelShape, ProcessMemory, gib, in_turn
 from tailrace.settings import Settings
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimClusterSettings, SimSettings
 

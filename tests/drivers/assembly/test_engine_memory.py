@@ -1,8 +1,8 @@
 """The estimate of an engine's memory."""
 
+from tailrace.contracts.memory import ModelShape
 from tailrace.drivers.assembly.memory import engine_memory
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
-from tailrace.memory import ModelShape
 
 SHAPE = ModelShape(
     num_parameters=1000,

@@ -9,11 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tailrace.cli import main
 from tailrace.config import RunConfig, load_config
+from tailrace.contracts.memory import GIB, ModelShape
 from tailrace.drivers.assembly import machine
 from tailrace.drivers.assembly.machine import CUDA_BYTES, Machine, fit, held_at_once
 from tailrace.drivers.assembly.memory import run_memory
 from tailrace.errors import ConfigError
-from tailrace.memory import GIB, ModelShape
 
 SMALL = Machine(cores=2, memory=24 * GIB, bfloat16="avx512_bf16")
 GPU = Machine(2, 24 * GIB, "", 5 * GIB)

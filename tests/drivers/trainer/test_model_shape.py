@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from tailrace.memory import ModelShape
+from tailrace.contracts.memory import ModelShape
 
 
 def test_the_shape_of_a_model_is_read_from_its_folder(model_path: Path) -> None:

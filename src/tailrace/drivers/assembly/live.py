@@ -12,6 +12,7 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.engine import Engine
+from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.reward import Rewards
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
@@ -66,7 +67,6 @@ from tailrace.extras.judges.memory import check_folder
 from tailrace.extras.sandbox.code import CodeRewards, check_cases, has_cases
 from tailrace.extras.sandbox.sandbox import Sandbox, check_installed
 from tailrace.importing import install
-from tailrace.memory import ModelShape
 from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.rollout.reward_timeout import Anchors

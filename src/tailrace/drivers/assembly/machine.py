@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import RunConfig
+from tailrace.contracts.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 from tailrace.drivers.assembly.memory import engines_on_gpu, longest_sample, run_memory
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
-from tailrace.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
@@ -142,19 +142,14 @@ def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str,
     if machine.bfloat16:
         cpu = "bfloat16", f"the processor has {machine.bfloat16}"
     yield "trainer.dtype", *(cpu if config.trainer.device == "cpu" else gpu)
-    if not _is_joined(config):  # such a server has a type already
+    if not getattr(config.engine, "urls", ()):  # a server that runs has a type already
         yield "engine.dtype", *(gpu if engines_on_gpu(config) else cpu)
-
-
-def _is_joined(config: RunConfig) -> bool:
-    """Whether the engines are servers that run already."""
-    return not isinstance(config.engine, NativeEngineSettings) and bool(config.engine.urls)
 
 
 def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     keys = ("engine.threads", "trainer.threads")
-    num_engines = 0 if _is_joined(config) or engines_on_gpu(config) else engine.num_engines
+    num_engines = 0 if getattr(engine, "urls", ()) or engines_on_gpu(config) else engine.num_engines
     nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
     listed = [sum(map(len, each)) for each in lists]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.config import RunConfig
+from tailrace.contracts.memory import MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, TrainerSettings
 from tailrace.contracts.weights import KEPT_VERSIONS
 from tailrace.drivers.data.settings import sources_of
@@ -17,7 +18,6 @@ from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.trainer.adapter import adapted_modules
 from tailrace.drivers.weights.settings import ProcessGroupSettings, SharedMemorySettings
 from tailrace.extras.judges.memory import judge_memory
-from tailrace.memory import MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.model_folder import context_length
 from tailrace.types import ITEM_BYTES
 

@@ -21,11 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 
+from tailrace.contracts.memory import ModelShape
 from tailrace.devices import attention_kernels
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
-from tailrace.memory import ModelShape
 from tailrace.model_folder import context_length, end_of_text_ids, read_config, tensor_headers, weight_files
 
 ALIGNMENT = 256

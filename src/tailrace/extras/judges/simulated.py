@@ -12,10 +12,10 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+from tailrace.contracts.memory import gib
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, kept_layers
-from tailrace.memory import gib
 from tailrace.sim.cluster import BYTES_PER_WEIGHT, device_of, model_of, multiplied_parameters
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings

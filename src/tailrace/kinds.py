@@ -1,0 +1,75 @@
+"""Kinds: one object for each kind of a section, imported only when a config names it.
+
+A kind has `settings`, the class of its section, and its checks, memory and opening. Another package registers
+one as an entry point SECTION.NAME of the group `tailrace.kinds`, whose class has `interface`, too.
+"""
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from tailrace.errors import ConfigError, did_you_mean
+from tailrace.importing import described, install
+
+INTERFACE = 1
+"""The `interface` of kinds of other packages. It rises when what is asked of a kind changes."""
+BUILT_IN: Mapping[str, str] = {}
+EXTRAS: Mapping[str, str] = {}
+"""The class of each kind of this package; the extra of the installation that some of them need."""
+
+
+@cache
+def kind_of(section: str, name: str, key: str = "") -> Any:
+    """Return a kind. Raises a ConfigError if it is not installed, two packages register it, it cannot be
+    imported, or it is of another interface. `key`: of the setting that names it; by default SECTION.kind."""
+    full, key = f"{section}.{name}", key or f"{section}.kind"
+    if entry := registered("tailrace.kinds", full, key, BUILT_IN):
+        kind = load(entry, key)
+        if (given := getattr(kind, "interface", None)) != INTERFACE:
+            problem = f"{_package(entry)} has it for interface {given} of tailrace.kinds, here is {INTERFACE}"
+            raise ConfigError(key, name, problem, "install another version of one of them")
+        return kind()
+    if full not in BUILT_IN:
+        there = [each.partition(".") for each in (*BUILT_IN, *entries("tailrace.kinds"))]
+        known = [other for of, _, other in there if of == section]
+        raise ConfigError(key, name, "nothing that is installed has such a kind", did_you_mean(name, known))
+    place, _, attribute = BUILT_IN[full].partition(":")
+    try:
+        return getattr(importlib.import_module(place), attribute)()
+    except ImportError as why:
+        if full not in EXTRAS:
+            raise
+        raise ConfigError(key, name, f"{why.name} is not installed", install(EXTRAS[full])) from why
+
+
+def registered(group: str, name: str, key: str, built_in: Mapping[str, object]) -> metadata.EntryPoint | None:
+    """Return what another package registers. Raises a ConfigError if two do, this one included."""
+    found = entries(group).get(name, ())
+    packages = {*map(_package, found)} | ({"tailrace"} if found and name in built_in else set())
+    if len(packages) > 1:
+        problem = f"{' and '.join(sorted(packages))} register it"
+        raise ConfigError(key, name.rpartition(".")[2], problem, "uninstall one of them")
+    return found[0] if found else None
+
+
+def load(entry: metadata.EntryPoint, key: str) -> Any:
+    """Import what another package registers. Raises a ConfigError, whatever the import raises."""
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as why:
+        problem = f"{_package(entry)} registers it, and cannot be imported ({described(why)})"
+        remedy = "install another version of it, or uninstall it"
+        raise ConfigError(key, entry.name.rpartition(".")[2], problem, remedy) from why
+
+
+@cache
+def entries(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
+    """Return what other packages register in a group, by name."""
+    found = metadata.entry_points(group=group)
+    return {name: tuple(found.select(name=name)) for name in sorted(found.names)}
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
