@@ -107,7 +107,7 @@ MAX_PRODUCT_LINES = {
     "extras.diagnose": 306,
     "extras.http": 2_222,
     "extras.judges": 1_116,
-    "extras.plan": 2_273,
+    "extras.plan": 2_256,
     "extras.sandbox": 784,
     "extras.serve": 1_788,
     "extras.tinker": 1_423,

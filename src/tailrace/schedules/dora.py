@@ -25,9 +25,7 @@ async def dora(run: Run, groups_per_step: Count, groups_in_flight: Count, stalen
     """Several versions are served at a time; the engines of an old one become fewer as its samples end.
 
     Args:
-        groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
-        staleness: bound on the age of a trained token, in publications.
+        groups_per_step, groups_in_flight, staleness: as in tailrace.
     """
     publish = partial(divide_and_publish, run)
     await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=1, publish=publish)

@@ -25,9 +25,7 @@ async def laminar(
     The paper has no bound on staleness; here a selection keeps one.
 
     Args:
-        groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
-        staleness: bound on the age of a trained token, in publications.
+        groups_per_step, groups_in_flight, staleness: as in tailrace.
         repack_below: engines with at most this share of their slots taken are packed. 0: none.
     """
 

@@ -55,10 +55,7 @@ async def rolloutpipe_eager(
     """Ours: a complete group is accumulated at once. The optimizer steps at the same groups as `rolloutpipe`.
 
     Args:
-        groups_per_round: groups of a rollout (R).
-        groups_per_step: complete groups of an optimizer step (U = B/K).
-        max_tokens_per_batch: tokens, prompts included, that are handed to the trainer at once.
-        admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
+        groups_per_round, groups_per_step, max_tokens_per_batch, admission: as in rolloutpipe.
     """
     require_divisible(groups_per_round, groups_per_step)
     require_whole_groups(run, admission)

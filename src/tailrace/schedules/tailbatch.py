@@ -46,9 +46,7 @@ async def rollpacker(
     rollout goes on, and the optimizer steps at its end.
 
     Args:
-        groups_per_round: prompts trained in a round (P0).
-        prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
-        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+        groups_per_round, prompt_speculation, response_speculation: as in tailbatch.
     """
     run.declare(staleness=0)
     async for _ in run.rounds(while_parked=True):
@@ -98,9 +96,7 @@ async def tailbatch_async(
     """Off-policy: queued prompts continue from their tokens instead of from nothing. No bound on staleness.
 
     Args:
-        groups_per_round: prompts trained in a round (P0).
-        prompt_speculation: prompts launched in a short round, as a multiple of P0 (eta). 1: no race.
-        response_speculation: responses launched for each prompt, as a multiple of R0 (eta). 1: no race.
+        groups_per_round, prompt_speculation, response_speculation: as in tailbatch.
     """
     run.declare(staleness=inf)
     async for _ in run.rounds(while_parked=True):

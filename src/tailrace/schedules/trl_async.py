@@ -17,8 +17,6 @@ async def trl_async(run: Run, groups_per_step: Count, groups_in_flight: Count, s
     """Each engine serves the last staleness + 1 versions, and a sample keeps its own.
 
     Args:
-        groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
-        staleness: bound on the age of a trained token, in publications (max_staleness).
+        groups_per_step, groups_in_flight, staleness: as in tailrace. `staleness` is TRL's max_staleness.
     """
     await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=staleness + 1)
