@@ -778,15 +778,15 @@ def lose_engines(kills: int, seed: int, kind: str, task: str) -> dict[str, float
     return dict(results)
 
 
-async def laps(
-    config: RunConfig, racer: ComparedSchedule, repeats: int, folder: Path
+async def trials(
+    config: RunConfig, candidate: ComparedSchedule, repeats: int, folder: Path
 ) -> dict[bool, list[tuple[float, float]]]:
-    """(main time, CPU time of the controller) of a round of the race, with the ledger and without."""
+    """(main time, CPU time of the controller) of a round of the comparison, with the ledger and without."""
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):  # the first is a warm-up
             for with_ledger in (True, False) if repeat % 2 else (False, True):
-                parts, summary = await arena.parts(racer), Summary()
+                parts, summary = await arena.parts(candidate), Summary()
                 start, journal = first_life(), NullJournal()
                 with ExitStack() as stack:
                     if with_ledger:
@@ -797,7 +797,7 @@ async def laps(
                     recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
                     began_s = time.process_time()
                     books = {"starting_point": start, "journal": journal}
-                    await execute(racer.schedule, parts, config.run, recorder, **books)
+                    await execute(candidate.schedule, parts, config.run, recorder, **books)
                     cpu_s = time.process_time() - began_s
                 if repeat >= 0:
                     found[with_ledger].append((over_rounds(summary.rows, "round/main_time_s"), cpu_s))
@@ -805,12 +805,12 @@ async def laps(
 
 
 def cost(repeats: int) -> dict[str, float]:
-    """What the ledger adds to the race's main time, and to the controller's CPU time in it."""
+    """What the ledger adds to its main time, and to the controller's CPU time in it."""
     config = load_config(EXAMPLES / "rolloutpipe.toml")
-    racer = ComparedSchedule(config, resolve(config))  # it rehearses the schedule in a loop of its own
+    candidate = ComparedSchedule(config, resolve(config))  # it rehearses the schedule in a loop of its own
     with tempfile.TemporaryDirectory() as name:
-        race = laps(config, racer, repeats, Path(name))
-        found = clock.run(race, virtual=False)
+        running = trials(config, candidate, repeats, Path(name))
+        found = clock.run(running, virtual=False)
     (main_s, cpu_s), (main_without_s, cpu_without_s) = (
         map(median, zip(*found[with_ledger], strict=True)) for with_ledger in (True, False)
     )

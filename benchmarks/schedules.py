@@ -85,7 +85,7 @@ def pipelinerl(in_flight: int, engines: int = 4, scoring: int = 2 * GROUPS) -> S
     return bound("pipelinerl", groups_per_step=GROUPS, in_flight_per_engine=requests, **ring)
 
 
-RACERS: dict[str, Schedule] = {
+CANDIDATES: dict[str, Schedule] = {
     "serial": round_of("serial", groups_per_step=GROUPS),
     "rolloutpipe, 4 steps a round": round_of("rolloutpipe", groups_per_step=GROUPS // 4),
     "rolloutpipe_eager, 1 step a round": round_of("rolloutpipe_eager", groups_per_step=GROUPS),
@@ -125,12 +125,12 @@ def words(sim: SimSettings) -> str:
     return f"{engine.count} engines ({step}), trainer {trainer.tokens_per_s:,.0f} tokens/s"
 
 
-def table(racers: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
+def table(candidates: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
     """Run and print all; return their samples a second."""
     head = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
     print(f"{'':46}" + "".join(f"{word:>11}" for word in head))
     rates: dict[str, float] = {}
-    for name, (schedule, sim, kind) in racers.items():
+    for name, (schedule, sim, kind) in candidates.items():
         found = measure(
             schedule,
             sim,
@@ -159,19 +159,19 @@ def on_cluster(sigma: float, reward_s: float, rollout_devices: int | None) -> Si
 def on_equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> None:
     in_turn = on_cluster(sigma, reward_s, None)
     print(f"8 H100, Qwen2.5-7B\nin turn: {words(in_turn)}\n4 + 4: {words(on_cluster(sigma, reward_s, 4))}")
-    racers: dict[str, Fixed] = {
-        f"{name}, in turn": (RACERS[name], in_turn, "colocated") for name in (*APRIL, *ON_POLICY)
+    candidates: dict[str, Fixed] = {
+        f"{name}, in turn": (CANDIDATES[name], in_turn, "colocated") for name in (*APRIL, *ON_POLICY)
     }
-    racers |= {f"{name}, elastic": (RACERS[name], in_turn, "elastic") for name in ON_POLICY}
+    candidates |= {f"{name}, elastic": (CANDIDATES[name], in_turn, "elastic") for name in ON_POLICY}
     for number in SPLITS:
         split = on_cluster(sigma, reward_s, number)
-        apart = {name: RACERS[name] for name in (*TAILRACE, *ON_POLICY)}
+        apart = {name: CANDIDATES[name] for name in (*TAILRACE, *ON_POLICY)}
         apart |= {f"pipelinerl, {share / GROUPS:g}x": pipelinerl(share, number) for share in (96, 128)}
         if reward_s >= SLOW_S:
             apart |= {SCORED: pipelinerl(96, number, 8 * GROUPS), AS_MANY: tailrace(430, 32)}
         devices = f"{number} + {CLUSTER.devices - number}"
-        racers |= {f"{name}, {devices}": (each, split, "disaggregated") for name, each in apart.items()}
-    found = table({name: each for name, each in racers.items() if only in name}, rounds)
+        candidates |= {f"{name}, {devices}": (each, split, "disaggregated") for name, each in apart.items()}
+    found = table({name: each for name, each in candidates.items() if only in name}, rounds)
 
     def best(start: str) -> float:
         return max((rate for name, rate in found.items() if name.startswith(start)), default=math.nan)
@@ -346,8 +346,10 @@ def main(
         on_equal_devices(rounds, sigma, reward_s, only)
     else:
         print(f"simulated costs, no model: {words(SEPARATE)}")
-        racers = {name: (each, SEPARATE, "disaggregated") for name, each in RACERS.items() if only in name}
-        table(racers, rounds)
+        candidates = {
+            name: (each, SEPARATE, "disaggregated") for name, each in CANDIDATES.items() if only in name
+        }
+        table(candidates, rounds)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
                                     [--groups 64] [--step 2] [--only NAME,NAME] [--folder DIR] [--json F]
 
 Each schedule runs live from the same weights, on the same prompts, with the same seeds: those of
-examples/rolloutpipe.toml, or of another config. Before its laps, a lap of one round is not counted.
-`tailrace fit` reads the first lap of --fit-on, and predicts the main time of a round of all schedules in
+examples/rolloutpipe.toml, or of another config. Before its trials, a trial of one round is not counted.
+`tailrace fit` reads the first trial of --fit-on, and predicts the main time of a round of all schedules in
 virtual time.
 
-    live_s           seconds of main time a round, mean over the rounds of a lap, median of the laps
+    live_s           seconds of main time a round, mean over the rounds of a trial, median of the trials
     predicted_s      the same in virtual time
     median_error     median over the other schedules of |predicted / live - 1|
     ranking_errors   pairs of schedules whose live times differ by more than 10%, and whose predicted times
@@ -44,7 +44,7 @@ DIFFERENT = 1.1
 """Ratio of two live times from which on their order counts."""
 
 
-def racers(config: RunConfig, groups: int, step: int) -> dict[str, ComparedSchedule]:
+def candidates(config: RunConfig, groups: int, step: int) -> dict[str, ComparedSchedule]:
     """The schedules: those of [compare] by other parameters, so that all train `groups` groups a round.
 
     Args:
@@ -68,21 +68,21 @@ def racers(config: RunConfig, groups: int, step: int) -> dict[str, ComparedSched
 
 
 async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path) -> dict[str, list[float]]:
-    """Run all schedules; return the main times. Each lap writes the files of a run to a folder of its own."""
+    """Run all schedules; return the main times. Each trial writes the files of a run to its own folder."""
     times: dict[str, list[float]] = {name: [] for name in race}
     async with aclosing(SharedWorkers(folder)) as arena:
         for repeat in range(-1, repeats):
             for name in in_turn(race, repeat):
-                racer, lap_folder = race[name], folder / f"{name}-{repeat}"
-                settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+                candidate, trial_folder = race[name], folder / f"{name}-{repeat}"
+                settings = candidate.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
                 if repeat < 0:
                     settings = settings.model_copy(update={"rounds": 1})
-                parts, meter = await arena.parts(racer), Summary()
-                recorder = _recorder(racer.config, meter, lap_folder)
-                advantages = advantages_of(racer.config)
-                await execute(racer.schedule, parts, settings, recorder, compute_advantages=advantages)
+                parts, meter = await arena.parts(candidate), Summary()
+                recorder = _recorder(candidate.config, meter, trial_folder)
+                advantages = advantages_of(candidate.config)
+                await execute(candidate.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
-                    times[name].append(meter.lap()["main_time_s"])
+                    times[name].append(meter.figures()["main_time_s"])
     return times
 
 
@@ -97,13 +97,13 @@ def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))
 
 
-def predicted(racer: ComparedSchedule, sim: SimSettings) -> float:
+def predicted(candidate: ComparedSchedule, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
     meter = Summary()
-    settings = racer.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
-    config = racer.config.model_copy(update={"sim": sim, "run": settings})
-    run_virtual(config, racer.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
-    return meter.lap()["main_time_s"]
+    settings = candidate.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+    config = candidate.config.model_copy(update={"sim": sim, "run": settings})
+    run_virtual(config, candidate.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
+    return meter.figures()["main_time_s"]
 
 
 def ranking_errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:
@@ -126,15 +126,15 @@ def main(
     folder: Path | None = None,
     json: Path | None = None,
 ) -> None:
-    race = racers(load_config(config, {"run.rounds": str(rounds)}), groups, step)
+    race = candidates(load_config(config, {"run.rounds": str(rounds)}), groups, step)
     if only:
-        race = {name: racer for name, racer in race.items() if name in {*only.split(","), fit_on}}
+        race = {name: candidate for name, candidate in race.items() if name in {*only.split(","), fit_on}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = folder or Path(scratch) / "runs"
         folder.mkdir(parents=True)
         times = clock.run(run_live(race, repeats, folder), virtual=False)
         fitted = fitted_run(folder / f"{fit_on}-0")
-        simulated = {name: predicted(racer, fitted.sim) for name, racer in race.items()}
+        simulated = {name: predicted(candidate, fitted.sim) for name, candidate in race.items()}
     live = {name: median(each) for name, each in times.items()}
     errors = {name: simulated[name] / live[name] - 1 for name in race}
     wrong = ranking_errors(live, simulated)

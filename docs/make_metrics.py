@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tailrace.record.figures import FIGURES, LAPS, Figure
+from tailrace.record.figures import FIGURES, TRIAL_FIGURES, Figure
 
 INTRODUCTION = """\
 # Metrics
@@ -20,8 +20,8 @@ known is left out; one that is not finite is null. Staleness counts publications
 generation of a token and its training; lag counts optimizer steps.
 
 *Over rows* says what a figure comes to over several rows. `summary.json` has it for the whole run under
-`ages`, and medians over the rounds under `round`. A lap is one run of a schedule in `tailrace compare --json`
-and in the planner; the comparison has medians over laps.
+`ages`, and medians over the rounds under `round`. A trial is one run of a schedule in
+`tailrace compare --json` (its `laps`) and in the planner; the comparison has medians over trials.
 
 This page is generated: `make docs` writes it.
 """
@@ -35,9 +35,9 @@ GROUPS = {
 LENGTHS = "round/completions/"
 HEADER = "| key | unit | meaning | over rows | also |\n|---|---|---|---|---|"
 LAP_HEADER = """\
-## A lap
+## A trial
 
-Beside the keys `lap.` of the tables above.
+Beside the keys `trial.` of the tables above.
 
 | key | unit | of | over rows | meaning |
 |---|---|---|---|---|"""
@@ -61,7 +61,7 @@ def _group(name: str) -> str:
 
 
 def _laps() -> Iterator[str]:
-    for key, each in LAPS.items():
+    for key, each in TRIAL_FIGURES.items():
         if each in FIGURES:
             continue
         of = f"`{each.name}`" if each.name else ""

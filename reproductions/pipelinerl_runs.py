@@ -167,10 +167,10 @@ def _profile(run: Simulated) -> list[float]:
 
 def throughput(seed: int) -> Table:
     """Fig. 5c: samples a second, against Conventional RL with G = 32."""
-    pipe = _of_whole(seed).lap["samples_per_s"]
+    pipe = _of_whole(seed).figures["samples_per_s"]
     figures = [Figure("PipelineRL", "throughput", "samples/s", None, pipe)]
     for slots, printed in ((IN_FLIGHT, 2.0), (VLLM_SLOTS, None)):
-        turn, row = in_turn(WHOLE, 32, slots, seed=seed).lap["samples_per_s"], f"G = 32, {slots} at once"
+        turn, row = in_turn(WHOLE, 32, slots, seed=seed).figures["samples_per_s"], f"G = 32, {slots} at once"
         figures.append(Figure(row, "throughput", "samples/s", None, turn))
         figures.append(Figure(row, "PipelineRL against it", "x", printed, pipe / turn))
     notes = (
@@ -183,8 +183,8 @@ def throughput(seed: int) -> Table:
 
 def max_lags(seed: int) -> Table:
     """Fig. 6a: the largest lag of a trained token, in samples."""
-    pipe = BATCH * _of_whole(seed).lap["lag_max"]
-    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT, seed=seed).lap["lag_max"]
+    pipe = BATCH * _of_whole(seed).figures["lag_max"]
+    turn = BATCH * in_turn(WHOLE, 32, IN_FLIGHT, seed=seed).figures["lag_max"]
     figures = (
         Figure("PipelineRL", "max lag", "samples", 50_000.0, pipe),
         Figure("Conventional RL, G = 32", "max lag", "samples", None, turn, "definition"),
@@ -200,7 +200,7 @@ def max_lags(seed: int) -> Table:
 def earlier_version(seed: int) -> Table:
     """The earlier version's runs on 32 H100: 16 generate, 16 train, against G = 4."""
     pipe, turn = pipelined(EARLIER, 24, 12, seed), in_turn(EARLIER, 4, 128, seed=seed)
-    gain = pipe.lap["samples_per_s"] / turn.lap["samples_per_s"]
+    gain = pipe.figures["samples_per_s"] / turn.figures["samples_per_s"]
     lag = fmean(row["lag/max"] for row in pipe.steps[12:])
     figures = (
         Figure("32 H100, G = 4", "throughput, PipelineRL against it", "x", 2.0, gain),

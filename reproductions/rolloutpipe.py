@@ -97,7 +97,7 @@ def main_times(seed: int) -> Table:
     """Fig. 4: rollout-to-train-end time, and the shares of CGP and FGD in its reduction."""
     figures: list[Figure] = []
     for task, size, row, kind in _settings():
-        slime_s, cgp_s, both_s = (run(task, size, system, seed).lap["main_time_s"] for system in SYSTEMS)
+        slime_s, cgp_s, both_s = (run(task, size, system, seed).figures["main_time_s"] for system in SYSTEMS)
         for system, seconds in zip(SYSTEMS, (slime_s, cgp_s, both_s), strict=True):
             printed = MAIN_TIME.get(system) if (task, size) == (FITTED_TASK, 96) else None
             figures.append(Figure(row, f"main time, {system}", "s", printed, seconds))
@@ -117,11 +117,11 @@ def frontiers(seed: int) -> Table:
     """Section 5.1: F_w = 2 as printed, and other rules than the strict frontier of the fitted width."""
     figures = []
     for system in ADMISSIONS:
-        lap, is_printed = run(FITTED_TASK, 96, system, seed).lap, system == "F_w = 2"
+        found, is_printed = run(FITTED_TASK, 96, system, seed).figures, system == "F_w = 2"
         main_s, first_s = (MAIN_TIME["CGP+FGD"], FIRST_DISPATCH["CGP+FGD"]) if is_printed else (None, None)
         figures += [
-            Figure(system, "main time", "s", main_s, lap["main_time_s"]),
-            Figure(system, "first dispatch", "s", first_s, lap["first_dispatch_s"]),
+            Figure(system, "main time", "s", main_s, found["main_time_s"]),
+            Figure(system, "first dispatch", "s", first_s, found["first_dispatch_s"]),
         ]
     note = (
         f"Frontier first ({WIDTH} groups) has, to three decimals, the times of a plain cap of {WIDTH * K}"
@@ -136,7 +136,7 @@ def first_dispatch(seed: int) -> Table:
     for task in MEDIANS:
         kind: Kind = "fitted" if task == FITTED_TASK else "predicted"
         for system, printed in FIRST_DISPATCH.items():
-            ours = run(task, 96, system, seed).lap["first_dispatch_s"]
+            ours = run(task, 96, system, seed).figures["first_dispatch_s"]
             row, bar = f"{task}, R = 96", 0.25 * printed[0]
             figures.append(Figure(row, f"first dispatch, {system}", "s", printed, ours, kind, bar))
     return Table("Section 5.2", "the first dispatch", tuple(figures))
@@ -146,11 +146,11 @@ def waiting(seed: int) -> Table:
     """Fig. 5: trainer waiting ratio and response length."""
     figures = []
     for task, size, row, _ in _settings():
-        laps = {system: run(task, size, system, seed).lap for system in SYSTEMS}
-        ratios = {system: 100 * lap["waiting_ratio"] for system, lap in laps.items()}
-        for system, lap in laps.items():
-            whole_s = lap["main_time_s"] + OVERHEAD_S
-            outside = 100 * (whole_s - lap["trainer_compute_s"]) / whole_s
+        of_systems = {system: run(task, size, system, seed).figures for system in SYSTEMS}
+        ratios = {system: 100 * found["waiting_ratio"] for system, found in of_systems.items()}
+        for system, found in of_systems.items():
+            whole_s = found["main_time_s"] + OVERHEAD_S
+            outside = 100 * (whole_s - found["trainer_compute_s"]) / whole_s
             rounds = run(task, size, system, seed).rounds
             eq_4 = 100 * fmean(each["round/start_ratio"] for each in rounds)
             printed = _printed_waiting(task, size, system)
@@ -163,7 +163,7 @@ def waiting(seed: int) -> Table:
                 Figure(row, f"eq. 4, {system}", "%", None, eq_4),
             ]
         less = 100 * (1 - ratios["CGP+FGD"] / ratios["Slime"])
-        length, kind = laps["Slime"]["length_mean"], "fitted" if size == 32 else "predicted"
+        length, kind = of_systems["Slime"]["length_mean"], "fitted" if size == 32 else "predicted"
         figures += [
             Figure(row, "waiting ratio, reduction", "%", LESS_WAITING, less),
             Figure(row, "mean response length", "", LENGTH, length, kind),
@@ -190,7 +190,7 @@ def trainer_compute(seed: int) -> Table:
     for task, size, row, _ in _settings():
         for system, printed in zip(SYSTEMS, COMPUTE[task][size], strict=True):
             kind: Kind = "fitted" if (system, size) == ("Slime", 32) else "determined"
-            ours = run(task, size, system, seed).lap["trainer_compute_s"]
+            ours = run(task, size, system, seed).figures["trainer_compute_s"]
             figures.append(Figure(row, f"trainer compute, {system}", "s", printed, ours, kind))
     note = "All systems train the same tokens, so one fit for each task gives all of its rows."
     return Table("Table 1", "trainer compute time", tuple(figures), (note,))

@@ -108,7 +108,7 @@ class Case(NamedTuple):
         }
         run = RunSettings(rounds=steps, group_size=1, seed=seed)
         schedule = schedules[self.schedule]
-        return simulate(schedule, self.costs(), run, warm_up_rounds=steps // 4).lap["staleness_mean"]
+        return simulate(schedule, self.costs(), run, warm_up_rounds=steps // 4).figures["staleness_mean"]
 
     def costs(self) -> SimSettings:
         """A constant decode step and a constant optimizer step; everything else takes no time."""

@@ -168,7 +168,7 @@ def generation(devices: int, seed: int) -> float:
     schedule = partial(serial, groups_per_round=GROUPS, groups_per_step=MINI)
     of_run = RunSettings(rounds=SYNC_ROUNDS, group_size=K, seed=seed)
     sharing = DeviceSharing("colocated")
-    return simulate(schedule, h20(devices, None), of_run, sharing=sharing).lap["rollout_time_s"]
+    return simulate(schedule, h20(devices, None), of_run, sharing=sharing).figures["rollout_time_s"]
 
 
 @cache
@@ -177,8 +177,10 @@ def asynchronous(row: Asynchronous, scale: float, seed: int) -> tuple[float, flo
     alive, sim = int((1 + row.staleness) * GROUPS), h20(2 * row.half, row.half, scale)
     schedule = partial(fully_async, groups_per_sync=GROUPS, groups_per_step=FETCHED, alive=alive)
     of_run = RunSettings(rounds=ROUNDS, group_size=K, seed=seed)
-    lap = simulate(partial(schedule, per_engine=PER_ENGINE), sim, of_run, warm_up_rounds=WARM_UP_ROUNDS).lap
-    return GROUPS * K / lap["samples_per_s"], lap["trainer_compute_s"]
+    figures = simulate(
+        partial(schedule, per_engine=PER_ENGINE), sim, of_run, warm_up_rounds=WARM_UP_ROUNDS
+    ).figures
+    return GROUPS * K / figures["samples_per_s"], figures["trainer_compute_s"]
 
 
 @cache
@@ -203,8 +205,8 @@ def v1_step(mode: Mode, seed: int, tokens_per_s: float | None = None) -> float:
     }
     of_run = RunSettings(rounds=V1_ROUNDS, group_size=V1_K, seed=seed)
     schedule = schedules.get(mode.name, streamed)
-    lap = simulate(schedule, sim, of_run, parts=parts, warm_up_rounds=WARM_UP_ROUNDS).lap
-    return V1_GROUPS * V1_K / lap["samples_per_s"]
+    figures = simulate(schedule, sim, of_run, parts=parts, warm_up_rounds=WARM_UP_ROUNDS).figures
+    return V1_GROUPS * V1_K / figures["samples_per_s"]
 
 
 def judged(steps: Sequence[tuple[str, float, float]]) -> list[Figure]:

@@ -106,12 +106,12 @@ class ModelSettings(Settings):
 
 
 class CompareSettings(Settings):
-    """`tailrace compare`: which schedules are raced, and how often."""
+    """`tailrace compare`: the schedules to compare, and how often."""
 
     schedules: tuple[str, ...] = ("serial", "rolloutpipe")
     """Names of the schedules."""
     repeats: int = Field(default=5, ge=1)
-    """Counted laps of each schedule."""
+    """Counted trials of each schedule."""
 
 
 class PlanSettings(Settings):

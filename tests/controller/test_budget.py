@@ -74,9 +74,9 @@ def test_the_rows_of_a_run_add_up_to_its_total() -> None:
     assert sum(row.get("round/cost", 0.0) for row in rows) == pytest.approx(of_rounds)
     assert of_rounds < costs[-1]
     assert summary.summary().cost == costs[-1]
-    lap = summary.lap()
-    assert lap["round_cost"] == pytest.approx(of_rounds / 3)
-    assert lap["cost_per_1000_samples"] == pytest.approx(1000 * of_rounds / (3 * 16 * 4))
+    figures = summary.figures()
+    assert figures["round_cost"] == pytest.approx(of_rounds / 3)
+    assert figures["cost_per_1000_samples"] == pytest.approx(1000 * of_rounds / (3 * 16 * 4))
 
 
 def test_a_run_without_prices_has_no_costs() -> None:
@@ -86,7 +86,7 @@ def test_a_run_without_prices_has_no_costs() -> None:
         meter.on(event)
     meter.close()
     assert run.of(Spent) == [] and summary.summary().cost is None
-    assert not [name for row in [*summary.rows, summary.lap()] for name in row if "cost" in name]
+    assert not [name for row in [*summary.rows, summary.figures()] for name in row if "cost" in name]
 
 
 @SCHEDULES

@@ -13,4 +13,4 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_a_figure_has_its_unit_its_total_and_its_other_keys() -> None:
     row = "| `staleness/max` | publications | The largest of a token. | largest | `ages.staleness_max`, "
-    assert f"\n{row}`lap.staleness_max` |" in metrics_reference()
+    assert f"\n{row}`trial.staleness_max` |" in metrics_reference()

@@ -6,7 +6,7 @@ import pytest
 
 from tailrace.record.figures import (
     FIGURES,
-    LAPS,
+    TRIAL_FIGURES,
     Lags,
     Row,
     counts_of,
@@ -105,7 +105,7 @@ def test_percentiles_are_lengths_that_occurred() -> None:
 def test_every_figure_stands_once_in_the_table_with_a_meaning() -> None:
     names = [figure.name for figure in FIGURES]
     assert len(set(names)) == len(names)
-    assert all(figure.meaning.endswith(".") for figure in (*FIGURES, *LAPS.values()))
+    assert all(figure.meaning.endswith(".") for figure in (*FIGURES, *TRIAL_FIGURES.values()))
 
 
 def test_a_row_has_the_order_of_the_table_and_families_keep_theirs() -> None:

@@ -1,4 +1,4 @@
-"""What a run comes to, from a story by hand, and the figures of a lap, from schedules in virtual time."""
+"""What a run comes to, from a story by hand, and the figures of a trial, from schedules in virtual time."""
 
 import dataclasses
 import json
@@ -174,26 +174,26 @@ def measured(outcome: Outcome, warm_up_rounds: int = 0) -> Row:
     for event in outcome.events:
         steps.on(event)
     steps.close()
-    return summary.lap(warm_up_rounds)
+    return summary.figures(warm_up_rounds)
 
 
 def test_throughput_counts_the_samples_of_the_counted_rounds_over_their_whole_time() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
     start, end = outcome.of(RoundStarted)[2].time_s, outcome.of(RoundEnded)[-1].time_s
-    lap = measured(outcome, warm_up_rounds=2)
-    assert lap["samples_per_s"] == pytest.approx(4 * 16 * 4 / (end - start))
+    figures = measured(outcome, warm_up_rounds=2)
+    assert figures["samples_per_s"] == pytest.approx(4 * 16 * 4 / (end - start))
     trained = [sample for step in outcome.of(Stepped) if step.end_s > start for sample in step.samples]
-    assert lap["tokens_per_s"] == pytest.approx(sum(s.num_tokens for s in trained) / (end - start))
-    assert lap["main_s_per_1000_samples"] == pytest.approx(1000 * lap["main_time_s"] / (16 * 4))
+    assert figures["tokens_per_s"] == pytest.approx(sum(s.num_tokens for s in trained) / (end - start))
+    assert figures["main_s_per_1000_samples"] == pytest.approx(1000 * figures["main_time_s"] / (16 * 4))
 
 
 def test_lengths_are_those_of_the_trained_samples() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["serial"], LONGER)
     lengths = [sample.num_tokens for step in outcome.of(Stepped) for sample in step.samples]
-    lap = measured(outcome)
-    assert lap["length_mean"] == pytest.approx(sum(lengths) / len(lengths))
-    assert lap["length_max"] == max(lengths) == MAX_TOKENS
-    assert lap["truncated_share"] == lengths.count(MAX_TOKENS) / len(lengths) > 0
+    figures = measured(outcome)
+    assert figures["length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert figures["length_max"] == max(lengths) == MAX_TOKENS
+    assert figures["truncated_share"] == lengths.count(MAX_TOKENS) / len(lengths) > 0
 
 
 def test_the_time_between_rounds_counts_if_generation_goes_on_in_it() -> None:
@@ -222,19 +222,19 @@ def later(event: Event, later_s: float) -> Event:
 def test_the_lag_is_in_optimizer_steps_and_the_staleness_in_publications() -> None:
     """Conventional RL: one publication for 4 steps, so lags of 0 to 3 in batches of about equal size."""
     conventional = partial(SCHEDULES["conventional"], groups_per_step=4, steps_per_round=4)
-    lap = measured(simulate(conventional, LONGER))
-    assert (lap["lag_max"], lap["staleness_max"]) == (3, 0)
-    assert 1.0 < lap["lag_mean"] < 2.0
-    assert lap["carried_tokens"] == lap["carried_samples"] == 0.0
+    figures = measured(simulate(conventional, LONGER))
+    assert (figures["lag_max"], figures["staleness_max"]) == (3, 0)
+    assert 1.0 < figures["lag_mean"] < 2.0
+    assert figures["carried_tokens"] == figures["carried_samples"] == 0.0
 
 
 def test_april_carries_tokens_over_and_wastes_none() -> None:
     outcome = simulate(SCHEDULES_BY_NAME["april"], LONGER)
-    lap = measured(outcome)
+    figures = measured(outcome)
     old = sum(n for step in outcome.of(Stepped) for age, n in step.lags.publications.items() if age)
-    assert lap["carried_tokens"] == pytest.approx(old / outcome.totals.trained_tokens)
-    assert 0 < lap["carried_tokens"] < 1 and lap["waste_share"] == 0.0
-    assert lap["deferrals_max"] > 0 and lap["staleness_max"] > 0
+    assert figures["carried_tokens"] == pytest.approx(old / outcome.totals.trained_tokens)
+    assert 0 < figures["carried_tokens"] < 1 and figures["waste_share"] == 0.0
+    assert figures["deferrals_max"] > 0 and figures["staleness_max"] > 0
 
 
 def test_the_waste_of_a_race_is_its_share_of_all_generated_tokens() -> None:

@@ -7,7 +7,7 @@ from reproductions.pipelinerl_runs import SetUp, generation, in_turn
 def test_the_lag_of_conventional_rl_grows_by_one_a_step() -> None:
     run = in_turn(SetUp(devices=8), steps=4, slots=16, batch=8)
     assert [row["lag/mean"] for row in run.steps] == [0.0, 1.0, 2.0, 3.0]
-    assert run.lap["staleness_max"] == 0
+    assert run.figures["staleness_max"] == 0
 
 
 def test_throughput_of_one_device_grows_less_than_the_batch_and_never_falls() -> None:

@@ -23,7 +23,7 @@ def two_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("task", ["LSAT-AR", "OlyPhys"])
 def test_reduction_and_cgp_s_share_at_32_groups_are_within_their_bars(task: str) -> None:
-    slime_s, cgp_s, both_s = (run(task, 32, system).lap["main_time_s"] for system in SYSTEMS)
+    slime_s, cgp_s, both_s = (run(task, 32, system).figures["main_time_s"] for system in SYSTEMS)
     low, high = REDUCTION[32]
     assert low - 3 <= 100 * (1 - both_s / slime_s) <= high + 3
     low, high = CGP_SHARE[32]
@@ -50,8 +50,8 @@ def test_the_printed_frontier_of_two_groups_is_slower_than_serial(
 
 
 def test_frontier_first_has_the_times_of_a_plain_cap_and_the_row_of_fgd_is_the_strict_frontier() -> None:
-    laps = [run("Sci-XW", 32, system).lap for system in ("frontier first", "at most 72", "CGP+FGD")]
-    assert laps[0] == laps[1] != laps[2]
+    found = [run("Sci-XW", 32, system).figures for system in ("frontier first", "at most 72", "CGP+FGD")]
+    assert found[0] == found[1] != found[2]
     assert rolloutpipe.ADMISSIONS["CGP+FGD"] == Frontier(groups=9)
 
 

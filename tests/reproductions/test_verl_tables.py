@@ -33,7 +33,7 @@ def test_only_a_threshold_above_zero_draws_prompts_ahead(staleness: float) -> No
     schedule = partial(fully_async, groups_per_sync=16, groups_per_step=4, alive=int((1 + staleness) * 16))
     done = simulate(schedule, QUICK, RunSettings(rounds=6, group_size=2))
     assert len(done.steps) == 6 * 4
-    assert (done.lap["staleness_max"] == 0) == (staleness == 0)
+    assert (done.figures["staleness_max"] == 0) == (staleness == 0)
 
 
 def test_a_larger_threshold_is_faster_because_the_trainer_waits_less() -> None:

@@ -135,7 +135,7 @@ class Figure(NamedTuple):
     total: Total | None
     """Aggregates the figure over several rows; None: it is never asked for."""
     kept: Mapping[str, str]
-    """Its keys in sections of summary.json ("ages", "round") and in the figures of a lap ("lap")."""
+    """Its keys in sections of summary.json ("ages", "round") and in the figures of a trial ("trial")."""
     meaning: str
 
 
@@ -163,7 +163,7 @@ completions/p99_length | tokens | - | - | 99th percentile of their lengths.
 completions/max_length | tokens | - | - | The longest completion of the step.
 completions/std_length | tokens | - | - | Standard deviation of the lengths of the step (APRIL, Fig. 5a).
 completions/std_length_in_group | tokens | - | - | The same within a group, mean over groups (Fig. 5b).
-completions/clipped_ratio | share | over_samples | lap.truncated_share | Samples that ended at the length
+completions/clipped_ratio | share | over_samples | trial.truncated_share | Samples that ended at the length
     limit.
 num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
 num_turns/max | turns | - | - | The most turns of a sample.
@@ -179,28 +179,28 @@ learning_rate | - | - | - | Of the optimizer step.
 entropy | nats a token | - | - | Entropy of the policy at the sampling temperature.
 clip_ratio/region_mean | share | - | - | Tokens whose gradient the clip removed.
 kl | nats a token | - | - | KL of the current policy to the reference model; 0 without a reference.
-mismatch_kl | nats a token | over_tokens | lap.mismatch_kl | KL of the behaviour policy (engine) to the
+mismatch_kl | nats a token | over_tokens | trial.mismatch_kl | KL of the behaviour policy (engine) to the
     current one (trainer). The age of the tokens is in it.
 engine_mismatch_kl | nats a token | - | - | The same over samples generated entirely by the weights that are
     trained: the numerical difference of engine and trainer. Left out if the step has no such samples.
-ess | share | over_steps | lap.ess_mean | Effective sample size of the trained tokens.
+ess | share | over_steps | trial.ess_mean | Effective sample size of the trained tokens.
 ess/guard | share | - | - | The smallest effective sample size that the schedule asked for before this step.
 value_loss | - | - | - | Loss of the critic.
 skipped | - | - | - | 1 if the gradient was not finite and the weights stayed as they were.
-staleness/mean | publications | over_tokens | ages.staleness_mean lap.staleness_mean | Publications between
+staleness/mean | publications | over_tokens | ages.staleness_mean trial.staleness_mean | Publications between
     the weights that produced a token and the published ones.
-staleness/max | publications | largest | ages.staleness_max lap.staleness_max | The largest of a token.
-lag/mean | optimizer steps | over_tokens | ages.lag_mean lap.lag_mean | Optimizer steps between the weights
+staleness/max | publications | largest | ages.staleness_max trial.staleness_max | The largest of a token.
+lag/mean | optimizer steps | over_tokens | ages.lag_mean trial.lag_mean | Optimizer steps between the weights
     that produced a token and those that were trained.
-lag/max | optimizer steps | largest | ages.lag_max lap.lag_max | The largest of a token.
+lag/max | optimizer steps | largest | ages.lag_max trial.lag_max | The largest of a token.
 lag/tenth/ | optimizer steps | - | - | Mean lag of each tenth of the response, 0 to 9 (PipelineRL, Fig. 3a).
-carried/tokens | share | over_tokens | ages.carried_tokens lap.carried_tokens | Tokens that are older than the
-    published weights.
-carried/samples | share | over_samples | lap.carried_samples | Samples that have such a token.
+carried/tokens | share | over_tokens | ages.carried_tokens trial.carried_tokens | Tokens that are older than
+    the published weights.
+carried/samples | share | over_samples | trial.carried_samples | Samples that have such a token.
 versions/mean | versions | - | - | Versions of the weights that produced a sample, mean.
 versions/max | versions | largest | ages.versions_max | The most of a sample.
 deferrals/mean | - | - | - | How often a group was parked or deferred, mean over groups.
-deferrals/max | - | largest | ages.deferrals_max lap.deferrals_max | The most of a group.
+deferrals/max | - | largest | ages.deferrals_max trial.deferrals_max | The most of a group.
 age/mean | rounds | - | - | Rounds since a group was drawn, mean over groups.
 age/max | rounds | largest | ages.rounds_max | The most of a group.
 probe/difference | nats a token | largest | - | The largest difference of an engine's log-probs of the probe
@@ -229,7 +229,7 @@ eval/ | - | - | - | avg@n and pass@k of each named data source; of `all` where a
 # count
 tokens/generated | tokens | summed | - | Tokens of training samples, counted when their request leaves an
     engine.
-tail/wasted_tokens/ | tokens | of_generated | lap.waste_share | Tokens that will never be trained, by reason.
+tail/wasted_tokens/ | tokens | of_generated | trial.waste_share | Tokens that are never trained, by reason.
 completions/failed/ | samples | summed | - | Samples whose reward failed or timed out, by reason.
 groups/trained | groups | summed | - | Groups that were trained.
 groups/filtered/ | groups | summed | - | Groups that were filtered, by reason.
@@ -246,18 +246,18 @@ tokens/parked | tokens | summed | - | Tokens of these groups.
 # round
 round/end_s | s | - | - | End of the round on the run's clock.
 round/time_s | s | - | - | From its start to its end, publishing included.
-round/main_time_s | s | over_rounds | round.main_time_s lap.main_time_s | From the round's start to the end of
-    its last optimizer step, publishing left out.
-round/bound_s | s | over_rounds | lap.bound_s | Lower bound on main_time_s.
-round/rollout_time_s | s | over_rounds | round.rollout_time_s lap.rollout_time_s | From the round's start to
+round/main_time_s | s | over_rounds | round.main_time_s trial.main_time_s | From the round's start to the end
+    of its last optimizer step, publishing left out.
+round/bound_s | s | over_rounds | trial.bound_s | Lower bound on main_time_s.
+round/rollout_time_s | s | over_rounds | round.rollout_time_s trial.rollout_time_s | From the round's start to
     the end of the last request that started in it. Left out where requests outlive their round, as in
     schedules that never stop generating.
-round/first_dispatch_s | s | over_rounds | round.first_dispatch_s lap.first_dispatch_s | From the round's
+round/first_dispatch_s | s | over_rounds | round.first_dispatch_s trial.first_dispatch_s | From the round's
     start to the start of the first accumulation.
-round/trainer_compute_s | s | over_rounds | round.trainer_compute_s lap.trainer_compute_s | Main time in which
-    the trainer computes.
+round/trainer_compute_s | s | over_rounds | round.trainer_compute_s trial.trainer_compute_s | Main time in
+    which the trainer computes.
 round/wait_s | s | - | round.wait_s | All other main time: wait_s + trainer_compute_s = main_time_s.
-round/waiting_ratio | share | over_rounds | round.waiting_ratio lap.waiting_ratio | wait_s over main_time_s:
+round/waiting_ratio | share | over_rounds | round.waiting_ratio trial.waiting_ratio | wait_s over main_time_s:
     the headline of RolloutPipe 5.1.
 round/start_ratio | share | - | round.start_ratio | first_dispatch_s over main_time_s (RolloutPipe eq. 4). It
     leaves out the waits between two dispatches.
@@ -271,8 +271,8 @@ round/num_tokens | tokens | - | - | Trained completion tokens.
 round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
-round/cost | currency | over_rounds | lap.round_cost | Spent since the last round.
-round/reward | - | over_rounds | lap.reward | Mean over samples.
+round/cost | currency | over_rounds | trial.round_cost | Spent since the last round.
+round/reward | - | over_rounds | trial.reward | Mean over samples.
 round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
 round/completions/min_length | tokens | - | - | The shortest completion of the round.
 round/completions/p50_length | tokens | - | - | Median length of the completions of the round.
@@ -283,31 +283,31 @@ round/completions/std_length | tokens | - | - | Standard deviation of their leng
 round/first_step_length | tokens | - | - | Mean length of the first step's samples. Training in order of
     completion takes the short ones first.
 round/last_step_length | tokens | - | - | Mean length of the last step's samples.
-# lap
-round/num_samples | samples/s | over_time | lap.samples_per_s | Trained samples over the whole time of the
+# trial
+round/num_samples | samples/s | over_time | trial.samples_per_s | Trained samples over the whole time of the
     rounds and of the time between them.
-round/num_tokens | tokens/s | over_time | lap.tokens_per_s | Trained tokens over the same time.
-round/num_tokens | tokens/s | over_rollouts | lap.rollout_tokens_per_s | Trained tokens over the time of the
+round/num_tokens | tokens/s | over_time | trial.tokens_per_s | Trained tokens over the same time.
+round/num_tokens | tokens/s | over_rollouts | trial.rollout_tokens_per_s | Trained tokens over the time of the
     rollouts; over the whole time if the rollout never stops.
-round/main_time_s | s | per_thousand_samples | lap.main_s_per_1000_samples | Main time of all rounds over the
-    thousands of trained samples.
-round/cost | currency | per_thousand_samples | lap.cost_per_1000_samples | Cost of trained samples.
-round/num_tokens | tokens | per_sample | lap.length_mean | Length of a trained sample.
-round/completions/max_length | tokens | largest | lap.length_max | The longest trained sample.
-control/mean_length | share | over_control | lap.length_bias | Mean trained length over the mean without
+round/main_time_s | s | per_thousand_samples | trial.main_s_per_1000_samples | Main time of all rounds over
+    the thousands of trained samples.
+round/cost | currency | per_thousand_samples | trial.cost_per_1000_samples | Cost of trained samples.
+round/num_tokens | tokens | per_sample | trial.length_mean | Length of a trained sample.
+round/completions/max_length | tokens | largest | trial.length_max | The longest trained sample.
+control/mean_length | share | over_control | trial.length_bias | Mean trained length over the mean without
     interruptions, minus 1. A run knows that of control groups; the planner and benchmarks/race know all.
-control/reward | - | less_control | lap.reward_bias | Mean reward less that of control groups.
-- | s | - | lap.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race measures
-    it.
+control/reward | - | less_control | trial.reward_bias | Mean reward less that of control groups.
+- | s | - | trial.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race
+    measures it.
 """
 """name | unit | what it comes to over rows | its keys elsewhere | meaning
 
-A lap, which `tailrace compare --json` and the planner have, has what figures come to over its rows, and a
-comparison the median of laps. In summary.json, section "ages" has what figures come to over all rows, and
+A trial, which `tailrace compare --json` and the planner have, has what figures come to over its rows, and a
+comparison the median of trials. In summary.json, section "ages" has what figures come to over all rows, and
 section "round" has medians over rounds. Figures of the group "row" are in every row. Counts are of what
 happened since the last row. Those of a round that trained, the measures of RolloutPipe 5.1, are in the object
-of its last step. Percentiles are nearest-rank: each is a length that occurred. Figures of the group "lap" are
-in no row: they are second totals of figures of rounds, or are measured outside of the run.
+of its last step. Percentiles are nearest-rank: each is a length that occurred. Figures of the group "trial"
+are in no row: they are second totals of figures of rounds, or are measured outside of the run.
 """
 
 
@@ -331,10 +331,10 @@ TOTALS: Mapping[str, Total] = {
     )
 }  # fmt: skip
 _ALL = list(_figures())
-FIGURES = [figure for figure in _ALL if figure.group != "lap"]
+FIGURES = [figure for figure in _ALL if figure.group != "trial"]
 """Figures of rows, in the order of metrics.jsonl."""
-LAPS: Mapping[str, Figure] = {figure.kept["lap"]: figure for figure in _ALL if "lap" in figure.kept}
-"""The figures of a lap by their key there."""
+TRIAL_FIGURES: Mapping[str, Figure] = {each.kept["trial"]: each for each in _ALL if "trial" in each.kept}
+"""The figures of a trial by their key there."""
 
 TIMES = {
     "main_time_s": ("main time a round", "{:.2f} s"),
@@ -363,8 +363,8 @@ QUALITIES = {
     "truncated_share": ("truncated samples", "{:.1%}"),
     "waste_share": ("wasted tokens", "{:.1%}"),
 }
-"""The label and the format of figures of a lap in tables that are printed. Costs are in the user's currency,
-and a lap has them only if it had prices; biases only if it had control groups."""
+"""Label and format of the figures of a trial in printed tables. Costs are in the user's currency, and a trial
+has them only if it had prices; biases only if it had control groups."""
 
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 

@@ -1,4 +1,4 @@
-"""Totals of a whole run (summary.json), and of one run of a schedule in a comparison (a lap).
+"""Totals of a whole run (summary.json), and of one run of a schedule in a comparison (a trial).
 
 Both follow from the rows by the table in `figures.py`. A resumed run also counts the rows that were written
 before it was killed.
@@ -22,7 +22,7 @@ from tailrace.record.figures import (
     BIASES,
     COSTS,
     FIGURES,
-    LAPS,
+    TRIAL_FIGURES,
     Figure,
     Row,
     Rows,
@@ -189,11 +189,11 @@ class Summary:
             advisories=dict(self._advisor.found),
         )
 
-    def lap(self, warm_up_rounds: int = 0) -> Row:
-        """The figures of the lap by their keys there. Of the warm-up rounds only the counts count; at least
+    def figures(self, warm_up_rounds: int = 0) -> Row:
+        """The figures of the trial by their keys there. Of the warm-up rounds only the counts count; at least
         one round after them has trained."""
         rows = [row if row["round"] >= warm_up_rounds else counts_of([row]) for row in self.rows]
-        return _totals(rows, LAPS)
+        return _totals(rows, TRIAL_FIGURES)
 
     def _bound_summary(self, rounds: Sequence[Row]) -> BoundSummary | None:
         if not (last := self.bound):
@@ -208,10 +208,10 @@ class Summary:
 
 
 def _totals(rows: Rows, keys: Iterable[str]) -> Row:
-    """Figures of LAPS over the rows, without those that the run does not measure."""
+    """Figures of TRIAL_FIGURES over the rows, without those that the run does not measure."""
     needed = {**dict.fromkeys(COSTS, "round/cost"), **dict.fromkeys(BIASES, "control/samples")}
     measured = (key for key in keys if key not in needed or any(needed[key] in row for row in rows))
-    figures = ((key, LAPS[key]) for key in measured)
+    figures = ((key, TRIAL_FIGURES[key]) for key in measured)
     return {key: each.total(rows, each.name) for key, each in figures if each.total}
 
 

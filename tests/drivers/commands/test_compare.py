@@ -1,4 +1,4 @@
-"""A race in virtual time, the comparison of its laps, their order, and the workers that racers share."""
+"""A comparison in virtual time, its trials, their order, and the workers that candidates share."""
 
 import json
 from dataclasses import replace
@@ -15,20 +15,20 @@ from tailrace import clock
 from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import recorder_of
-from tailrace.drivers.assembly.running import ComparedSchedule, run_lap
+from tailrace.drivers.assembly.running import ComparedSchedule, run_trial
 from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.drivers.commands.compare import Comparison, in_turn
 from tailrace.errors import RewardBroken, RewardFailed
 from tailrace.extras.view.run import open_runs
-from tailrace.record.figures import BIASES, LAPS, Row
+from tailrace.record.figures import BIASES, TRIAL_FIGURES, Row
 from tailrace.record.summary import Summary
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimSettings
 from tailrace.types import Sample
 
 
-def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
-    given = {name: 0.5 for name, figure in LAPS.items() if figure.total and name not in BIASES} | {
+def trial(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
+    given = {name: 0.5 for name, figure in TRIAL_FIGURES.items() if figure.total and name not in BIASES} | {
         "bound_s": 0.0
     }
     given |= {
@@ -40,15 +40,15 @@ def lap(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
 
 RESULTS = Comparison(
     {
-        "serial": [lap(9.0, bound_s=4.0), lap(8.0, bound_s=4.5), lap(7.0, bound_s=5.0)],
-        "rolloutpipe": [lap(6.0), lap(4.9), lap(5.0)],
+        "serial": [trial(9.0, bound_s=4.0), trial(8.0, bound_s=4.5), trial(7.0, bound_s=5.0)],
+        "rolloutpipe": [trial(6.0), trial(4.9), trial(5.0)],
     }
 )
 
 
 def printed(comparison: Comparison) -> str:
     out = StringIO()
-    Console(file=out, width=120).print(comparison.table("race"))
+    Console(file=out, width=120).print(comparison.table("comparison"))
     return out.getvalue()
 
 
@@ -57,7 +57,7 @@ def test_the_bound_is_that_of_serial_s_rounds() -> None:
 
 
 def test_without_serial_there_is_no_bound() -> None:
-    assert Comparison({"rolloutpipe": [lap(5.0)]}).bound_s is None
+    assert Comparison({"rolloutpipe": [trial(5.0)]}).bound_s is None
 
 
 def test_numbers_are_medians_with_their_spread() -> None:
@@ -69,9 +69,12 @@ def test_numbers_are_medians_with_their_spread() -> None:
     assert schedules["serial"]["main_time_s_spread"] == [7.0, 9.0]
 
 
-def test_lags_are_nested_and_a_figure_that_no_lap_has_is_null() -> None:
-    laps = [lap(9.0, lag_mean=2.0, lag_max=3.0, staleness_max=1.0), lap(8.0, lag_mean=1.0, length_bias=0.25)]
-    schedules: Any = Comparison({"april": laps}).numbers()["schedules"]
+def test_lags_are_nested_and_a_figure_that_no_trial_has_is_null() -> None:
+    trials = [
+        trial(9.0, lag_mean=2.0, lag_max=3.0, staleness_max=1.0),
+        trial(8.0, lag_mean=1.0, length_bias=0.25),
+    ]
+    schedules: Any = Comparison({"april": trials}).numbers()["schedules"]
     april = schedules["april"]
     assert april["lag"] == {"mean": 1.5, "max": 1.75}
     assert april["staleness"] == {"mean": 0.5, "max": 0.75}
@@ -86,7 +89,7 @@ def test_the_table_says_how_much_of_the_gap_is_closed(cell: str) -> None:
 
 def test_schedules_are_compared_per_sample() -> None:
     """Half the time a round is no gain where a round has half the samples."""
-    table = printed(Comparison({"serial": [lap(8.0)], "tailbatch": [lap(4.0, samples=500)]}))
+    table = printed(Comparison({"serial": [trial(8.0)], "tailbatch": [trial(4.0, samples=500)]}))
     (line,) = (line for line in table.splitlines() if "against serial" in line)
     assert line.count("+0.0%") == 2
 
@@ -116,7 +119,7 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
     path.write_text(SIMULATED)
     words = ["compare", str(path), "--repeats", "2", "--json", str(result)]
     assert main([*words, "--output-dir", str(tmp_path / "race")]) == 0
-    assert "the config has no [model]: the race is in virtual time" in capsys.readouterr().out
+    assert "the config has no [model]: the comparison is in virtual time" in capsys.readouterr().out
     numbers = json.loads(result.read_text())
     serial, rolloutpipe = numbers["schedules"]["serial"], numbers["schedules"]["rolloutpipe"]
     assert serial.keys() >= KEYS and numbers.keys() == {"schedules", "bound_s"}
@@ -136,7 +139,7 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
 
 
 def test_a_serial_that_reaches_its_bound_leaves_no_gap() -> None:
-    table = printed(Comparison({"serial": [lap(8.0, bound_s=8.0)], "april": [lap(6.0, bound_s=6.0)]}))
+    table = printed(Comparison({"serial": [trial(8.0, bound_s=8.0)], "april": [trial(6.0, bound_s=6.0)]}))
     assert table.count("gap closed") == 1, "only the caption has the words"
 
 
@@ -178,7 +181,7 @@ def test_rewards_that_always_fail_end_a_race_in_virtual_time(
 SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
 
 
-def racer(folder: Path, **overrides: str) -> ComparedSchedule:
+def candidate(folder: Path, **overrides: str) -> ComparedSchedule:
     config = write_small_run(folder)
     return ComparedSchedule(
         load_config(config, {key.replace("__", "."): value for key, value in overrides.items()}), SERIAL
@@ -186,15 +189,15 @@ def racer(folder: Path, **overrides: str) -> ComparedSchedule:
 
 
 def test_workers_depend_on_the_settings_they_are_made_from_and_on_nothing_else(tmp_path: Path) -> None:
-    plain = racer(tmp_path)
-    assert racer(tmp_path, run__rounds="9", schedule__groups_per_step="1").setup == plain.setup
-    assert racer(tmp_path, engine__replicas="3").setup != plain.setup
-    assert racer(tmp_path, trainer__threads="2").setup != plain.setup
+    plain = candidate(tmp_path)
+    assert candidate(tmp_path, run__rounds="9", schedule__groups_per_step="1").setup == plain.setup
+    assert candidate(tmp_path, engine__replicas="3").setup != plain.setup
+    assert candidate(tmp_path, trainer__threads="2").setup != plain.setup
 
 
 def test_every_schedule_goes_first_in_turn(tmp_path: Path) -> None:
-    racers = dict.fromkeys(("a", "b", "c"), racer(tmp_path))
-    assert [in_turn(racers, repeat) for repeat in range(4)] == [
+    candidates = dict.fromkeys(("a", "b", "c"), candidate(tmp_path))
+    assert [in_turn(candidates, repeat) for repeat in range(4)] == [
         ["a", "b", "c"],
         ["b", "c", "a"],
         ["c", "a", "b"],
@@ -203,10 +206,10 @@ def test_every_schedule_goes_first_in_turn(tmp_path: Path) -> None:
 
 
 def test_racers_with_the_same_workers_run_side_by_side(tmp_path: Path) -> None:
-    one, other = racer(tmp_path), racer(tmp_path, engine__replicas="3")
-    racers = {"a": one, "x": other, "b": one, "y": other}
-    assert in_turn(racers, 0) == ["a", "b", "x", "y"]
-    assert in_turn(racers, 1) == ["x", "y", "b", "a"]
+    one, other = candidate(tmp_path), candidate(tmp_path, engine__replicas="3")
+    candidates = {"a": one, "x": other, "b": one, "y": other}
+    assert in_turn(candidates, 0) == ["a", "b", "x", "y"]
+    assert in_turn(candidates, 1) == ["x", "y", "b", "a"]
 
 
 class DeadEndpoint:
@@ -214,14 +217,14 @@ class DeadEndpoint:
         raise RewardFailed("unreachable")
 
 
-def test_rewards_that_always_fail_end_the_lap_of_a_race_or_of_a_diagnosis(tmp_path: Path) -> None:
+def test_rewards_that_always_fail_end_a_trial_of_a_comparison_or_of_a_diagnosis(tmp_path: Path) -> None:
     """After as many failures as a round has samples, unless the config names another number."""
 
-    async def lap_of(racer: ComparedSchedule) -> None:
+    async def trial_of(candidate: ComparedSchedule) -> None:
         parts = replace(simulated_parts(SimSettings(), 0), rewards=DeadEndpoint())
-        await run_lap(racer, parts, recorder_of(None, Summary()), rounds=2)
+        await run_trial(candidate, parts, recorder_of(None, Summary()), rounds=2)
 
-    size = racer(tmp_path).config.run.group_size
+    size = candidate(tmp_path).config.run.group_size
     for overrides, limit in (({}, 2 * size), ({"reward__max_failures": "5"}, 5)):
         with pytest.raises(RewardBroken, match=f"the last {limit} samples .* unreachable"):
-            clock.run(lap_of(racer(tmp_path, **overrides)), virtual=True)
+            clock.run(trial_of(candidate(tmp_path, **overrides)), virtual=True)

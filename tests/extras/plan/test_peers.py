@@ -65,10 +65,10 @@ def verl_rows(**changed: float | None) -> list[Row]:
 def predicted_s(sim: SimSettings, groups: int, size: int) -> float:
     """Seconds of a step of `serial` with fitted costs."""
     schedule = partial(serial, groups_per_round=groups, groups_per_step=groups)
-    lap = simulate(
+    figures = simulate(
         schedule, sim, RunSettings(rounds=40, group_size=size), sharing=DeviceSharing("colocated")
-    ).lap
-    return groups * size / lap["samples_per_s"]
+    ).figures
+    return groups * size / figures["samples_per_s"]
 
 
 @pytest.mark.parametrize("name", EXTRA)
@@ -172,8 +172,8 @@ def test_lengths_without_a_dump_have_the_mean_and_the_longest_response_of_the_lo
     assert found.median_tokens < 180
     sim = SimSettings(lengths=found.model_copy(update={"correlation": 0.0}))
     schedule = partial(serial, groups_per_round=4, groups_per_step=4)
-    lap = simulate(schedule, sim, RunSettings(rounds=200, group_size=4)).lap
-    assert lap["length_mean"] == pytest.approx(180, rel=0.05)
+    figures = simulate(schedule, sim, RunSettings(rounds=200, group_size=4)).figures
+    assert figures["length_mean"] == pytest.approx(180, rel=0.05)
 
 
 @pytest.mark.parametrize("median", [60, 150])

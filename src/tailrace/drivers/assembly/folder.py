@@ -88,8 +88,8 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     def begin_anew(self, config: str) -> None:
-        """Replace the files of an earlier simulation, or of an earlier lap of a race, and write config.toml.
-        Raises a ConfigError if a live run has begun here."""
+        """Replace the files of an earlier simulation, or of an earlier trial of a comparison, and write
+        config.toml. Raises a ConfigError if a live run has begun here."""
         if self.lock.exists():
             problem = "it holds a run of tailrace train"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")

@@ -1,4 +1,4 @@
-"""Runs a schedule on live workers: the run of `tailrace train` or of the Python API, and the laps of
+"""Runs a schedule on live workers: the run of `tailrace train` or of the Python API, and the trials of
 `compare` and `diagnose`."""
 
 import asyncio
@@ -250,7 +250,7 @@ def _interrupted(interruption: Interruption, state: str) -> Interrupted:
     return Interrupted(f"{Signals(number).name}{state}", number)
 
 
-# -- laps -------------------------------------------------------------------------------------
+# -- trials -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class ComparedSchedule:
 
 
 class SharedWorkers:
-    """The workers of one racer at a time, always at the weights that training starts from: those of a
+    """The workers of one candidate at a time, always at the weights that training starts from: those of a
     checkpoint, or of the model."""
 
     def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
@@ -278,12 +278,12 @@ class SharedWorkers:
         self._open = AsyncExitStack()
         self._parts: RunComponents | None = None
 
-    async def parts(self, racer: ComparedSchedule) -> RunComponents:
-        """The workers of a racer, rewound. Workers of another set-up are closed first."""
-        if self._parts is None or racer.setup != self._setup:
+    async def parts(self, candidate: ComparedSchedule) -> RunComponents:
+        """The workers of a candidate, rewound. Workers of another set-up are closed first."""
+        if self._parts is None or candidate.setup != self._setup:
             await self.aclose()
-            self._parts = await self._open.enter_async_context(open_parts(racer.config, self._folder))
-            self._setup = racer.setup
+            self._parts = await self._open.enter_async_context(open_parts(candidate.config, self._folder))
+            self._setup = candidate.setup
             if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
                 async with on_devices_of_trainer(self._parts):
                     await (await self._parts.trainer.save(self.start))
@@ -295,18 +295,20 @@ class SharedWorkers:
         await self._open.aclose()
 
 
-async def run_lap(racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int) -> None:
+async def run_trial(
+    candidate: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int
+) -> None:
     """Run a schedule on given workers, without evaluations and checkpoints."""
     changes = {"eval_every": 0, "checkpoint_every": 0, "rounds": rounds}
-    config = racer.config.model_copy(update={"run": racer.config.run.model_copy(update=changes)})
-    await _executed(replace(racer, config=config), parts, recorder)
+    config = candidate.config.model_copy(update={"run": candidate.config.run.model_copy(update=changes)})
+    await _executed(replace(candidate, config=config), parts, recorder)
 
 
 async def _executed(
-    racer: ComparedSchedule, parts: RunComponents, recorder: Recorder, **life: Any
+    candidate: ComparedSchedule, parts: RunComponents, recorder: Recorder, **life: Any
 ) -> RunResult:
     """Run a schedule on workers. `life`: what `execute` is told of a run that may be resumed."""
-    config, schedule = racer.config, racer.schedule
+    config, schedule = candidate.config, candidate.schedule
     parts = replace(parts, max_failures=failure_limit(config, schedule))
     advantages = advantages_of(config)
     return await execute(schedule, parts, config.run, recorder, compute_advantages=advantages, **life)

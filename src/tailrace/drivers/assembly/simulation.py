@@ -48,14 +48,14 @@ class Simulated:
     Args:
         steps: a row for each optimizer step, those of the warm-up included.
         rounds: a row for each round that trained, those of the warm-up included.
-        lap: the figures of the rounds after the warm-up.
+        figures: those of the rounds after the warm-up.
         over_bound: time of the whole run over its lower bound (record/bounds.py), minus 1.
         seconds: virtual time from the start of the run to its end.
     """
 
     steps: Sequence[Row]
     rounds: Sequence[Row]
-    lap: Row
+    figures: Row
     over_bound: float
     seconds: float
 
@@ -78,7 +78,7 @@ def simulate(
 
     Args:
         sharing, replicas, reference, prices: as in `simulated_parts`.
-        warm_up_rounds: first rounds that the lap does not count.
+        warm_up_rounds: first rounds that `figures` does not count.
         sinks: receive every event and row, too.
         parts: makes the parts inside the virtual loop, where a paper needs other ones than `sim` describes.
             `sim` and the arguments of `simulated_parts` are not used then.
@@ -91,8 +91,8 @@ def simulate(
     seconds = _executed(schedule, parts, settings, recorder, compute_advantages)
     bound = summary.bound
     over_bound = bound.run_time_s / bound.run_bound_s - 1.0 if bound and bound.run_bound_s else 0.0
-    lap = summary.lap(warm_up_rounds)
-    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), lap, over_bound, seconds)
+    figures = summary.figures(warm_up_rounds)
+    return Simulated(steps_of(summary.rows), rounds_of(summary.rows), figures, over_bound, seconds)
 
 
 def _executed(

@@ -65,7 +65,7 @@ def simulate(
     totals, prices = summary.summary(), loaded.prices
     if prices and prices.budget and not totals.rounds:
         raise ConfigError("prices.budget", prices.budget, "it is spent within the first round", "raise it")
-    print_table(console, _table(name, sim, seconds, totals, summary.lap()))
+    print_table(console, _table(name, sim, seconds, totals, summary.figures()))
     note_default_costs(loaded.sim, console)
     if totals.bound:
         console.print(f"bound     {totals.bound.line}")
@@ -75,7 +75,7 @@ def simulate(
         console.print(f"files     {output_dir}")
 
 
-def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap: Row) -> Table:
+def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, figures: Row) -> Table:
     table = Table("figure", Column(name, justify="right"), title_justify="left")
     median_tokens, max_tokens = Lengths(sim.lengths, 0).median_tokens, sim.lengths.max_tokens
     table.title = (
@@ -85,15 +85,15 @@ def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, lap
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
     for key, value in summary.round.items():
         table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    table.add_row("samples/s", f"{lap['samples_per_s']:,.2f}")
-    table.add_row("seconds per 1,000 samples", f"{1000 / lap['samples_per_s']:,.1f}")
-    table.add_row("tokens/s", f"{lap['tokens_per_s']:,.0f}")
+    table.add_row("samples/s", f"{figures['samples_per_s']:,.2f}")
+    table.add_row("seconds per 1,000 samples", f"{1000 / figures['samples_per_s']:,.1f}")
+    table.add_row("tokens/s", f"{figures['tokens_per_s']:,.0f}")
     for key, label in COSTS.items():
-        if key in lap:
-            table.add_row(label, f"{lap[key]:,.4f}")
+        if key in figures:
+            table.add_row(label, f"{figures[key]:,.4f}")
     for key, (label, form) in {**QUALITIES, **BIASES}.items():
-        if key in lap:
-            table.add_row(label, form.format(lap[key]))
+        if key in figures:
+            table.add_row(label, form.format(figures[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")

@@ -37,7 +37,7 @@ from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly import schedule as schedules_of
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.live import begin_start, check_live, rewind
-from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_lap
+from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
 from tailrace.drivers.commands.tables import open_console, print_table
 from tailrace.drivers.engine.proof import PREFIXES
 from tailrace.drivers.engine.supervised import SupervisedEngine
@@ -179,24 +179,24 @@ async def _diagnosed(
     """The figures of each schedule. Raises a ConfigError if an engine cannot score."""
     found: dict[str, dict[str, Any]] = {}
     async with aclosing(workers):
-        for number, (name, laps) in enumerate(experiments.items()):
+        for number, (name, trials) in enumerate(experiments.items()):
             parts_of, kls = dict[str, NDArray[np.float64]](), dict[str, float]()
             versions = folder / f"versions-{number}"
             versions.mkdir()
             (versions / "0").symlink_to(workers.start.resolve())
-            for what, lap in laps.items():
+            for what, trial in trials.items():
                 print(f"{name}: {what}", file=sys.stderr)
-                parts, summary = await workers.parts(lap), Summary()
+                parts, summary = await workers.parts(trial), Summary()
                 for mute in (each for each in parts.engines if not each.capabilities.scores):
-                    raise _cannot_score(lap.config, mute.name)
+                    raise _cannot_score(trial.config, mute.name)
                 trainer = cast(RemoteTrainer, parts.trainer)
                 observed = ObservedTrainer(trainer, versions if what == CONFIGURED else None)
-                await run_lap(lap, replace(parts, trainer=observed), recorder_of(None, summary), rounds)
-                kls[what] = summary.lap()["mismatch_kl"]
+                await run_trial(trial, replace(parts, trainer=observed), recorder_of(None, summary), rounds)
+                kls[what] = summary.figures()["mismatch_kl"]
                 if what in (CONFIGURED, FROZEN):
                     parts_of[what] = await _log_ratios(parts, observed.current, versions, what == CONFIGURED)
             floor = kl_by_cause(parts_of[FROZEN][:-1])["kv"]
-            found[name] = _figures(laps[CONFIGURED], parts_of[CONFIGURED], floor, kls)
+            found[name] = _figures(trials[CONFIGURED], parts_of[CONFIGURED], floor, kls)
     return found
 
 
@@ -242,7 +242,7 @@ async def _served(engine: SupervisedEngine, sample: Sample) -> list[float]:
 
 
 def _figures(
-    lap: ComparedSchedule, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
+    trial: ComparedSchedule, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the figures to print and write. `floor`: mismatch of the KV cache with learning rate 0."""
     parts, tenth = ratios[:-1], (ratios[-1] * TENTHS).astype(int)
@@ -265,16 +265,16 @@ def _figures(
         "kv_floor": floor,
         "measured": f"mismatch_kl {measured:.3g} nats a token by the run; {held}",
         "cause": f"{cause}: {share}; the floor of kv, {floor:.2g}, counts as numerics",
-        "set": ("nothing, the KL is small; for less: " if kl < LITTLE else "") + _remedy(lap, cause),
+        "set": ("nothing, the KL is small; for less: " if kl < LITTLE else "") + _remedy(trial, cause),
     }
 
 
-def _remedy(lap: ComparedSchedule, cause: str) -> str:
+def _remedy(trial: ComparedSchedule, cause: str) -> str:
     corrected = 'algorithm.correction = "truncate"'
-    if lap.config.algorithm.loss != "reinforce":
+    if trial.config.algorithm.loss != "reinforce":
         corrected += ' with algorithm.old_policy = "recomputed"'
-    bounds = [f"schedule.{key}" for key in BOUNDS.split() if key in lap.schedule.keywords]
-    types = f"{lap.config.engine.dtype} and {lap.config.trainer.dtype}"
+    bounds = [f"schedule.{key}" for key in BOUNDS.split() if key in trial.schedule.keywords]
+    types = f"{trial.config.engine.dtype} and {trial.config.trainer.dtype}"
     return {
         "numerics": f'engine.dtype and trainer.dtype = "float32" (now {types}), or {corrected}',
         "kv": 'schedule.kv = "recompute", or the drift at which to recompute, in nats a token',

@@ -137,7 +137,7 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
         options: of `assembly.simulation.simulate`.
 
     Returns:
-        The figures of the lap after the warm-up, and of the whole run: length_bias, without the prompts that
+        The figures after the warm-up, and of the whole run: length_bias, without the prompts that
         are in flight at its end, because they would be trained later; step_spread, the standard deviation of
         the mean lengths of the optimizer steps as a share of their mean; and over_bound.
     """
@@ -146,7 +146,7 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
     lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
     bias = fmean(chain.from_iterable(lengths.steps)) / fmean(chain.from_iterable(lengths_of_all)) - 1.0
     means = [fmean(step) for step in lengths.steps]
-    return simulated.lap | {
+    return simulated.figures | {
         "length_bias": bias,
         "step_spread": pstdev(means) / fmean(means),
         "over_bound": simulated.over_bound,

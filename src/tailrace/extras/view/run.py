@@ -146,13 +146,13 @@ class RunView:
 
 def open_runs(folders: Sequence[Path]) -> list[RunView]:
     """The runs in some folders, with short names that differ. A folder is that of a run, or has such folders
-    in it, as that of a race. Raises a ConfigError for one that holds no files of a run."""
+    in it, as that of a comparison. Raises a ConfigError for one that holds no files of a run."""
     found: list[Path] = []
     for folder in folders:
         inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
         if not inner and not _is_run(folder):
             problem = "it has neither events.jsonl nor metrics.jsonl"
-            remedy = "name the output directory of a run, of a simulation or of a race"
+            remedy = "name the output directory of a run, of a simulation or of a comparison"
             raise ConfigError("RUN", str(folder), problem, remedy)
         found += inner or [folder]
     names = [folder.resolve().name for folder in found]
