@@ -205,7 +205,7 @@ def test_every_schedule_goes_first_in_turn(tmp_path: Path) -> None:
     ]
 
 
-def test_racers_with_the_same_workers_run_side_by_side(tmp_path: Path) -> None:
+def test_candidates_with_the_same_workers_run_side_by_side(tmp_path: Path) -> None:
     one, other = candidate(tmp_path), candidate(tmp_path, engine__replicas="3")
     candidates = {"a": one, "x": other, "b": one, "y": other}
     assert in_turn(candidates, 0) == ["a", "b", "x", "y"]

@@ -1,4 +1,4 @@
-"""What a reward function or a judge gets, and what it gives."""
+"""Arguments and results of reward functions and judges."""
 
 from collections.abc import Mapping, Sequence
 

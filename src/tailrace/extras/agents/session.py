@@ -28,8 +28,8 @@ from tailrace.extras.serve.app import RequestRefused, bearer, check_token, model
 from tailrace.extras.serve.formats import (
     ChatCompletionRequest,
     ChatFormat,
+    Delta,
     Json,
-    Piece,
     read,
     respond,
     token_strings,
@@ -114,10 +114,10 @@ class ChatReply(NamedTuple):
 
     id: str
     num_context_tokens: int
-    turn: Piece
+    turn: Delta
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """Yield the turn in one piece."""
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
+        """Yield the turn as one delta."""
         yield 0, self.turn
 
     def message(self) -> Json:
@@ -233,7 +233,7 @@ class Session:
             raise RequestRefused("invalid_prompt", str(why)) from why
         self.num_turns += 1
         self._asked, self._tools = messages, body.tools
-        turn = self._piece(completion, has_tools=bool(body.tools) and body.tool_choice != "none")
+        turn = self._delta(completion, has_tools=bool(body.tools) and body.tool_choice != "none")
         self._last = ChatReply(f"{self.name}-{self.num_turns}", completion.num_context_tokens, turn)
         return self._last
 
@@ -270,14 +270,14 @@ class Session:
             detail = f"the first request has {len(ids)} tokens"
             raise EnvironmentFailed("prompt too long", detail) from why
 
-    def _piece(self, completion: Completion, *, has_tools: bool) -> Piece:
+    def _delta(self, completion: Completion, *, has_tools: bool) -> Delta:
         """The turn as text and tool calls. A turn with a malformed call is text: the agent decides about
         it."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         text = self._contexts.opened + completion.text
         calls = self._parse(text) if has_tools else []
         if not calls or any(call.problem for call in calls):
-            return Piece(ids, logprobs, completion.text, completion.finish_reason)
+            return Delta(ids, logprobs, completion.text, completion.finish_reason)
         called = []
         for call in calls:
             # Numbered, so that an agent that begins again sees the same ids. Mistral's templates demand nine
@@ -288,7 +288,7 @@ class Session:
         begin, _ = next(hermes_calls(text), (0, ""))  # without marks the whole text is calls
         finish = "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
         content = text[len(self._contexts.opened) : begin].strip() or None
-        return Piece(ids, logprobs, content, finish, tool_calls=called)
+        return Delta(ids, logprobs, content, finish, tool_calls=called)
 
 
 def _closed() -> RequestRefused:
@@ -362,7 +362,7 @@ class SessionServer:
             reply = await session.ask(body)
             num_context = reply.num_context_tokens
             format = ChatFormat(body, f"chatcmpl-{reply.id}", MODEL, self._strings, (), num_context)
-            return await respond(format, reply.pieces(), request)
+            return await respond(format, reply.deltas(), request)
 
         @router.get("/models", dependencies=[Depends(find)])
         async def models() -> Json:

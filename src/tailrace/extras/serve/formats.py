@@ -258,8 +258,8 @@ B = TypeVar("B", bound=ServingFields)
 
 
 @dataclass(slots=True)
-class Piece:
-    """The new part of a sample."""
+class Delta:
+    """The part of a sample that is new since the delta before."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -274,7 +274,7 @@ class Piece:
     tool_calls: Sequence[Json] = ()
     """Tool calls of an assistant's message."""
 
-    def join(self, later: "Piece") -> None:
+    def join(self, later: "Delta") -> None:
         """Append what follows."""
         self.ids += later.ids
         self.logprobs += later.logprobs
@@ -282,8 +282,8 @@ class Piece:
         self.finish, self.stop_reason, self.versions = later.finish, later.stop_reason, later.versions
 
 
-Pieces = AsyncGenerator[tuple[int, Piece]]
-"""Pieces of samples, with the samples' numbers."""
+Deltas = AsyncGenerator[tuple[int, Delta]]
+"""Deltas of samples, with the samples' numbers."""
 TokenStrings = Callable[[int], str]
 """The text of a single token, as in log-probs."""
 
@@ -317,7 +317,7 @@ class Format(Generic[B]):
         self._created = int(time.time())
         self._begun: set[object] = set()
 
-    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+    def choice(self, number: int, new: Delta, *, whole: bool) -> Json:
         """Return new tokens of a sample: for a reply if they are the whole, else for an event."""
         raise NotImplementedError
 
@@ -350,7 +350,7 @@ class CompletionFormat(Format[CompletionRequest]):
         """Length of the strings of each sample's tokens, for offsets in log-probs."""
 
     @override
-    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+    def choice(self, number: int, new: Delta, *, whole: bool) -> Json:
         body, begins = self.body, self._begins(number)
         choice: Json = {
             "index": number,
@@ -367,7 +367,7 @@ class CompletionFormat(Format[CompletionRequest]):
     def envelope(self, choices: Sequence[Json], usage: Json | None, *, whole: bool) -> Json:
         return self._openai("text_completion", choices, usage)
 
-    def _logprobs(self, number: int, new: Piece) -> Json:
+    def _logprobs(self, number: int, new: Delta) -> Json:
         tokens = list(map(self._strings, new.ids))
         lengths, start = map(len, tokens), self._ends.get(number, 0)
         *starts, self._ends[number] = itertools.accumulate(lengths, initial=start)
@@ -380,7 +380,7 @@ class ChatFormat(Format[ChatCompletionRequest]):
     """/v1/chat/completions."""
 
     @override
-    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+    def choice(self, number: int, new: Delta, *, whole: bool) -> Json:
         body = self.body
         message: Json = {"role": "assistant"} if self._begins(number) else {}
         message["content"] = new.text
@@ -415,7 +415,7 @@ class GenerateFormat(Format[GenerateRequest]):
     vLLM have used, so that clients of either parse them."""
 
     @override
-    def choice(self, number: int, new: Piece, *, whole: bool) -> Json:
+    def choice(self, number: int, new: Delta, *, whole: bool) -> Json:
         has_logprobs = self.body.sampling_params.logprobs is not None
         return {
             "index": number,
@@ -447,12 +447,12 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else ABSENT_LOGPROB
 
 
-async def respond(format: Format[Any], pieces: Pieces, request: Request) -> Response:
-    """Reply with the whole or with a stream, as the request asks. The generator of pieces is closed when the
+async def respond(format: Format[Any], deltas: Deltas, request: Request) -> Response:
+    """Reply with the whole or with a stream, as the request asks. The generator of deltas is closed when the
     client has gone."""
     if format.body.stream:
-        return StreamingResponse(_events(format, pieces), media_type="text/event-stream")
-    samples = await _unless_disconnected(request, _whole(pieces))
+        return StreamingResponse(_events(format, deltas), media_type="text/event-stream")
+    samples = await _unless_disconnected(request, _whole(deltas))
     if samples is None:
         return Response(status_code=CLIENT_CLOSED)
     choices = [format.choice(number, samples[number], whole=True) for number in sorted(samples)]
@@ -462,9 +462,9 @@ async def respond(format: Format[Any], pieces: Pieces, request: Request) -> Resp
     )
 
 
-async def _whole(pieces: Pieces) -> dict[int, Piece]:
-    samples: dict[int, Piece] = {}
-    async with aclosing(pieces) as arriving:
+async def _whole(deltas: Deltas) -> dict[int, Delta]:
+    samples: dict[int, Delta] = {}
+    async with aclosing(deltas) as arriving:
         async for number, new in arriving:
             if number in samples:
                 samples[number].join(new)
@@ -473,9 +473,9 @@ async def _whole(pieces: Pieces) -> dict[int, Piece]:
     return samples
 
 
-async def _events(format: Format[Any], pieces: Pieces) -> AsyncIterator[bytes]:
+async def _events(format: Format[Any], deltas: Deltas) -> AsyncIterator[bytes]:
     num_tokens = 0
-    async with aclosing(pieces) as arriving:
+    async with aclosing(deltas) as arriving:
         async for number, new in arriving:
             num_tokens += len(new.ids)
             yield _event(format.envelope([format.choice(number, new, whole=False)], None, whole=False))

@@ -24,11 +24,11 @@ from tailrace.extras.serve.formats import (
     ChatFormat,
     CompletionFormat,
     CompletionRequest,
+    Delta,
     Format,
     GenerateFormat,
     GenerateRequest,
     Json,
-    Piece,
     SamplingFields,
     ServingFields,
     Text,
@@ -202,7 +202,7 @@ class Requests:
 
 
 class _Sample:
-    """Makes pieces of a sample's outputs."""
+    """Makes the deltas of a sample from the engine's outputs."""
 
     def __init__(self, sampling: SamplingFields, tokenizer: Any, labels: Sequence[str]) -> None:
         self._stop_ids, self._labels = sampling.stop_token_ids or (), labels
@@ -214,10 +214,10 @@ class _Sample:
             skip_special=sampling.skip_special_tokens,
         )
 
-    def piece(self, output: Output) -> Piece:
-        new = Piece(finish="abort")
+    def delta(self, output: Output) -> Delta:
+        new = Delta(finish="abort")
         if output is not None:
-            new = Piece(output.ids, output.behavior_logprobs, finish=output.finish_reason)
+            new = Delta(output.ids, output.behavior_logprobs, finish=output.finish_reason)
             self._spans.append(Span(output.version, len(output.ids)))
         new.text = self._text.extend(new.ids, ended=new.finish is not None)
         is_stop_token = new.finish == "stop" and new.ids and new.ids[-1] in self._stop_ids
@@ -305,14 +305,14 @@ class Generation:
         ]
         samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._labels) for _ in asked]
 
-        async def pieces() -> AsyncGenerator[tuple[int, Piece]]:
+        async def deltas() -> AsyncGenerator[tuple[int, Delta]]:
             async with aclosing(self._requests.generate(names, asked)) as arriving:
                 async for number, output in arriving:
-                    yield number, samples[number].piece(output)
+                    yield number, samples[number].delta(output)
 
         id = given if kind is GenerateFormat else prefix + given
         format = kind(body, id, self._name, self._strings, prompt)
-        return await respond(format, pieces(), request)
+        return await respond(format, deltas(), request)
 
     def _check(self, prompt: Sequence[int]) -> None:
         """Raises HTTPException if the model cannot continue the prompt."""
