@@ -40,8 +40,8 @@ DRIVERS: Mapping[str, set[str]] = {
     "drivers.weights": {"contracts"},
     "drivers.trainer": {"contracts", "algo"},
     "drivers.data": {"contracts"},
-    "drivers.environments": {"contracts", "drivers.data"},
-    "drivers.reward": {"contracts", "drivers.data"},
+    "drivers.environments": {"contracts", "rollout", "drivers.data"},
+    "drivers.reward": {"contracts", "rollout", "drivers.data"},
     "drivers.workers": {"contracts", "algo"}
     | {f"drivers.{room}" for room in ("data", "engine", "reward", "trainer", "weights")},
     "config": WHOLE_HEART
@@ -72,27 +72,12 @@ EXTRAS: Mapping[str, set[str]] = {
 """Each product, and the other products that it may import. It may import the heart and all drivers."""
 ROOMS = HEART | DRIVERS | ABOVE | {room: others | PARTS | set(ABOVE) for room, others in EXTRAS.items()}
 KNOWN_PRODUCTS = {
-    ("drivers.assembly.environments", "extras.agents.history"),
     ("drivers.assembly.live", "extras.http.dialect"),
     ("drivers.assembly.live", "extras.http.vllm"),
-    ("drivers.assembly.live", "extras.judges.endpoint"),
-    ("drivers.assembly.live", "extras.judges.memory"),
-    ("drivers.assembly.live", "extras.sandbox.code"),
-    ("drivers.assembly.live", "extras.sandbox.sandbox"),
     ("drivers.assembly.live", "extras.tinker.client"),
-    ("drivers.assembly.memory", "extras.judges.memory"),
-    ("drivers.assembly.simulation", "extras.judges.simulated"),
     ("drivers.assembly.workers", "extras.http.servers"),
-    ("drivers.assembly.workers", "extras.judges.worker"),
     ("drivers.assembly.workers", "extras.tinker.client"),
     ("drivers.commands.simulate", "extras.plan.fit_command"),
-    ("drivers.data.open", "extras.verifiers.taskset"),
-    ("drivers.environments.open", "extras.agents.agents"),
-    ("drivers.environments.open", "extras.agents.history"),
-    ("drivers.environments.open", "extras.agents.loop_thread"),
-    ("drivers.environments.open", "extras.agents.session"),
-    ("drivers.environments.open", "extras.verifiers.environment"),
-    ("drivers.reward.checkers", "extras.sandbox.code"),
     ("drivers.workers.hosts", "extras.cluster.join"),
     ("drivers.workers.hosts", "extras.cluster.ray"),
 }

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.drivers.data.procedural import is_held_out
+from tailrace.drivers.environments.history import Chat
 from tailrace.drivers.environments.tools import schemas_of
-from tailrace.extras.agents.history import Chat
 
 FOLDER = Path(__file__).parent / "model"
 SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]

@@ -15,7 +15,20 @@ from tailrace.importing import described, install
 
 INTERFACE = 1
 """The `interface` of kinds of other packages. It rises when what is asked of a kind changes."""
-BUILT_IN: Mapping[str, str] = {}
+BUILT_IN: Mapping[str, str] = {
+    "data.rows": "tailrace.drivers.data.open:RowsData",
+    "data.reasoning_gym": "tailrace.drivers.data.open:ProceduralData",
+    "data.mixture": "tailrace.drivers.data.open:MixtureData",
+    "data.verifiers": "tailrace.extras.verifiers.kind:TasksetData",
+    "environment.single_turn": "tailrace.drivers.environments.open:EnvironmentKind",
+    "environment.tools": "tailrace.drivers.environments.open:ToolsEnvironments",
+    "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
+    "environment.agent": "tailrace.extras.agents.kind:Agents",
+    "environment.verifiers": "tailrace.extras.verifiers.kind:TasksetEnvironments",
+    "judge.endpoint": "tailrace.extras.judges.kinds:EndpointJudges",
+    "judge.local": "tailrace.extras.judges.kinds:LocalJudges",
+    "reward.code": "tailrace.extras.sandbox.code:CodeKind",
+}
 EXTRAS: Mapping[str, str] = {}
 """The class of each kind of this package; the extra of the installation that some of them need."""
 

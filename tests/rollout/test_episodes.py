@@ -22,8 +22,8 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
-from tailrace.extras.judges.endpoint import NoFunctions
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped
 from tailrace.rollout.episodes import Episodes
 from tailrace.schedules import SCHEDULES

@@ -9,9 +9,9 @@ from tailrace.contracts.environments import Environment
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer, text_of
 from tailrace.drivers.data.settings import RowsSettings
-from tailrace.drivers.environments.open import open_environment
+from tailrace.drivers.environments.history import Chat, RequestEncoder
+from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import AgentSettings
-from tailrace.extras.agents.history import Chat, RequestEncoder
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
 
@@ -60,7 +60,9 @@ async def opened(**settings: Any) -> AsyncIterator[Environment]:
     """The environment of an agent."""
     data = RowsSettings(path=Path("unused.jsonl"))
     agent = AgentSettings(kind="agent", **settings)
-    async with open_environment(agent, TOKENIZER, RequestEncoder(data, TOKENIZER, 512)) as environment:
+    async with environment_kind(agent).open(
+        agent, TOKENIZER, RequestEncoder(data, TOKENIZER, 512)
+    ) as environment:
         assert environment is not None
         yield environment
 

@@ -19,11 +19,11 @@ from helpers.scripted import ScriptedPolicy
 from tailrace import clock
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Outcome
 from tailrace.drivers.data.settings import RowsSettings
-from tailrace.drivers.environments.open import check_environment
+from tailrace.drivers.environments.history import RequestEncoder
+from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.drivers.environments.tools import parse_hermes
 from tailrace.errors import ConfigError, EnvironmentFailed
-from tailrace.extras.agents.history import RequestEncoder
 from tailrace.extras.agents.session import Session, SessionRequest
 from tailrace.types import Prompt, Sample, Turn
 
@@ -462,7 +462,8 @@ def test_an_agent_that_cannot_be_started_is_refused_before_the_run(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_environment(AgentSettings(kind="agent", **settings))
+        agent = AgentSettings(kind="agent", **settings)
+        environment_kind(agent).check(agent)
 
 
 @pytest.mark.parametrize("settings", [{}, {"function": "a:b", "command": ["c"]}])

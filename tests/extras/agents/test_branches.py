@@ -14,10 +14,10 @@ from tailrace.contracts.environments import EpisodeOver, Outcome
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import text_of
 from tailrace.drivers.data.settings import RowsSettings
-from tailrace.drivers.environments.open import open_environment
+from tailrace.drivers.environments.history import Chat, RequestEncoder
+from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.errors import EnvironmentFailed
-from tailrace.extras.agents.history import Chat, RequestEncoder
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
 
@@ -88,7 +88,7 @@ def play(
     agents = AgentSettings(kind="agent", function="agents_of_tests:agent", **settings)
 
     async def run() -> Outcome:
-        async with open_environment(agents, CHARACTERS, ENCODER) as environment:
+        async with environment_kind(agents).open(agents, CHARACTERS, ENCODER) as environment:
             assert environment is not None
             while True:
                 policy = Episode(sample, engine.serve, OBSERVE, text_of(CHARACTERS), **LIMITS)

@@ -11,8 +11,8 @@ from characters import tokenizer
 from helpers.tiny_models import letter_tokenizer
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.settings import MixedRowsSettings, MixtureSettings, RowsSettings
+from tailrace.drivers.environments.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
-from tailrace.extras.agents.history import AgentPrompts, Chat, RequestEncoder
 from tailrace.types import Prompt
 
 ROWS = RowsSettings(path=Path("unused.jsonl"))

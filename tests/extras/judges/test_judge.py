@@ -9,6 +9,7 @@ import pytest
 
 from helpers.episodes import answer
 from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.kinds import NoFunctions, Verdict, WithJudges
 from tailrace.drivers.reward.settings import (
     EndpointJudgeSettings,
     LocalJudgeSettings,
@@ -16,14 +17,7 @@ from tailrace.drivers.reward.settings import (
     check_sources,
 )
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.extras.judges.endpoint import (
-    NoFunctions,
-    Verdict,
-    WithJudges,
-    check_templates,
-    messages_of,
-    render,
-)
+from tailrace.extras.judges.endpoint import check_template, messages_of, render
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -100,7 +94,7 @@ def test_a_row_whose_text_is_not_unicode_fails_its_sample() -> None:
 
 def test_a_template_that_names_no_column_of_the_data_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        check_templates([endpoint(template="{gold} {completion}")], [{"answer": 1}])
+        check_template(endpoint(template="{gold} {completion}"), [{"answer": 1}])
     assert str(refused.value) == (
         "reward.judges.template = '{gold} {completion}': {gold} is no column of the data (columns: answer); "
         "name a column, or write {{gold}} for the text {gold}"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from helpers.tiny_models import LETTERS, save_tiny_model
 from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.kinds import Verdict
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.errors import RewardFailed
-from tailrace.extras.judges.endpoint import Verdict
 from tailrace.extras.judges.worker import JudgeJob, JudgeWorker, RemoteJudge
 
 

@@ -5,16 +5,9 @@ from typing import Any
 
 import pytest
 
+from tailrace.drivers.reward.calls import column_of
 from tailrace.errors import RewardFailed
-from tailrace.extras.sandbox.code import (
-    AssertCase,
-    CallCase,
-    StdinCase,
-    column_of,
-    parse_cases,
-    same_output,
-    same_value,
-)
+from tailrace.extras.sandbox.code import AssertCase, CallCase, StdinCase, parse_cases, same_output, same_value
 
 STDIN = [StdinCase("1\n", "2"), StdinCase("3", "4")]
 CALLS = [CallCase("f", [1, 2], [3])]

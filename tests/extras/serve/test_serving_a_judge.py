@@ -8,9 +8,10 @@ from serve_cases import MODEL_NAME, generated
 from helpers.tiny_models import LETTERS
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.kinds import Verdict
 from tailrace.drivers.reward.settings import EndpointJudgeSettings
 from tailrace.errors import ConfigError
-from tailrace.extras.judges.endpoint import EndpointJudge, Verdict, check_endpoint
+from tailrace.extras.judges.endpoint import EndpointJudge, check_endpoint
 
 CALL = Call("", "ABC", [], "stop", {"answer": "DE"})
 

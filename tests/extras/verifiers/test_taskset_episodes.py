@@ -11,10 +11,10 @@ from chatty_model import CALLS, END, chatty_tokenizer
 from tailrace.contracts.environments import Environment, Outcome
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.settings import TasksetSettings
-from tailrace.drivers.environments.open import open_environment
+from tailrace.drivers.environments.history import Chat, RequestEncoder
+from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import VerifiersSettings
 from tailrace.errors import EnvironmentFailed
-from tailrace.extras.agents.history import Chat, RequestEncoder
 from tailrace.extras.verifiers.taskset import Taskset
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -85,9 +85,8 @@ def sample_of(taskset: str, place: int = 0, num_tasks: int | None = None) -> Sam
 
 def opened(taskset: str, **settings: Any) -> AbstractAsyncContextManager[Environment | None]:
     encoder = RequestEncoder(TasksetSettings(taskset=taskset), TOKENIZER, 4000)
-    return open_environment(
-        VerifiersSettings(kind="verifiers", taskset=taskset, **settings), TOKENIZER, encoder
-    )
+    named = VerifiersSettings(kind="verifiers", taskset=taskset, **settings)
+    return environment_kind(named).open(named, TOKENIZER, encoder)
 
 
 def answers(sample: Sample) -> list[list[str]]:

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Prompts, Split
@@ -34,7 +33,6 @@ from tailrace.drivers.assembly.simulation import most_groups
 from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import check_lengths, open_prompts
-from tailrace.drivers.data.settings import MixedSettings, sources_of
 from tailrace.drivers.engine.native.support import check_model
 from tailrace.drivers.engine.settings import (
     NativeEngineSettings,
@@ -43,10 +41,11 @@ from tailrace.drivers.engine.settings import (
     TinkerEngineSettings,
     VllmEngineSettings,
 )
-from tailrace.drivers.environments.open import tools_of
-from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.environments.open import environment_kind
+from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.functions import Scorer
-from tailrace.drivers.reward.settings import EndpointJudgeSettings, check_sources
+from tailrace.drivers.reward.kinds import Judge, NoFunctions, WithJudges, judge_kind
+from tailrace.drivers.reward.settings import check_sources
 from tailrace.drivers.trainer.adapter import check_lora
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.drivers.workers.hosts import check_host
@@ -55,18 +54,8 @@ from tailrace.drivers.workers.reward import RewardPool
 from tailrace.errors import BadRow, ConfigError
 from tailrace.extras.http.dialect import find_interpreter
 from tailrace.extras.http.vllm import check_sampling
-from tailrace.extras.judges.endpoint import (
-    EndpointJudge,
-    Judge,
-    NoFunctions,
-    WithJudges,
-    check_endpoint,
-    check_templates,
-)
-from tailrace.extras.judges.memory import check_folder
-from tailrace.extras.sandbox.code import CodeRewards, check_cases, has_cases
-from tailrace.extras.sandbox.sandbox import Sandbox, check_installed
 from tailrace.importing import install
+from tailrace.kinds import kind_of
 from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.rollout.reward_timeout import Anchors
@@ -114,7 +103,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     check_policy(config)
-    for source in sources_of(config.data):
+    for source in config.data.sources:
         check_lengths(
             config.sampling,
             max_context_tokens=context_length(config.model.path),
@@ -216,32 +205,20 @@ def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> N
         if reward.named():
             say(f"reward: {scorer.describe()}")
     if reward.code:
-        check_cases(rows, reward.code, others=calls_functions or bool(reward.judges))
-        if reward.sandbox == "bubblewrap":
-            check_installed()
+        kind_of("reward", "code").check(reward, rows, others=calls_functions or bool(reward.judges))
 
 
 def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Check the judges, and ask those behind endpoints about an empty completion of one of these prompts."""
     reward = config.reward
     assert config.data
-    sources = [each.name for each in sources_of(config.data) if isinstance(each, MixedSettings)]
+    sources = [each.source_name for each in config.data.sources if each.source_name]
     alone = not reward.calls_functions and not reward.code
     check_sources("judge", reward.judges, sources, complete=alone)
     for judge in reward.judges:
         scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
-        check_templates([judge], [prompt.row for prompt in scored])
-        if isinstance(judge, EndpointJudgeSettings):
-            for prompt in scored[:1]:
-                call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
-                if warning := clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False):
-                    say(f"warning: {warning}")
-            continue
-        check_folder(judge)
-        if config.host.kind != "local":
-            problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
-            raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
-        check_device("reward.judges.device", judge.device)
+        if warning := judge_kind(judge).check(judge, reward, config.host.kind, scored):
+            say(f"warning: {warning}")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -325,13 +302,10 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
 
 def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     assert config.model and config.data
+    tools = environment_kind(config.environment).tools(config.environment)
+    context = context_length(config.model.path)
     prompts = open_prompts(
-        config.data,
-        tokenizer,
-        seed=seed,
-        split=split,
-        max_context_tokens=context_length(config.model.path),
-        tools=tools_of(config.environment),
+        config.data, tokenizer, seed=seed, split=split, max_context_tokens=context, tools=tools
     )
     return prompts_of_episodes(config, tokenizer, prompts)
 
@@ -384,12 +358,8 @@ async def open_parts(
         opened = await stack.enter_async_context(open_workers(config, folder, tokenizer, life=life))
         _check_capabilities(config, opened.engines)
         prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-        anchors, judges = Anchors(), list[Judge](opened.judges)
-        for each in config.reward.judges:
-            if isinstance(each, EndpointJudgeSettings):
-                judges.append(judge := EndpointJudge(each, config.reward.timeout_s))
-                stack.push_async_callback(judge.close)
-        rewards = await _scorers(config, opened.rewards, judges, prompts, anchors, tokenizer)
+        anchors = Anchors()
+        rewards = await _scorers(config, opened.rewards, opened.judges, prompts, anchors, tokenizer)
         async with open_episodes(config, tokenizer, opened.reference) as run_episode:
             yield RunComponents(
                 engines=opened.engines,
@@ -440,16 +410,14 @@ async def _scorers(
     if functions:
         understood = Scorer.load(config.reward, config.data).describe()
         for prompt in first_of_each_source(prompts):
-            if code and has_cases(prompt.row, code):
+            if code and column_of(prompt.row, code.column) is not None:
                 continue
             if warning := await functions.check_one_row(prompt, understood):
                 say(f"warning: {warning}")
     scorers: Rewards = functions or NoFunctions()
     if code:
-        sandbox = Sandbox(config.reward.sandbox, code)
-        await sandbox.check()
         others = scorers if functions or config.reward.judges else None
-        scorers = CodeRewards(code, sandbox, anchors, text, workers=config.reward.workers, others=others)
+        scorers = await kind_of("reward", "code").open(config.reward, anchors, text, others)
     if judges:
         scorers = WithJudges(scorers, judges, text, drop_timeouts=config.reward.on_timeout == "drop")
     return scorers

@@ -11,13 +11,10 @@ from tailrace.config import RunConfig
 from tailrace.contracts.memory import MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, TrainerSettings
 from tailrace.contracts.weights import KEPT_VERSIONS
-from tailrace.drivers.data.settings import sources_of
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
-from tailrace.drivers.environments.settings import EpisodeSettings
-from tailrace.drivers.reward.settings import LocalJudgeSettings
+from tailrace.drivers.reward.kinds import judge_kind
 from tailrace.drivers.trainer.adapter import adapted_modules
 from tailrace.drivers.weights.settings import ProcessGroupSettings, SharedMemorySettings
-from tailrace.extras.judges.memory import judge_memory
 from tailrace.model_folder import context_length
 from tailrace.types import ITEM_BYTES
 
@@ -51,7 +48,8 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
     if config.algorithm.needs_reference and not trainer.lora and host.starts("reference"):
         parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
         yield ProcessMemory("reference", trainer.device, parts, {"process": TRANSFORMERS_BYTES})
-    yield from (judge_memory(each) for each in config.reward.judges if isinstance(each, LocalJudgeSettings))
+    for judge in config.reward.judges:
+        yield from judge_kind(judge).memory(judge)
     small = {"process": SMALL_PROCESS_BYTES}
     yield ProcessMemory("controller, reward workers", "cpu", {}, small, config.reward.workers + 1)
 
@@ -60,9 +58,9 @@ def longest_sample(config: RunConfig, prompt_tokens: int) -> int:
     """Tokens of the longest sample. Those of an environment fill the context."""
     assert config.model and config.sampling
     context = context_length(config.model.path)
-    if isinstance(config.environment, EpisodeSettings):
+    if config.environment.has_turns:
         return context
-    sources = sources_of(config.data) if config.data else ()
+    sources = config.data.sources if config.data else ()
     limits = [source.max_prompt_tokens or context for source in sources] or [context]
     return min(context, min(prompt_tokens, max(limits)) + config.sampling.max_completion_tokens)
 

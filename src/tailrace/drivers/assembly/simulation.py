@@ -17,7 +17,7 @@ from tailrace.controller.execution import execute
 from tailrace.drivers.assembly.folder import recorder_of
 from tailrace.drivers.assembly.placement import device_sharing, prices_of
 from tailrace.errors import ConfigError
-from tailrace.extras.judges.simulated import SimJudge, forward_pass
+from tailrace.kinds import kind_of
 from tailrace.ledger.prices import Prices
 from tailrace.record.events import Recorder, Sink
 from tailrace.record.figures import Row, rounds_of, steps_of
@@ -143,7 +143,8 @@ def simulated_parts(
     if settings.faults:
         for number, engine in enumerate(engines):
             let_die(engine, number, settings.faults, seed)
-    anchors, judges, host = Anchors(), _judges(settings, hosts), None if settings.rewards.judge else hosts[0]
+    anchors, judge, host = Anchors(), settings.rewards.judge, None if settings.rewards.judge else hosts[0]
+    judges = kind_of("judge", "local").simulated(settings, hosts) if judge else ()
     return RunComponents(
         engines=engines,
         trainer=SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated"),
@@ -165,14 +166,6 @@ def _hosts(settings: SimSettings) -> list[Host | None]:
     if settings.host and settings.rewards.judge:
         return [Host(settings.host) for _ in range(count)]
     return [Host(settings.host) if settings.host else None] * count
-
-
-def _judges(settings: SimSettings, hosts: Sequence[Host | None]) -> list[SimJudge]:
-    """One on each device of the engines."""
-    if settings.rewards.judge is None or settings.cluster is None:
-        return []
-    forward, size = forward_pass(settings), settings.cluster.tensor_parallel
-    return [SimJudge(forward, host) for host in hosts for _ in range(size)]
 
 
 def _engine(

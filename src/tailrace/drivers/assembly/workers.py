@@ -20,7 +20,7 @@ from tailrace.drivers.engine.proof import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings, TinkerEngineSettings
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
-from tailrace.drivers.environments.settings import EpisodeSettings
+from tailrace.drivers.reward.kinds import Judge, judge_kind
 from tailrace.drivers.weights.settings import in_run_folder
 from tailrace.drivers.workers.calls import Job, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
@@ -37,7 +37,6 @@ from tailrace.drivers.workers.trainer import (
 )
 from tailrace.errors import EnginesLost, NotArrived, WorkerDied, first_cause
 from tailrace.extras.http.servers import HttpEngines
-from tailrace.extras.judges.worker import JudgeWorker, RemoteJudge, judge_jobs
 from tailrace.model_folder import context_length, read_config
 
 
@@ -49,7 +48,7 @@ class Workers:
     trainer: Trainer
     rewards: RewardPool | None
     """None where no reward function is called."""
-    judges: tuple[RemoteJudge, ...]
+    judges: tuple[Judge, ...]
     reference: Reference | None
     """None where the algorithm needs no reference model."""
 
@@ -105,8 +104,8 @@ def _starter(config: RunConfig, spawner: Spawner, started: list[RemoteWorker]) -
 
 
 async def _rewards(
-    config: RunConfig, tokenizer: Tokenizer, start: StartWorker
-) -> tuple[RewardPool | None, tuple[RemoteJudge, ...]]:
+    config: RunConfig, tokenizer: Tokenizer, start: StartWorker, closing: list[Callable[[], Awaitable[None]]]
+) -> tuple[RewardPool | None, tuple[Judge, ...]]:
     """Start the reward workers, if reward functions are called, and the judges."""
     reward, pool = where_workers_run(config.host, config.reward), None
     if calls_reward_functions(config):
@@ -114,10 +113,8 @@ async def _rewards(
         job = RewardJob(reward=reward, data=config.data)
         scorers = [await start(RewardWorker, f"scorer-{i}", job) for i in range(reward.workers)]
         pool = RewardPool(scorers, tokenizer, reward)
-    judges = [
-        RemoteJudge(await start(JudgeWorker, f"judge-{job.judge.name}", job), job.judge)
-        for job in judge_jobs(reward)
-    ]
+    judges = [await judge_kind(each).begin(each, start, reward.timeout_s) for each in reward.judges]
+    closing += [judge.close for judge in judges]
     return pool, tuple(judges)
 
 
@@ -145,9 +142,10 @@ async def _at_service(
     assert config.sampling and isinstance(engine, TinkerEngineSettings)
     started: list[RemoteWorker] = []
     service = await TinkerSession.open(engine, (config.trainer.lora or LoraSettings()).rank)
+    closing: list[Callable[[], Awaitable[None]]] = [service.close]
     try:
         async with ended_by_death((), service.keep()):
-            rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started))
+            rewards, judges = await _rewards(config, tokenizer, _starter(config, spawner, started), closing)
             trainer = TinkerTrainer(service, config.trainer, config.algorithm, config.sampling)
             await _all_done(trainer.open(), *(worker.ready() for worker in started))
             counter = _counter(folder, "engine-0", life)
@@ -155,7 +153,7 @@ async def _at_service(
             async with ended_by_death(started):
                 yield Workers((served,), trainer, rewards, judges, None)
     finally:
-        await asyncio.gather(*(worker.close() for worker in started), service.close())
+        await asyncio.gather(*(worker.close() for worker in started), *(close() for close in closing))
 
 
 @asynccontextmanager
@@ -215,16 +213,16 @@ async def _started(
         threads=trainer.threads, model=model, trainer=trainer, temperature=sampling.temperature
     )
     engines = [supervised(number, each) for number, each in enumerate(devices.engines)]
-    closing = [each.close for each in engines]
+    closing: list[Callable[[], Awaitable[None]]] = [each.close for each in engines]
     try:
-        rewards, judges = await _rewards(config, tokenizer, start)
+        rewards, judges = await _rewards(config, tokenizer, start, closing)
         ranks = zip(trainer_jobs(trainer_job), devices.trainer, strict=True)
         processes = [await start(TrainerWorker, name, job, each) for (name, job), each in ranks]
         remote_trainer = RemoteTrainer(processes, trainer_job)
         closing.append(remote_trainer.close)
         if not isinstance(engine, NativeEngineSettings):
             assert data and not isinstance(engine, TinkerEngineSettings)
-            fills_context, room = isinstance(config.environment, EpisodeSettings), len(probe) + 1
+            fills_context, room = config.environment.has_turns, len(probe) + 1
             longest = partial(longest_sequence, data, sampling, max_context_tokens=context)
             http_engines = HttpEngines(
                 model,

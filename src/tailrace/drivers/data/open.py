@@ -1,13 +1,42 @@
 """Opens the prompts that the [data] section names, and checks lengths against the context of the model."""
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import PromptEncoder, Tokenizer, Tools
 from tailrace.drivers.data.procedural import ProceduralPrompts, Task
 from tailrace.drivers.data.rows import MixedPrompts, RowPrompts
-from tailrace.drivers.data.settings import DataSettings, MixtureSettings, ProceduralSettings, TasksetSettings
+from tailrace.drivers.data.settings import (
+    DataSettings,
+    MixtureSettings,
+    ProceduralSettings,
+    PromptSettings,
+    RowsSettings,
+)
 from tailrace.errors import ConfigError
-from tailrace.extras.verifiers.taskset import TaskPrompts
+from tailrace.kinds import kind_of
+
+Encoders = Callable[[PromptSettings], PromptEncoder]
+"""From a source to what encodes its prompts."""
+
+
+class DataKind(Protocol):
+    """A kind of data. The settings are always those of this kind."""
+
+    def open(self, data: Any, encoders: Encoders, seed: int, split: Split) -> Prompts:
+        """Open the prompts, as `open_prompts`."""
+
+    def scorer(self, data: Any) -> tuple[str, Callable[..., float]]:
+        """Return the name of the task, and what scores a completion with the columns of its row, where the
+        data bring it (PromptSettings.brings_scorer)."""
+
+
+def data_kind(data: Any) -> DataKind:
+    """Return the kind of the data, or of one of their sources."""
+    kind: DataKind = kind_of("data", data.kind)
+    return kind
 
 
 def open_prompts(
@@ -27,21 +56,39 @@ def open_prompts(
             that leaves no room for one completion token is a BadRow.
         tools: tools of every prompt, as JSON schemas.
     """
-    if isinstance(settings, MixtureSettings):
-        names, weights = zip(*((source.name, source.weight) for source in settings.sources), strict=True)
-        opened = [
-            open_prompts(
-                source, tokenizer, seed=seed, split=split, max_context_tokens=max_context_tokens, tools=tools
-            )
-            for source in settings.sources
-        ]
+
+    def encoders(source: PromptSettings) -> PromptEncoder:
+        return PromptEncoder(source, tokenizer, max_context_tokens, tools)
+
+    return data_kind(settings).open(settings, encoders, seed, split)
+
+
+class RowsData:
+    """`DataKind` of the rows of a file or a data set."""
+
+    def open(self, data: RowsSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
+        return RowPrompts(data, encoders(data), seed, split)
+
+
+class ProceduralData:
+    """`DataKind` of the tasks of reasoning-gym."""
+
+    def open(self, data: ProceduralSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
+        encoder = encoders(data)
+        return ProceduralPrompts(Task(data), data, encoder, seed, split)
+
+    def scorer(self, data: ProceduralSettings) -> tuple[str, Callable[..., float]]:
+        task = Task(data)
+        return data.task, lambda completion, **row: task.score(completion, row)
+
+
+class MixtureData:
+    """`DataKind` of several sources."""
+
+    def open(self, data: MixtureSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
+        names, weights = zip(*((source.name, source.weight) for source in data.sources), strict=True)
+        opened = [data_kind(source).open(source, encoders, seed, split) for source in data.sources]
         return MixedPrompts(names, opened, weights, seed)
-    if isinstance(settings, TasksetSettings):
-        return TaskPrompts(settings, seed, split)
-    encoder = PromptEncoder(settings, tokenizer, max_context_tokens, tools)
-    if isinstance(settings, ProceduralSettings):
-        return ProceduralPrompts(Task(settings), settings, encoder, seed, split)
-    return RowPrompts(settings, encoder, seed, split)
 
 
 def check_lengths(

@@ -1,7 +1,7 @@
 """The [data] section."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,6 +26,9 @@ TASKSET_KEYS = ("taskset", "args", "verifiers", "agent")
 class PromptSettings(Settings):
     """How prompts become token ids. Both kinds of data have these keys."""
 
+    brings_scorer: ClassVar[bool] = False
+    """Whether the data score completions themselves."""
+
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether a plain string becomes one user message of the model's chat template. `auto`: where the
     tokenizer has a template. `always`: a tokenizer without a template is an error. `never`: the string is
@@ -41,6 +44,16 @@ class PromptSettings(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
     the model's context leaves no room for one completion token."""
+
+    @property
+    def sources(self) -> tuple[Self]:
+        """The sources of the data: themselves."""
+        return (self,)
+
+    @property
+    def source_name(self) -> str:
+        """Name of the data as a source of a mixture; empty: they are no such source."""
+        return ""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -72,6 +85,8 @@ class TermsSettings(Settings):
 
 class ProceduralSettings(PromptSettings):
     """A reasoning-gym task: an endless stream of prompts with a scorer of its own."""
+
+    brings_scorer: ClassVar[bool] = True
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Selects this kind of data."""
@@ -139,6 +154,10 @@ class MixedSettings(Settings):
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Its share of the prompts, relative to those of the other sources."""
 
+    @property
+    def source_name(self) -> str:
+        return self.name
+
 
 class MixedProceduralSettings(MixedSettings, ProceduralSettings):
     """A procedural task as a source of a mixture."""
@@ -173,11 +192,6 @@ DataSettings = Annotated[
 ]
 
 
-def sources_of(settings: DataSettings) -> Sequence[ProceduralSettings | RowsSettings | TasksetSettings]:
-    """Return the sources of the data: those of a mixture, or the data themselves."""
-    return settings.sources if isinstance(settings, MixtureSettings) else (settings,)
-
-
 def longest_sequence(
     data: DataSettings, sampling: SamplingSettings, *, max_context_tokens: int, unbounded_prompt: int
 ) -> int:
@@ -187,5 +201,5 @@ def longest_sequence(
         max_context_tokens: positions of the model, prompt and completion together.
         unbounded_prompt: tokens that a prompt counts where no `max_prompt_tokens` bounds it.
     """
-    prompts = [source.max_prompt_tokens or unbounded_prompt for source in sources_of(data)]
+    prompts = [source.max_prompt_tokens or unbounded_prompt for source in data.sources]
     return min(max_context_tokens, max(prompts) + sampling.max_completion_tokens)

@@ -1,30 +1,89 @@
-"""Opens the environment that the [environment] section names."""
+"""What a run asks of its environment, and the environments of this package's own: tools, and a user's."""
 
-import importlib.util
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import Environment, Outcome, Policy
 from tailrace.drivers.data.encoding import Tokenizer
+from tailrace.drivers.environments.history import RequestEncoder
 from tailrace.drivers.environments.settings import (
-    AgentSettings,
     EnvironmentSettings,
-    EpisodeSettings,
     PythonSettings,
-    SingleTurnSettings,
     ToolsSettings,
-    VerifiersSettings,
 )
 from tailrace.drivers.environments.tools import ToolsEnvironment, import_tools, schemas_of
 from tailrace.errors import ConfigError
-from tailrace.extras.agents.history import RequestEncoder
-from tailrace.extras.agents.loop_thread import LoopThread
-from tailrace.importing import import_function, install
+from tailrace.importing import import_function
+from tailrace.kinds import kind_of
 from tailrace.types import Prompt
+
+
+class EnvironmentKind:
+    """A kind of environment: this one is "single_turn". The settings are always those of this kind."""
+
+    sends_new: ClassVar[bool] = True
+    """Whether it sends new messages only. Another one sends whole conversations, and compares them itself."""
+    unrewarded: ClassVar[str] = ""
+    """Episodes that it gives no reward although it gives every reward, for a warning."""
+
+    def check(self, settings: Any) -> None:
+        """Check what `open` needs and `tools` does not, before anything starts. Raises a ConfigError."""
+
+    def tools(self, settings: Any) -> list[dict[str, object]]:
+        """Return the tools that each prompt describes to the model, as JSON schemas. Raises a ConfigError if
+        one cannot be imported or described."""
+        return []
+
+    def reads_template(self, settings: Any) -> bool:
+        """Return whether prompts of the data must go through the model's chat template."""
+        return False
+
+    def gives_every_reward(self, settings: Any) -> bool:
+        """Return whether it gives the reward of every episode that it ends itself, as far as that can be
+        known before it runs."""
+        return bool(settings.always_rewards)
+
+    def prompts(self, settings: Any, prompts: Prompts, encoder: Callable[[], RequestEncoder]) -> Prompts:
+        """Return the prompts, or what programs that write their own leave of them."""
+        return prompts
+
+    @asynccontextmanager
+    async def open(
+        self, settings: Any, tokenizer: Tokenizer, encoder: RequestEncoder
+    ) -> AsyncIterator[Environment | None]:
+        """Open it for the length of the block; None for single turns. Raises a ConfigError if the settings
+        name what cannot be imported or made. `encoder`: of requests of programs."""
+        yield None
+
+
+def environment_kind(settings: EnvironmentSettings) -> EnvironmentKind:
+    """Return the kind of an environment."""
+    kind: EnvironmentKind = kind_of("environment", settings.kind)
+    return kind
+
+
+class ToolsEnvironments(EnvironmentKind):
+    """Python functions that the model calls."""
+
+    @override
+    def tools(self, settings: ToolsSettings) -> list[dict[str, object]]:
+        return schemas_of(import_tools(settings))
+
+    @override
+    def reads_template(self, settings: ToolsSettings) -> bool:
+        return True
+
+    @override
+    @asynccontextmanager
+    async def open(
+        self, settings: ToolsSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+    ) -> AsyncIterator[Environment]:
+        yield ToolsEnvironment(settings, import_tools(settings))
 
 
 class FromFunction(Environment):
@@ -38,77 +97,19 @@ class FromFunction(Environment):
         return await self._function(prompt, policy)
 
 
-@asynccontextmanager
-async def open_environment(
-    settings: EnvironmentSettings, tokenizer: Tokenizer, encoder: RequestEncoder
-) -> AsyncIterator[Environment | None]:
-    """Open an environment for the length of the block; None for single turns. Tokenizer and encoder are for
-    agents and tasksets. Raises a ConfigError if the settings name what cannot be imported or made."""
-    match settings:
-        case SingleTurnSettings():
-            yield None
-        case ToolsSettings():
-            yield ToolsEnvironment(settings, import_tools(settings))
-        case PythonSettings():
-            yield _import_environment(settings)
-        case AgentSettings() | VerifiersSettings():
-            async with _open_agents(settings, tokenizer, encoder) as agents:
-                yield agents
+class PythonEnvironments(EnvironmentKind):
+    """An environment of the user's own."""
 
-
-def check_environment(settings: EnvironmentSettings) -> None:
-    """Check what can be checked before anything starts. Raises a ConfigError as `open_environment`."""
-    tools_of(settings)
-    if isinstance(settings, PythonSettings):
+    @override
+    def check(self, settings: PythonSettings) -> None:
         _import_environment(settings)
-    if isinstance(settings, AgentSettings | VerifiersSettings):
-        for package in ("fastapi", "prometheus_client", "uvicorn"):
-            if importlib.util.find_spec(package) is None:
-                problem, remedy = f"the package `{package}` is missing", install("serve")
-                raise ConfigError("environment.kind", settings.kind, problem, remedy)
-    if isinstance(settings, AgentSettings):
-        # Not at the top: it needs these packages.
-        from tailrace.extras.agents.agents import make_agent
 
-        make_agent(settings, LoopThread(settings.kind))
-
-
-def gives_every_reward(settings: EpisodeSettings) -> bool:
-    """Return whether the environment gives the reward of every episode that it ends itself, as far as that
-    can be known before it runs: from its kind, or from the type hint of an agent."""
-    if isinstance(settings, AgentSettings) and settings.function:
-        function = import_function(settings.function, "environment.function")
-        hint = inspect.signature(function).return_annotation
-        return hint in (float, int, bool, "float", "int", "bool")
-    return settings.always_rewards
-
-
-def tools_of(settings: EnvironmentSettings) -> list[dict[str, object]]:
-    """Return the tools that each prompt describes to the model, as JSON schemas. Raises a ConfigError if one
-    cannot be imported or described."""
-    return schemas_of(import_tools(settings)) if isinstance(settings, ToolsSettings) else []
-
-
-@asynccontextmanager
-async def _open_agents(
-    settings: AgentSettings | VerifiersSettings, tokenizer: Tokenizer, encoder: RequestEncoder
-) -> AsyncIterator[Environment]:
-    from tailrace.extras.agents.agents import AgentEnvironment, make_agent
-    from tailrace.extras.agents.session import SessionServer
-
-    server, thread = SessionServer(tokenizer), LoopThread(settings.kind)
-    try:
-        if isinstance(settings, AgentSettings):
-            yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)
-        else:
-            # Not at the top: verifiers takes seconds to import, and may not be installed.
-            from tailrace.extras.verifiers.environment import open_verifiers
-
-            async with open_verifiers(settings, encoder, server, thread) as environment:
-                yield environment
-    finally:
-        await server.close()
-        thread.close()
+    @override
+    @asynccontextmanager
+    async def open(
+        self, settings: PythonSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+    ) -> AsyncIterator[Environment]:
+        yield _import_environment(settings)
 
 
 def _import_environment(settings: PythonSettings) -> Environment:

@@ -16,6 +16,9 @@ MODEL = "policy"
 class SingleTurnSettings(Settings):
     """A sample is one response to its prompt."""
 
+    has_turns: ClassVar[bool] = False
+    gives_rewards: ClassVar[bool] = False
+
     kind: Literal["single_turn"] = "single_turn"
     """Selects this kind of environment."""
 
@@ -23,6 +26,8 @@ class SingleTurnSettings(Settings):
 class EpisodeSettings(Settings):
     """Settings that all environments of several turns have."""
 
+    has_turns: ClassVar[bool] = True
+    """Whether an episode may have several turns. Then it may fill the model's context."""
     gives_rewards: ClassVar[bool] = True
     """Whether it may give rewards itself, so that a run may go without reward functions."""
     always_rewards: ClassVar[bool] = False

@@ -69,3 +69,13 @@ class Scores(msgspec.Struct, array_like=True):
     """The value of each of several functions by its name, and the numbers that functions report."""
     columns: dict[str, str | float | int | None] = {}
     """Columns that functions report for the record of the sample."""
+
+
+def column_of(row: Mapping[str, object], path: str) -> object:
+    """Return a column, into which dots lead where it is an object. None: the row does not have it."""
+    value: object = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
+from tailrace.drivers.reward.calls import column_of
 from tailrace.errors import ConfigError
-from tailrace.extras.sandbox.code import column_of
 from tailrace.importing import install
 
 TRUTH_COLUMNS = ("reward_model.ground_truth", "ground_truth", "solution", "answer")

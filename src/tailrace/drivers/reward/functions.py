@@ -27,8 +27,8 @@ from typing import Any, SupportsFloat
 
 from typing_extensions import override
 
-from tailrace.drivers.data.procedural import Task
-from tailrace.drivers.data.settings import DataSettings, MixedSettings, ProceduralSettings, sources_of
+from tailrace.drivers.data.open import data_kind
+from tailrace.drivers.data.settings import DataSettings, PromptSettings
 from tailrace.drivers.reward.calls import OWN_ARGUMENTS, Call, Scores
 from tailrace.drivers.reward.checkers import import_checker
 from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings, check_sources
@@ -290,14 +290,13 @@ class Scorer:
                 if number > 1:
                     problem = f"{number} functions have this name"
                     raise ConfigError("reward.functions.name", name, problem, "give each a name of its own")
-            mixed = [each.name for each in sources_of(data) if isinstance(each, MixedSettings)]
+            mixed = [each.source_name for each in data.sources if each.source_name]
             check_sources("function", settings.functions, mixed, others=settings.judges)
             return cls(loaded, has_judges=bool(settings.judges))
-        sources = sources_of(data)
-        tasks = [_task_scorer(source) for source in sources if isinstance(source, ProceduralSettings)]
-        if len(tasks) < len(sources):
+        scorers = [_scorer_of(source) for source in data.sources if source.brings_scorer]
+        if len(scorers) < len(data.sources):
             raise ConfigError(key, None, "rows bring no scorer of their own", UNUSABLE)
-        return cls(tasks)
+        return cls(scorers)
 
     def describe(self) -> str:
         return "; ".join(each.describe() for each in self.functions)
@@ -355,14 +354,10 @@ def _load(settings: FunctionSettings, key: str) -> RewardFunction:
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
 
 
-def _task_scorer(data: ProceduralSettings) -> RewardFunction:
-    task = Task(data)
-
-    def score(completion: str, **row: object) -> float:
-        return task.score(completion, row)
-
-    source = (data.name,) if isinstance(data, MixedSettings) else None
-    settings = FunctionSettings(function=data.task, name=source[0] if source else "task", sources=source)
+def _scorer_of(data: PromptSettings) -> RewardFunction:
+    task, score = data_kind(data).scorer(data)
+    source = (data.source_name,) if data.source_name else None
+    settings = FunctionSettings(function=task, name=source[0] if source else "task", sources=source)
     return RewardFunction(score, settings, "data.task")
 
 

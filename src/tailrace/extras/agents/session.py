@@ -19,10 +19,10 @@ from pydantic import Field, field_validator
 
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Policy
 from tailrace.drivers.data.encoding import Tokenizer
+from tailrace.drivers.environments.history import Contexts, TooManyBranches
 from tailrace.drivers.environments.settings import MODEL
 from tailrace.drivers.environments.tools import Parse, hermes_calls
 from tailrace.errors import BadRow, EnvironmentFailed
-from tailrace.extras.agents.history import Contexts, TooManyBranches
 from tailrace.extras.agents.loop_thread import STOP_S
 from tailrace.extras.serve.app import RequestRefused, bearer, check_token, model_list, openai_app
 from tailrace.extras.serve.formats import (

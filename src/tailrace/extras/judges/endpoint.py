@@ -11,57 +11,22 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import httpx
 
 from tailrace.clock import now
-from tailrace.contracts.reward import Rewards
-from tailrace.drivers.reward.calls import Call
+from tailrace.drivers.reward.calls import Call, column_of
+from tailrace.drivers.reward.kinds import Verdict
 from tailrace.drivers.reward.settings import AnswerSettings, EndpointJudgeSettings, JudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.extras.sandbox.code import column_of
-from tailrace.types import Sample
 
 OWN_NAMES = ("prompt", "completion")
 """Names that a template may use besides the columns of the data."""
-NOT_APPLICABLE = "not applicable"
-"""Reason of the failure of a sample to which no reward function applies."""
-MAX_ANSWER = 2000
-"""Characters of an answer that the record of the sample keeps; the end counts."""
 _FIELD = re.compile(r"\{\{([\w.-]+)\}\}|\{([A-Za-z_][\w.-]*)\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A judge's answer about one completion.
-
-    Args:
-        score: from 0, the worst, to 1; a reward model's may be any number.
-        answer: in words; empty where the judge gives a number only.
-    """
-
-    score: float
-    answer: str = ""
-
-
-class Judge(Protocol):
-    """A model that scores completions."""
-
-    @property
-    def settings(self) -> JudgeSettings: ...
-
-    async def judge(self, call: Call) -> Verdict:
-        """Score one completion.
-
-        Raises:
-            TimeoutError: it did not answer in time.
-            RewardFailed: there is no score.
-        """
 
 
 def render(template: str, call: Call) -> str:
@@ -111,71 +76,15 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
     return messages
 
 
-def check_templates(judges: Sequence[JudgeSettings], rows: Sequence[Mapping[str, object]]) -> None:
-    """Match the templates to the columns of the data before anything starts. Raises a ConfigError if a
-    template names a column that the data lack."""
+def check_template(judge: JudgeSettings, rows: Sequence[Mapping[str, object]]) -> None:
+    """Match the template to the columns of the data before anything starts. Raises a ConfigError if it names
+    a column that the data lack."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    for judge in judges:
-        for _, name in _FIELD.findall(judge.template or ""):
-            if name and name not in OWN_NAMES and all(column_of(row, name) is None for row in rows):
-                problem = f"{{{name}}} is no column of the data (columns: {', '.join(columns) or 'none'})"
-                remedy = f"name a column, or write {{{{{name}}}}} for the text {{{name}}}"
-                raise ConfigError("reward.judges.template", judge.template, problem, remedy)
-
-
-class NoFunctions:
-    """`Rewards` of a run without reward functions."""
-
-    async def score(self, sample: Sample) -> float:
-        raise RewardFailed(NOT_APPLICABLE, "no reward function and no judge applies to this sample")
-
-
-class WithJudges:
-    """`Rewards` of `others` to which the scores of judges are added. All score at the same time. A judge that
-    does not answer in time gives 0, or with `drop_timeouts` fails the sample."""
-
-    def __init__(
-        self,
-        others: Rewards,
-        judges: Sequence[Judge],
-        text_of: Callable[[Sequence[int]], str],
-        *,
-        drop_timeouts: bool,
-    ) -> None:
-        self._others, self._judges, self._text_of = others, judges, text_of
-        self._drop_timeouts = drop_timeouts
-
-    async def score(self, sample: Sample) -> float:
-        sample.text = self._text_of(sample.scored_ids)
-        call = Call.of(sample)
-        judges = [judge for judge in self._judges if judge.settings.applies_to(call.source)]
-        asked = [self._ask(judge, call) for judge in judges]
-        others, *verdicts = await asyncio.gather(self._others.score(sample), *asked, return_exceptions=True)
-        for outcome in (others, *verdicts):
-            is_other = isinstance(outcome, RewardFailed) and outcome.reason == NOT_APPLICABLE and judges
-            if isinstance(outcome, BaseException) and not is_other:
-                raise outcome
-        reward = others if isinstance(others, float | int) else 0.0
-        for judge, verdict in zip(judges, verdicts, strict=True):
-            name, score = judge.settings.name, 0.0
-            if isinstance(verdict, Verdict):
-                score = verdict.score
-                sample.reward_metrics[name] = score
-                if verdict.answer:
-                    sample.reward_columns[f"{name}/answer"] = verdict.answer[-MAX_ANSWER:]
-            else:
-                sample.timed_out = True
-            reward += judge.settings.weight * score
-        return reward
-
-    async def _ask(self, judge: Judge, call: Call) -> Verdict | None:
-        """Return the verdict; None after a timeout."""
-        try:
-            return await judge.judge(call)
-        except TimeoutError:
-            if self._drop_timeouts:
-                raise RewardFailed("timeout", f"{judge.settings.name} did not answer in time") from None
-            return None
+    for _, name in _FIELD.findall(judge.template or ""):
+        if name and name not in OWN_NAMES and all(column_of(row, name) is None for row in rows):
+            problem = f"{{{name}}} is no column of the data (columns: {', '.join(columns) or 'none'})"
+            remedy = f"name a column, or write {{{{{name}}}}} for the text {{{name}}}"
+            raise ConfigError("reward.judges.template", judge.template, problem, remedy)
 
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from tailrace.drivers.reward.calls import Call
-from tailrace.drivers.reward.settings import LocalJudgeSettings, RewardSettings
+from tailrace.drivers.reward.kinds import Verdict
+from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 from tailrace.errors import RewardFailed
-from tailrace.extras.judges.endpoint import Verdict, messages_of, score_reader
+from tailrace.extras.judges.endpoint import messages_of, score_reader
 
 if TYPE_CHECKING:
     from tailrace.extras.judges.local import ModelJudge
@@ -22,12 +23,6 @@ class JudgeJob(Job):
     """Score completions with a model."""
 
     judge: LocalJudgeSettings
-
-
-def judge_jobs(reward: RewardSettings) -> list[JudgeJob]:
-    """Return the jobs of the judges that are worker processes."""
-    models = [each for each in reward.judges if isinstance(each, LocalJudgeSettings)]
-    return [JudgeJob(threads=each.threads, judge=each) for each in models]
 
 
 class JudgeWorker(BatchWorker):
@@ -72,3 +67,6 @@ class RemoteJudge:
         if (score := self._read(answer)) is None:
             raise RewardFailed("judge unreadable", f"no score in {answer!r:.300} (reward.judges.pattern)")
         return Verdict(score, answer)
+
+    async def close(self) -> None:
+        """Do nothing: its worker ends with the run."""

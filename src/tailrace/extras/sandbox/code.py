@@ -25,9 +25,10 @@ from math import isclose
 from typing import Any, Literal
 
 from tailrace.contracts.reward import Rewards
-from tailrace.drivers.reward.settings import CodeSettings
+from tailrace.drivers.reward.calls import column_of
+from tailrace.drivers.reward.settings import CodeSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
-from tailrace.extras.sandbox.sandbox import Execution, Sandbox
+from tailrace.extras.sandbox.sandbox import Execution, Sandbox, check_installed
 from tailrace.rollout.reward_timeout import Anchors, TimeLimit
 from tailrace.types import Sample
 
@@ -57,16 +58,6 @@ class AssertCase:
 
 
 Case = StdinCase | CallCase | AssertCase
-
-
-def column_of(row: Mapping[str, object], path: str) -> object:
-    """Return a column, into which dots lead where it is an object. None: the row does not have it."""
-    value: object = row
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return None
-        value = value[name]
-    return value
 
 
 def parse_cases(value: object) -> list[Case]:
@@ -261,11 +252,6 @@ def _passes(execution: Execution, case: Case, secret: str) -> bool:
             return execution.answer == secret.encode()
 
 
-def has_cases(row: Mapping[str, object], settings: CodeSettings) -> bool:
-    """Return whether a row has test cases."""
-    return column_of(row, settings.column) is not None
-
-
 def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
     """Check the test cases of the first rows before anything starts. Raises a ConfigError if no row has test
     cases, one lacks them and nothing else scores it, or their format is unknown. `others`: rows without test
@@ -283,3 +269,27 @@ def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *,
         except RewardFailed as why:
             remedy = "docs/environments-and-rewards.md lists the formats"
             raise ConfigError(key, column, why.detail, remedy) from None
+
+
+class CodeKind:
+    """Rewards of programs, for a run with [reward.code]."""
+
+    def check(self, reward: RewardSettings, rows: Sequence[Mapping[str, object]], *, others: bool) -> None:
+        """Check the first rows as `check_cases`, and that the sandbox is installed."""
+        assert reward.code
+        check_cases(rows, reward.code, others=others)
+        if reward.sandbox == "bubblewrap":
+            check_installed()
+
+    async def open(
+        self,
+        reward: RewardSettings,
+        anchors: Anchors,
+        text_of: Callable[[Sequence[int]], str],
+        others: Rewards | None,
+    ) -> CodeRewards:
+        """Run an empty program, and return the rewards. Raises a ConfigError if the sandbox does not work."""
+        assert reward.code
+        sandbox = Sandbox(reward.sandbox, reward.code)
+        await sandbox.check()
+        return CodeRewards(reward.code, sandbox, anchors, text_of, workers=reward.workers, others=others)

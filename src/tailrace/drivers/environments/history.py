@@ -9,7 +9,7 @@ from typing import Literal
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import EpisodeOver, Message
 from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, Tokenizer, Tools, render
-from tailrace.drivers.data.settings import DataSettings, MixedSettings, sources_of
+from tailrace.drivers.data.settings import DataSettings
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
 from tailrace.rollout.episode import Rewritten
 from tailrace.turns import Turn, messages_of
@@ -144,10 +144,8 @@ class RequestEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._encoders = {
-            source.name if isinstance(source, MixedSettings) else "": PromptEncoder(
-                source, tokenizer, max_context_tokens, tools
-            )
-            for source in sources_of(data)
+            source.source_name: PromptEncoder(source, tokenizer, max_context_tokens, tools)
+            for source in data.sources
         }
 
     def contexts(self, prompt: Prompt, history: HistoryMode, max_branches: int) -> Contexts:
