@@ -121,10 +121,10 @@ class WeightUpdate:
         chosen = engines if to is None else () if to == "idle" else to
         for number, engine in enumerate(engines):
             if engine in chosen:
-                self._load(number)
+                self._begin_load(number)
             else:
                 engine.report()  # its tokens are a publication older now
-        self._pull()
+        self._load_idle_engines()
         loads = list(self._loads)
         self._ages.published(lambda: all(load.done() for load in loads))
 
@@ -134,32 +134,32 @@ class WeightUpdate:
             self._loads = []
             await asyncio.wait(loads)
 
-    def _load(self, number: int) -> None:
+    def _begin_load(self, number: int) -> None:
         assert self._weights is not None
         self._under_way.add(number)
-        self._loads.append(self._tasks.create_task(self._loaded(number, self._weights, self._kv)))
+        self._loads.append(self._tasks.create_task(self._run_load(number, self._weights, self._kv)))
 
-    async def _loaded(self, number: int, weights: Weights, kv: KV) -> None:
+    async def _run_load(self, number: int, weights: Weights, kv: KV) -> None:
         await self._router.withdraw(number, weights.version)
         await self._router.engines[number].load(weights, kv=kv)
         self._under_way.discard(number)
         self._router.loaded(number, weights.version)
 
     async def keep(self) -> None:
-        """Load the newest version into engines that are idle, if they shall, until cancelled."""
+        """Call `_load_idle_engines` after each change of an engine, until cancelled."""
         while True:
-            self._pull()
+            self._load_idle_engines()
             await self._router.changed.wait(None)
 
-    def _pull(self) -> None:
-        """Load the newest version into engines without requests: all of them if they pull, else the closed
-        ones, because a trainer does not keep older versions."""
+    def _load_idle_engines(self) -> None:
+        """Begin to load the newest version into engines without requests: all of them if they pull, else the
+        closed ones, because a trainer does not keep older versions."""
         router, moves = self._router, self._router.moves.values()
         for number, engine in enumerate(router.engines if self._weights else ()):
             is_free = not router.serving[number] and number not in self._under_way and number not in moves
             is_behind = router.newest not in router.versions[number]
             if is_free and is_behind and (self._is_pulled or engine.state != "open"):
-                self._load(number)
+                self._begin_load(number)
 
 
 MAX_NOT_FINITE = 3
@@ -210,7 +210,7 @@ class Run:
         self._generated_before = start.num_generated - self.router.num_generated
         self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
         self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds
-        self._pay()  # for the earlier lives
+        self._record_cost()  # for the earlier processes
         self._ledger.measure = self._measure
         self.pool = Pool(
             tasks,
@@ -282,7 +282,7 @@ class Run:
                     f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
                     "step; call run.step() before the round ends"
                 )
-            self._pay()
+            self._record_cost()
             self._recorder.emit(events.RoundEnded(clock.now(), self.round))
             await self._placement.round_ended()
             self._state.end_round()
@@ -350,7 +350,7 @@ class Run:
     async def accumulate(self, batch: Batch) -> None:
         """Forward and backward pass now, or before the step if advantages depend on all of its samples.
         Gradients are kept; the weights do not change."""
-        units = self._checked(batch)
+        units = self._checked_units(batch)
         if self._advantages.wait_for_step:
             self._waiting += units
         else:
@@ -382,7 +382,7 @@ class Run:
             self.history.observe(group)
         self.router.report_preemptions()
         self.pool.report_stages()
-        overrun = self._pay()
+        overrun = self._record_cost()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
         if self._state.has_all_steps(self._settings.rounds):
@@ -390,7 +390,7 @@ class Run:
         elif overrun:
             self._interruption.stop(overrun)
         if self._state.num_not_finite == MAX_NOT_FINITE:
-            self._refuse_to_go_on()
+            self._raise_not_finite()
 
     async def train(self, batch: Batch) -> None:
         """accumulate, then step."""
@@ -507,8 +507,8 @@ class Run:
         undone = group in self._on_dead_branch and self._bound < inf
         return undone or self.staleness(group) > self._bound
 
-    def _checked(self, batch: Batch) -> list[list[Sample]]:
-        """The units of a batch. Counts their lags.
+    def _checked_units(self, batch: Batch) -> list[list[Sample]]:
+        """Return the units of a batch, and count their lags.
 
         Raises:
             ScheduleError: a sample was accumulated already.
@@ -548,7 +548,7 @@ class Run:
             self._drift = 0.0
         return kv
 
-    def _refuse_to_go_on(self) -> None:
+    def _raise_not_finite(self) -> None:
         num, steps = self._state.num_not_finite, self._state.num_steps
         raise NotFinite(
             f"step {steps - num + 1} was the first of {num} without a finite loss or gradient; lower "
@@ -557,7 +557,7 @@ class Run:
 
     async def _between_rounds(self, *, last: bool = False) -> None:
         if last and not isfinite(self._state.loss):
-            self._refuse_to_go_on()
+            self._raise_not_finite()
         await self.pool.settled()
         parked, longest = self.parked.groups, self.history.longest
         with self._interruption.protected():
@@ -568,7 +568,7 @@ class Run:
     async def _close_ledger(self) -> None:
         self._ledger.check(self._num_generated)
         self.router.check_counts()
-        self._pay()
+        self._record_cost()
         self._ledger.measure = lambda: None  # what the store gets now is what was paid
         closed = events.BooksClosed(clock.now(), len(self._ledger.active), self._ledger.held_tokens)
         self._recorder.emit(closed)
@@ -576,7 +576,7 @@ class Run:
 
     @property
     def _num_generated(self) -> int:
-        """Tokens that samples have gained in all lives."""
+        """Tokens that samples have gained in all processes of the run."""
         return self.router.num_generated + self._generated_before
 
     def _measure(self) -> None:
@@ -584,8 +584,8 @@ class Run:
         totals.seconds = clock.now() - self._began_s
         totals.prefilled_tokens = self.router.num_prefilled + self._prefilled_before
 
-    def _pay(self) -> str:
-        """Record what the run has cost so far. Return in words that the budget is spent; empty: it is not."""
+    def _record_cost(self) -> str:
+        """Record what the run has cost so far. Return a message if the budget is spent, else an empty one."""
         if (prices := self._parts.prices) is None:
             return ""
         self._ledger.measure()

@@ -112,7 +112,7 @@ class _Work:
     """Every engine was asleep while the trainer computed."""
 
     def generated(self, num_tokens: Collection[float]) -> None:
-        """Count what was generated after the start, for each sample."""
+        """Count the tokens generated after the start, one number for each sample."""
         self.num_tokens += sum(num_tokens)
         self.longest_tokens = max(self.longest_tokens, *num_tokens)
 
@@ -182,7 +182,7 @@ class BoundMeter:
         work.compute_s = min(compute_s, total(busy))  # replicas may compute at the same time
         work.generated([self._tokens_after(sample, work.start_s) for sample in self._trained])
         run.generated([self._tokens_after(sample, run.start_s) for sample in self._trained])
-        work.first_s, work.longest_s = self._groups()
+        work.first_s, work.longest_s = self._group_times()
         run.first_s = run.first_s if run.compute_s else work.first_s
         run.compute_s += work.compute_s
         run.in_turn &= work.in_turn
@@ -193,7 +193,8 @@ class BoundMeter:
         peak = sum(self._peaks.rates.values())
         bound_s, limit = work.bound_s(rates, peak, main_time_s)
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
-        gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {self._wait()}"
+        wait = self._longest_wait()
+        gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {wait}"
         self._forget(self._trained)
         return bound_s, RoundBound(work.start_s + main_time_s, gap, run_time_s, run_bound_s)
 
@@ -206,7 +207,7 @@ class BoundMeter:
             for each in self._requests.get(sample, ())
         )
 
-    def _groups(self) -> tuple[float, float]:
+    def _group_times(self) -> tuple[float, float]:
         """The least time from the round's start until the first group can be trained, and until the step of
         the group that takes longest has ended."""
         rates, start_s = self._rates, self._round.start_s
@@ -220,7 +221,7 @@ class BoundMeter:
         trained_s = max(ready_s[group] + count * train_s for group, count in num_tokens.items())
         return min(ready_s.values()), trained_s + rates.step_s
 
-    def _wait(self) -> str:
+    def _longest_wait(self) -> str:
         """The longest time in which the trainer did not compute, and what it waited for."""
         start_s, end_s = self._round.start_s, self._busy[-1].end_s
         idle = complement(union([(event.start_s, event.end_s) for event in self._busy]), (start_s, end_s))

@@ -171,7 +171,7 @@ class SimEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._host, self._slowdown, self._is_busy = host, 1.0, False
         if host:
-            host.listeners.append(self._host_changed)
+            host.listeners.append(self._on_host_changed)
 
     async def generate(self, sample: Sample) -> None:
         if self.state != "open":
@@ -179,7 +179,7 @@ class SimEngine:
         if sample.pin not in (None, *self._served):
             raise VersionGone(self.name)
         self._queue[sample] = future = asyncio.get_running_loop().create_future()
-        self._change()
+        self._reschedule()
         try:
             await future
         except asyncio.CancelledError:
@@ -187,12 +187,12 @@ class SimEngine:
             raise
         finally:
             if self._queue.pop(sample, None):
-                self._change()
+                self._reschedule()
             elif sample in self._running:
-                self._settle()
+                self._count_steps()
                 self._suspend(sample)
-                self._leave(sample, None)
-                self._change()
+                self._remove(sample, None)
+                self._reschedule()
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         self._newest = weights.version
@@ -203,7 +203,7 @@ class SimEngine:
         self._served = with_version(self._served, weights.version, self.versions)
         for sample in [*self._running, *self._queue]:
             if sample.pin not in (None, *self._served):
-                future = self._queue.pop(sample, None) or self._leave(sample, None)
+                future = self._queue.pop(sample, None) or self._remove(sample, None)
                 future.set_exception(VersionGone(self.name))
         self._prompts.clear()
         stall_s = self._cost.load_s
@@ -211,8 +211,8 @@ class SimEngine:
             self._suspended = Suspended()
             stall_s += self._prefill_s(self._kv_tokens)
             self._prefilled += self._kv_tokens
-        self._stall(stall_s)
-        self._change()
+        self._delay(stall_s)
+        self._reschedule()
         await asyncio.sleep(stall_s)
 
     async def sleep(self) -> None:
@@ -244,12 +244,12 @@ class SimEngine:
         self._suspended.keep(sample, source._suspended.forget(sample))
 
     def report(self) -> None:
-        self._settle()
+        self._count_steps()
         for sample in self._running:
-            self._sync(sample)
+            self._update_sample(sample)
 
     def usage(self) -> Usage:
-        # It settles nothing, so that to look at an engine changes no rounding.
+        # It counts nothing, so that to look at an engine changes no rounding.
         whole = 0
         if self._running and now() > self._since:
             whole = int(self._next_steps.after(self._credit, now() - self._since) + 1e-6)
@@ -277,19 +277,19 @@ class SimEngine:
         self._close("dead", EngineDied(self.name), "it was told to die")
 
     def revive(self) -> None:
-        """Start it again, with the newest weights. It stays asleep while its device is lent."""
+        """Start it again, with the newest weights. It stays asleep while the trainer has its device."""
         if not self._asleep:
             self._open("it was started again")
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _close(self, state: EngineState, error: Evicted, why: str) -> None:
-        self._settle()
+        self._count_steps()
         self.state = state
         self._suspended = Suspended()
-        futures = [self._leave(sample, None) for sample in list(self._running)] + [*self._queue.values()]
+        futures = [self._remove(sample, None) for sample in list(self._running)] + [*self._queue.values()]
         self._queue.clear()
-        self._change()
+        self._reschedule()
         for future in futures:
             if not future.done():
                 future.set_exception(error)
@@ -305,7 +305,7 @@ class SimEngine:
         return self._kv_base + self._steps * len(self._running)
 
     def _set_width(self, width: int) -> None:
-        """A group has the slots and the cache of all its devices, and the weights once."""
+        """Resize: a group has the slots and the cache of all its devices, and the weights once."""
         self.width, devices = width, max(width, 1)
         self.slots = (self._cost.slots or DEFAULT_SLOTS) * devices
         self._kv_capacity = self._cost.kv_tokens * devices + self._cost.weight_tokens * (devices - 1)
@@ -315,7 +315,7 @@ class SimEngine:
         steps = Steps.of(self._cost, len(self._running), self._kv_tokens, self.width)
         return steps if self._slowdown == 1.0 else steps.slower(self._slowdown)
 
-    def _settle(self) -> None:
+    def _count_steps(self) -> None:
         """Count the whole decode steps since the last change; the rest of a step is kept as credit."""
         time = now()
         if time <= self._since:
@@ -334,19 +334,19 @@ class SimEngine:
             self._credit = 0.0
         self._since = time
 
-    def _stall(self, seconds: float) -> None:
+    def _delay(self, seconds: float) -> None:
         self._since = max(self._since, now()) + seconds
 
-    def _change(self) -> None:
-        """A request joined or left, or the engine stalled: admit what fits and set the next timer."""
+    def _reschedule(self) -> None:
+        """Admit requests that fit, and set the next timer: something has changed."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         if self.state != "open":
-            return self._tell_host()
-        self._settle()
+            return self._report_to_host()
+        self._count_steps()
         if not self._in_mid_step:
-            self._admit()
+            self._admit_waiting()
         self._suspended.shrink(self._kv_capacity - self._kv_tokens)
         while self._ends and self._ends[0][2] not in self._running:
             heapq.heappop(self._ends)
@@ -357,10 +357,10 @@ class SimEngine:
             if self._queue and self._in_mid_step and len(self._running) < self.slots:
                 steps = 1  # the requests that wait join at the end of this step
             when = self._since + self._next_steps.seconds(self._credit, steps)
-            self._timer = asyncio.get_running_loop().call_at(when, self._tick)
-        self._tell_host()
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+        self._report_to_host()
 
-    def _tell_host(self) -> None:
+    def _report_to_host(self) -> None:
         if not self._host:
             return
         is_busy = bool(self._running) and self.state == "open"
@@ -368,34 +368,34 @@ class SimEngine:
             self._is_busy = is_busy
             (self._host.begin if is_busy else self._host.end)("engine")
 
-    def _host_changed(self) -> None:
+    def _on_host_changed(self) -> None:
         if self._host and self._host.engine_slowdown != self._slowdown:
-            self._settle()
+            self._count_steps()
             self._slowdown = self._host.engine_slowdown
-            self._change()
+            self._reschedule()
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._settle()
+        self._count_steps()
         while self._ends and self._ends[0][0] <= self._steps:
             sample = heapq.heappop(self._ends)[2]
             request = self._running.get(sample)
             if request and request.base + self._steps >= request.length:
-                future = self._leave(sample, "length" if request.length >= self._max_tokens else "stop")
+                future = self._remove(sample, "length" if request.length >= self._max_tokens else "stop")
                 if not future.done():
                     future.set_result(None)
         while self._kv_tokens > self._kv_capacity and len(self._running) > 1:
             youngest = next(reversed(self._running))
             self._preempted += 1
-            self._queue = {youngest: self._leave(youngest, None)} | self._queue
-        self._change()
+            self._queue = {youngest: self._remove(youngest, None)} | self._queue
+        self._reschedule()
 
     @property
     def _in_mid_step(self) -> bool:
         """Whether a decode step is under way. A request that arrives then joins at its end."""
         return bool(self._running) and self._credit > 1e-6
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._queue and len(self._running) < self.slots:
             sample = next(iter(self._queue))
             context = sample.num_context_tokens
@@ -405,15 +405,15 @@ class SimEngine:
             base, length = sample.num_tokens - self._steps, self._length_of(sample)
             self._running[sample] = _Running(self._queue.pop(sample), base, length)
             heapq.heappush(self._ends, (length - base, next(self._ties), sample))
-            computed = self._uncached(sample, context)
+            computed = self._num_uncached(sample, context)
             self._prefilled += computed
-            self._stall(self._prefill_s(computed))
+            self._delay(self._prefill_s(computed))
 
     def _prefill_s(self, positions: int) -> float:
-        """A group computes with all its devices."""
+        """Seconds to prefill; a tensor-parallel group divides the work."""
         return positions / (self._cost.prefill_tokens_per_s * max(self.width, 1))
 
-    def _uncached(self, sample: Sample, context: int) -> int:
+    def _num_uncached(self, sample: Sample, context: int) -> int:
         if self._suspended.forget(sample) == context:
             return 0
         cached = sample.num_tokens == 0 and self._prompts[sample.group] > 0
@@ -426,13 +426,13 @@ class SimEngine:
         before = sample.num_context_tokens - sample.num_tokens
         self._suspended.keep(sample, before + self._running[sample].base + self._steps)
 
-    def _sync(self, sample: Sample) -> None:
+    def _update_sample(self, sample: Sample) -> None:
         version = self.version if sample.pin is None else sample.pin
         sample.grow(self._running[sample].base + self._steps - sample.num_tokens, version)
 
-    def _leave(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None]:
+    def _remove(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None]:
         sample.finish_reason = finish_reason
-        self._sync(sample)
+        self._update_sample(sample)
         request = self._running.pop(sample)
         if request.prompt_version == self.version:
             self._prompts[sample.group] -= 1
@@ -449,22 +449,22 @@ FAULT = 7
 def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:
     """Let an engine die after exponential times, as machines with a constant rate of faults do.
 
-    An engine whose devices are lent does not die. Each number has its own stream of chance. Call it inside
+    An engine that sleeps does not die. Each number has its own random stream. Call it inside
     the virtual loop.
     """
     loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
 
-    def live() -> None:
+    def schedule_death() -> None:
         loop.call_later(-settings.mean_life_s * math.log(chance.uniform()), die)
 
     def die() -> None:
         if engine.state != "open":
-            return live()
+            return schedule_death()
         engine.die()
         loop.call_later(settings.restart_s, restart)
 
     def restart() -> None:
         engine.revive()
-        live()
+        schedule_death()
 
-    live()
+    schedule_death()

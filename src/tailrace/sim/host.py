@@ -25,12 +25,12 @@ class Host:
     def begin(self, part: Part) -> None:
         self._working[part] += 1
         if self._working[part] == 1:
-            self._tell()
+            self._notify()
 
     def end(self, part: Part) -> None:
         self._working[part] -= 1
         if not self._working[part]:
-            self._tell()
+            self._notify()
 
     @contextmanager
     def working(self, part: Part) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Host:
                 seconds = seconds - (now() - start_s) / slowdown if done else 0.0
         return now() - begin_s
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
