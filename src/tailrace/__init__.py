@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from tailrace.errors import ConfigError, Interrupted, TailraceError
     from tailrace.record.summary import RunSummary
     from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
+    from tailrace.rollout.order import ORDERS
     from tailrace.schedules.parameters import require
     from tailrace.types import Group, Prompt, Sample
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ORDERS",
     "AtMost",
     "ConfigError",
     "Frontier",
@@ -50,6 +52,7 @@ _MODULES = {
     "FrontierFirst": "rollout.admission",
     "Group": "types",
     "Interrupted": "errors",
+    "ORDERS": "rollout.order",
     "Prompt": "types",
     "Run": "controller.run",
     "RunConfig": "config",
