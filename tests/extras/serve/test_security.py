@@ -6,6 +6,7 @@ import pickle
 import socket
 import stat
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,17 +15,19 @@ from pydantic import ValidationError
 
 from helpers.served import TOKEN
 from tailrace.cli import main
-from tailrace.contracts.engine import GenerationRequest, Usage
+from tailrace.contracts.engine import GenerationRequest
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
-from tailrace.drivers.engine.settings import HostedModel, ServeSettings
+from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.workers.engine import EngineJob
 from tailrace.errors import WeightsRefused
 from tailrace.extras.serve import listening
 from tailrace.extras.serve.app import make_app, openai_app
 from tailrace.extras.serve.command import bearer_token
 from tailrace.extras.serve.control import OfferedWeights
 from tailrace.extras.serve.formats import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from tailrace.extras.serve.generation import MAX_OPEN_TOKENS, Requests
+from tailrace.extras.serve.generation import MAX_OPEN_TOKENS, ServedEngine, ServedModel
 from tailrace.extras.serve.listening import HttpServer
 from tailrace.types import SamplingParams
 
@@ -58,10 +61,27 @@ def test_other_spellings_of_a_path_reach_no_route(anonymous, http, path):
 
 
 class Unstarted:
-    """An engine that is asked nothing."""
+    """The worker of an engine that answers nothing."""
 
-    def usage(self):
-        return Usage()
+    def subscribe(self, on_event):
+        pass
+
+    def send(self, method, *arguments):
+        pass
+
+    async def call(self, method, *arguments):
+        raise AssertionError
+
+
+def unstarted(model):
+    job = EngineJob(
+        threads=1,
+        health_timeout_s=1.0,
+        model=model,
+        engine=NativeEngineSettings(),
+        sampling=SamplingSettings(max_completion_tokens=9),
+    )
+    return ServedEngine(Unstarted(), job)
 
 
 @pytest.fixture
@@ -69,13 +89,11 @@ def status(folder):
     """The status of a GET to an application that listens on a host."""
 
     def get(path, host="127.0.0.1:8000", *, listening="127.0.0.1", **headers):
-        model = HostedModel(
-            path=folder / "model", dtype="float32", max_model_len=9, vocab_size=61, kv_cache_tokens=9
-        )
+        model = ServedModel("tiny", folder / "model", 61, 9)
         settings = ServeSettings(host=listening, served_model_name="tiny")
-        app = make_app(Unstarted(), load_tokenizer(folder / "model"), model, settings, TOKEN)
 
         async def ask():
+            app = make_app(unstarted(model.path), load_tokenizer(folder / "model"), model, settings, TOKEN)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
                 return await client.get(path, headers={"host": host, **headers})
@@ -239,15 +257,8 @@ def test_a_page_of_another_site_cannot_ask_without_asking_first(anonymous):
 
 
 def test_prompts_under_way_have_a_limit():
-    class Engine(Unstarted):
-        def submit(self, request):
-            pass
-
-        def abort(self, id):
-            pass
-
     async def run():
-        requests = Requests(Engine())
+        requests = unstarted(Path())
         request = GenerationRequest("", [1] * 1000, (), 0, False, SamplingParams(1))
         requests.check_room(2 * MAX_OPEN_TOKENS)  # alone
         arriving = requests.generate(frozenset(), [request])

@@ -17,13 +17,13 @@ from tailrace import clock
 from tailrace.contracts.weights import Weights
 from tailrace.drivers.trainer.batch import AdamStep
 from tailrace.errors import CheckpointError
+from tailrace.extras.serve.generation import ServedModel
 from tailrace.extras.tinker.service import (
     KEPT_S,
     MAX_OPEN,
     SILENT_S,
     Busy,
     Failed,
-    ServedPolicy,
     TinkerService,
     Unknown,
 )
@@ -84,7 +84,7 @@ def played(tmp_path: Path, play: Callable[[TinkerService, Trainer, str, str], Aw
 
     async def run() -> None:
         trainer = Trainer(tmp_path)
-        policy = ServedPolicy("m", tmp_path, 10, 10, None)
+        policy = ServedModel("m", tmp_path, 10, 10)
         service = TinkerService(trainer, [], policy, tmp_path / "state")  # type: ignore[arg-type]
         await service.open()
         session = service.create_session()

@@ -5,7 +5,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from tailrace.contracts.weights import DTYPE
 from tailrace.devices import Device
 from tailrace.settings import CHOSEN, Settings, default_tag
 
@@ -148,14 +147,3 @@ class ServeSettings(Settings):
     """New weights are read from files below it. None: the server takes no new weights from files."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
     """The largest request body, in bytes; 1,024 to 2^40."""
-
-
-class HostedModel(Settings):
-    """Properties of the model of `tailrace serve`."""
-
-    path: Path
-    dtype: DTYPE
-    max_model_len: int
-    """Tokens of a prompt and its completion together, at most."""
-    vocab_size: int
-    kv_cache_tokens: int

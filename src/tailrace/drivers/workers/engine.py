@@ -6,7 +6,7 @@ Finished requests are reported in the iteration in which they end. Unfinished on
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -408,52 +408,6 @@ class RemoteEngine(EngineClient):
             aborted = self._requests[id].aborted
             if aborted is not None and not aborted.done():
                 aborted.set_result(None)
-
-
-class ServedEngine(EngineClient):
-    """The engine of an HTTP server: requests go in, outputs come back as they are generated.
-
-    Once the process has ended, every method raises WorkerDied.
-    """
-
-    def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
-        super().__init__(worker, job)
-        self.on_output: Callable[[GenerationOutput], None] = lambda output: None
-        self.on_aborted: Callable[[str], None] = lambda id: None
-
-    def submit(self, request: GenerationRequest) -> None:
-        self.worker.send(EngineWorker.submit, request)
-
-    def abort(self, id: str) -> None:
-        self.worker.send(EngineWorker.abort, id)
-
-    async def pause(self) -> None:
-        await self.worker.call(EngineWorker.pause)
-
-    async def resume(self) -> None:
-        await self.worker.call(EngineWorker.resume)
-
-    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
-        await self.worker.call(EngineWorker.load, weights, link, kv)
-
-    async def connect(self, location: str, link: Link) -> None:
-        await self.worker.call(EngineWorker.connect, location, link)
-
-    async def sleep(self) -> None:
-        await self.worker.call(EngineWorker.sleep)
-
-    async def wake(self) -> None:
-        await self.worker.call(EngineWorker.wake)
-
-    def usage(self) -> Usage:
-        return self._usage
-
-    @override
-    def _on_report(self, report: Report) -> None:
-        for output in report.outputs:
-            self.on_output(output)
-        for id in report.aborted:
-            self.on_aborted(id)
 
 
 async def _is_in_files(weights: Weights, link: Link) -> None:

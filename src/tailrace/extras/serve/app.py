@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect
 
 from tailrace import __version__
 from tailrace.drivers.data.encoding import Tokenizer
-from tailrace.drivers.engine.settings import HostedModel, ServeSettings
+from tailrace.drivers.engine.settings import ServeSettings
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.extras.serve.control import Control, OfferedWeights
 from tailrace.extras.serve.formats import first_defect
-from tailrace.extras.serve.generation import ComputingEngine, Generation, Requests, body_limit
+from tailrace.extras.serve.generation import Generation, ServedEngine, ServedModel, body_limit
 
 
 def bearer(request: Request) -> str:
@@ -127,7 +127,7 @@ def model_list(name: str, **more: object) -> dict[str, Any]:
 
 
 def make_app(
-    engine: ComputingEngine, tokenizer: Tokenizer, model: HostedModel, settings: ServeSettings, token: str
+    engine: ServedEngine, tokenizer: Tokenizer, model: ServedModel, settings: ServeSettings, token: str
 ) -> FastAPI:
     """Return the application of `tailrace serve`. Routes that change weights or state need the token. The
     others need it from requests that do not name this machine as their host; on an address that is not
@@ -146,21 +146,19 @@ def make_app(
     async def alive() -> Response:
         return Response()
 
-    requests = Requests(engine)
-    offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, model.dtype))
-    control = Control(engine, requests, offered)
-    generation = Generation(requests, control.labels, tokenizer, model, settings.served_model_name)
-    limit = min(settings.max_body_bytes, body_limit(model.max_model_len))
+    dtype = engine.job.engine.dtype
+    offered = OfferedWeights(settings.weights_folder, expected_tensors(model.path, dtype))
+    control = Control(engine, offered)
+    generation = Generation(engine, control.labels, tokenizer, model)
+    limit = min(settings.max_body_bytes, body_limit(model.context))
     generating = APIRouter(route_class=users.route_class, max_body_size=limit)
     owners = APIRouter(route_class=guarded(owner))
     generation.add_to(generating)
     control.add_to(owners)
     told: Mapping[str, Callable[[], object]] = {
         "/version": lambda: {"version": f"tailrace {__version__}"},
-        "/v1/models": lambda: model_list(
-            settings.served_model_name, root=str(model.path), max_model_len=model.max_model_len
-        ),
-        "/server_info": lambda: _server_info(model),
+        "/v1/models": lambda: model_list(model.name, root=str(model.path), max_model_len=model.context),
+        "/server_info": lambda: _server_info(model, dtype),
         "/is_paused": lambda: {"is_paused": control.paused},
         "/is_sleeping": lambda: {"is_sleeping": control.asleep},
         "/weight_info": lambda: {"weight_version": control.labels[-1]},
@@ -169,7 +167,7 @@ def make_app(
     for path, tell in told.items():
         users.add_api_route(path, tell, name=path)
     registry = CollectorRegistry()
-    registry.register(_EngineMetrics(requests, engine, model, settings.served_model_name))
+    registry.register(_EngineMetrics(engine, model.name))
 
     @users.get("/metrics")
     async def metrics() -> Response:
@@ -179,13 +177,13 @@ def make_app(
     return app
 
 
-def _server_info(model: HostedModel) -> dict[str, Any]:
+def _server_info(model: ServedModel, dtype: str) -> dict[str, Any]:
     """The part of vLLM's reply that clients compare with their own model."""
     config = {
         "model": str(model.path),
-        "dtype": f"torch.{model.dtype}",
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
+        "dtype": f"torch.{dtype}",
+        "max_model_len": model.context,
+        "vocab_size": model.vocabulary,
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": True,
     }
@@ -195,17 +193,17 @@ def _server_info(model: HostedModel) -> dict[str, Any]:
 class _EngineMetrics(Collector):
     """The load and the counters of the engine, under vLLM's names."""
 
-    def __init__(self, requests: Requests, engine: ComputingEngine, model: HostedModel, name: str) -> None:
-        self._requests, self._engine, self._model, self._name = requests, engine, model, name
+    def __init__(self, engine: ServedEngine, name: str) -> None:
+        self._engine, self._name = engine, name
 
     def collect(self) -> Iterable[Metric]:
         usage = self._engine.usage()
-        share = usage.kv_tokens / self._model.kv_cache_tokens
+        share = usage.kv_tokens / self._engine.job.engine.kv_cache_tokens
         for kind, name, value, doc in (
             (GaugeMetricFamily, "num_requests_running", usage.num_running, "Requests that are decoded."),
             (GaugeMetricFamily, "num_requests_waiting", usage.num_waiting, "Requests that wait."),
             (GaugeMetricFamily, "kv_cache_usage_perc", share, "Share of the KV cache in use, up to 1."),
-            (CounterMetricFamily, "prompt_tokens", self._requests.num_prompt_tokens, "Tokens of prompts."),
+            (CounterMetricFamily, "prompt_tokens", self._engine.num_prompt_tokens, "Tokens of prompts."),
             (CounterMetricFamily, "generation_tokens", usage.num_generated, "Generated tokens."),
             (CounterMetricFamily, "num_preemptions", usage.num_preempted, "Preempted requests."),
         ):

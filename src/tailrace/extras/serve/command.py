@@ -22,8 +22,8 @@ from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.engine.native.support import check_model
-from tailrace.drivers.engine.settings import HostedModel, NativeEngineSettings, ServeSettings
-from tailrace.drivers.workers.engine import EngineJob, EngineWorker, ServedEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
+from tailrace.drivers.workers.engine import EngineJob, EngineWorker
 from tailrace.drivers.workers.process import LocalSpawner, preload
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
@@ -84,15 +84,8 @@ def serve(
     folder = settings.weights_folder
     if folder is not None and not folder.is_dir():
         raise ConfigError("--weights-folder", str(folder), "there is no such folder", "make it")
-    served = HostedModel(
-        path=model,
-        dtype=engine.dtype,
-        max_model_len=min(context_length(model), engine.kv_cache_tokens),
-        vocab_size=read_config(model)["vocab_size"],
-        kv_cache_tokens=engine.kv_cache_tokens,
-    )
     token = bearer_token(token_file)
-    clock.run(_serve(served, engine, settings, tokenizer, token), virtual=False)
+    clock.run(_serve(model, engine, settings, tokenizer, token), virtual=False)
 
 
 def _serve_tinker(
@@ -132,14 +125,15 @@ def _serve_tinker(
 
 async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, folder: Path) -> None:
     """Serve a trainer and engines until a signal comes or a worker ends."""
+    from tailrace.extras.serve.generation import ServedModel
     from tailrace.extras.serve.listening import HttpServer, bind
     from tailrace.extras.tinker.app import make_app
-    from tailrace.extras.tinker.service import ServedPolicy, TinkerService
+    from tailrace.extras.tinker.service import TinkerService
 
     assert config.model and config.sampling
     path, context = config.model.path, 1 + config.sampling.max_completion_tokens
     vocabulary, name = read_config(path)["vocab_size"], settings.served_model_name
-    policy = ServedPolicy(name, path, vocabulary, context, config.trainer.lora)
+    policy = ServedModel(name, path, vocabulary, context, config.trainer.lora)
     with bind(settings.host, settings.port, "--host, --port") as bound:
         async with open_workers(config, folder, load_tokenizer(path)) as workers:
             assert isinstance(workers.trainer, RemoteTrainer)
@@ -155,22 +149,21 @@ async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, fo
 
 
 async def _serve(
-    model: HostedModel,
-    engine: NativeEngineSettings,
-    settings: ServeSettings,
-    tokenizer: Tokenizer,
-    token: str,
+    path: Path, engine: NativeEngineSettings, settings: ServeSettings, tokenizer: Tokenizer, token: str
 ) -> None:
     """Serve one engine process until a signal comes or the process ends."""
     from tailrace.extras.serve.app import make_app
+    from tailrace.extras.serve.generation import ServedEngine, ServedModel
     from tailrace.extras.serve.listening import HttpServer, bind
 
+    context = min(context_length(path), engine.kv_cache_tokens)
+    model = ServedModel(settings.served_model_name, path, read_config(path)["vocab_size"], context)
     job = EngineJob(
         threads=engine.threads,
         health_timeout_s=engine.health_timeout_s,
-        model=model.path,
+        model=path,
         engine=engine,
-        sampling=SamplingSettings(max_completion_tokens=model.max_model_len),
+        sampling=SamplingSettings(max_completion_tokens=context),
         report_every_s=REPORT_EVERY_S,
     )
     with (
@@ -181,11 +174,8 @@ async def _serve(
         process = ServedEngine(worker, job)
         try:
             await process.ready()
-            server = HttpServer(
-                make_app(process, tokenizer, model, settings, token),
-                bound,
-                shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
-            )
+            app = make_app(process, tokenizer, model, settings, token)
+            server = HttpServer(app, bound, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
             died = asyncio.ensure_future(process.died())
             died.add_done_callback(lambda _: server.stop())
             with signals_received(server.stop):

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 
 from tailrace.contracts.weights import Address, Link, TensorInfo, Weights
 from tailrace.drivers.weights.manifest import check_tensors
+from tailrace.drivers.workers.engine import EngineWorker
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 from tailrace.extras.serve.formats import Name, first_defect
-from tailrace.extras.serve.generation import FIRST, ComputingEngine, Requests
+from tailrace.extras.serve.generation import FIRST, ServedEngine
 from tailrace.model_folder import tensor_headers, weight_files
 from tailrace.types import KV
 
@@ -146,8 +147,8 @@ def _headers(files: Iterable[Path]) -> Iterable[TensorInfo]:
 class Control:
     """The server's state. `offered` checks new weights."""
 
-    def __init__(self, engine: ComputingEngine, requests: Requests, offered: OfferedWeights) -> None:
-        self._engine, self._requests, self._offered = engine, requests, offered
+    def __init__(self, engine: ServedEngine, offered: OfferedWeights) -> None:
+        self._engine, self._call, self._offered = engine, engine.worker.call, offered
         self.labels = [FIRST]
         """Labels of the weights, by the engine's number of each load; without one, the label before."""
         self._groups = itertools.count(1)
@@ -189,12 +190,12 @@ class Control:
         """
         async with self._lock:
             if mode == "wait":
-                self._requests.admitting.clear()
-                await self._engine.resume()
-                await self._requests.drained()
+                self._engine.admitting.clear()
+                await self._call(EngineWorker.resume)
+                await self._engine.drained()
             elif mode == "abort":
-                self._requests.abort(None)
-            await self._engine.pause()
+                self._engine.abort(None)
+            await self._call(EngineWorker.pause)
             self.paused, self._kv = True, "recompute" if clear_cache else "keep"
         return {"status": "paused"}
 
@@ -202,10 +203,10 @@ class Control:
         """Go on, awake."""
         async with self._lock:
             if self.asleep:
-                await self._engine.wake()
+                await self._call(EngineWorker.wake)
                 self.labels.append(self.labels[0])
-            await self._engine.resume()
-            self._requests.admitting.set()
+            await self._call(EngineWorker.resume)
+            self._engine.admitting.set()
             self.paused = self.asleep = False
             self._kv = "keep"
         return {"status": "resumed"}
@@ -222,24 +223,24 @@ class Control:
         of `pause`; no request can be kept."""
         async with self._lock:
             if not self.asleep:
-                self._requests.admitting.clear()
+                self._engine.admitting.clear()
                 if mode == "abort":
-                    self._requests.abort(None)
+                    self._engine.abort(None)
                 else:
-                    await self._engine.resume()
-                await self._requests.drained()
-                await self._engine.pause()
-                await self._engine.sleep()
+                    await self._call(EngineWorker.resume)
+                await self._engine.drained()
+                await self._call(EngineWorker.pause)
+                await self._call(EngineWorker.sleep)
                 self.paused = self.asleep = True
         return {"status": "sleeping", "level": level}
 
     async def abort_requests(self, request_ids: Ids = None) -> Info:
         """End requests now; without ids all."""
-        return {"status": "aborted", "aborted": self._requests.abort(request_ids or None)}
+        return {"status": "aborted", "aborted": self._engine.abort(request_ids or None)}
 
     async def abort_generations(self, request_ids: Annotated[list[str], Body(embed=True)]) -> None:
         """End these requests now."""
-        self._requests.abort(request_ids)
+        self._engine.abort(request_ids)
 
     async def init_transfer(self, init_info: Embedded) -> Info:
         """Remember fields of OfferedUpdate for all updates that lack them. Others are refused: the client
@@ -256,7 +257,7 @@ class Control:
         place = group.backend, group.master_address, group.master_port
         location = str(Address(*place, 0, group.timeout_s, rank))
         link = Link("served", next(self._groups), group.world_size - 1, standalone=True)
-        await self._engine.connect(location, link)  # without the lock: the trainer may never come
+        await self._call(EngineWorker.connect, location, link)  # without the lock: the trainer may never come
         self._transfer = {"location": location, "link": link}
         return {"status": "ok"}
 
@@ -314,7 +315,7 @@ class Control:
         weights, link = await asyncio.to_thread(self._offered.check, self._transfer | info, number)
         self.labels.append(self.labels[-1])
         try:
-            await self._engine.load(weights, link, kv=kv)
+            await self._call(EngineWorker.load, weights, link, kv)
         except BaseException:
             self.labels.pop()
             raise

@@ -5,19 +5,21 @@ import asyncio
 import inspect
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
+from typing_extensions import override
 
 from tailrace.contracts.engine import GenerationOutput, GenerationRequest, Usage
-from tailrace.contracts.weights import Link, Weights
+from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.data.encoding import Tokenizer, encode_up_to, render
-from tailrace.drivers.engine.settings import HostedModel
+from tailrace.drivers.workers.calls import RemoteWorker
+from tailrace.drivers.workers.engine import EngineClient, EngineJob, EngineWorker, Report
 from tailrace.errors import WorkerDied
 from tailrace.extras.serve.formats import (
     ChatCompletionRequest,
@@ -36,7 +38,7 @@ from tailrace.extras.serve.formats import (
     respond,
     token_strings,
 )
-from tailrace.types import KV, Span
+from tailrace.types import Span
 
 FIRST = "default"
 """The label of the weights that the server started with, as in vLLM."""
@@ -71,72 +73,48 @@ def labelled(spans: Iterable[tuple[int, int]], labels: Sequence[str]) -> list[Js
     return found
 
 
-class ComputingEngine(Protocol):
-    """An engine in another process, so that it computes while the server writes. Its methods raise WorkerDied
-    once it has ended."""
+class ServedModel(NamedTuple):
+    """Properties of the model of a server.
 
-    on_output: Callable[[GenerationOutput], None]
-    """Called with new tokens, in order, several times a second for each request. The server sets it."""
-    on_aborted: Callable[[str], None]
-    """Called with the id of an aborted request after its last output. The server sets it."""
+    Args:
+        name: in requests and replies.
+        context: tokens of a prompt and its completion together, at most.
+        lora: of the trainer behind Tinker's API; None: it trains all weights, or there is none.
+    """
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue a request that the model can serve."""
-
-    def abort(self, id: str) -> None:
-        """End a request now."""
-
-    async def pause(self) -> None:
-        """Stop between two decode steps, with all tokens handed to `on_output`."""
-
-    async def resume(self) -> None:
-        """Go on."""
-
-    async def load(self, weights: Weights, link: Link, *, kv: KV) -> None:
-        """Take new weights between two decode steps. The old ones stay after WeightsRefused and
-        TransferFailed."""
-
-    async def connect(self, location: str, link: Link) -> None:
-        """Make the process group of a link. Raises TransferFailed if the trainer does not come."""
-
-    async def sleep(self) -> None:
-        """Free the memory of weights and KV cache. No request is under way."""
-
-    async def wake(self) -> None:
-        """Serve again, with the weights of the start and their version."""
-
-    def usage(self) -> Usage:
-        """Return the load and the counters of the last output."""
+    name: str
+    path: Path
+    vocabulary: int
+    context: int
+    lora: LoraSettings | None = None
 
 
 Output = GenerationOutput | None
 """New tokens of a sample; None: it was aborted."""
 
 
-@dataclass(eq=False)
-class _Job:
-    """The samples of one HTTP request.
+class _Open(NamedTuple):
+    """An unfinished sample of an HTTP request.
 
     Args:
-        names: by which clients of vLLM may abort it.
-        open: numbers of the unfinished samples, by the engine's request id.
-        arrived: outputs with their samples' numbers.
+        names: by which clients of vLLM may abort the request.
+        number: of the sample.
+        arrived: the outputs of all samples of the request, with the samples' numbers.
     """
 
     names: frozenset[str]
-    open: dict[str, int] = field(default_factory=dict)
-    arrived: "asyncio.Queue[tuple[int, Output]]" = field(default_factory=asyncio.Queue)
+    number: int
+    arrived: "asyncio.Queue[tuple[int, Output]]"
 
 
-class Requests:
-    """All requests that the engine works on. Sets the callbacks of the engine."""
+class ServedEngine(EngineClient):
+    """An engine in another process, so that it computes while the server writes, with all requests that it
+    works on. Once the process has ended, every method raises WorkerDied."""
 
-    def __init__(self, engine: ComputingEngine) -> None:
-        self._engine = engine
-        engine.on_output = lambda output: self._add(output.id, output)
-        engine.on_aborted = lambda id: self._add(id, None)
-        self._jobs: dict[str, _Job] = {}
-        """Open requests, by the engine's request id."""
+    def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
+        super().__init__(worker, job)
+        self._open: dict[str, _Open] = {}
+        """Unfinished samples, by the engine's request id."""
         self._numbers = itertools.count()
         self.admitting, self._drained = asyncio.Event(), asyncio.Event()
         """While `admitting` is not set, new requests wait."""
@@ -144,6 +122,10 @@ class Requests:
         self._drained.set()
         self.num_prompt_tokens = self._num_open_tokens = 0
         """Prompt tokens of all samples since the start; tokens of those under way."""
+
+    def usage(self) -> Usage:
+        """Return the load and the counters in the last report."""
+        return self._usage
 
     def check_room(self, num_tokens: int) -> None:
         """Raises HTTPException if the prompts of all samples would be too much."""
@@ -155,49 +137,56 @@ class Requests:
     ) -> AsyncGenerator[tuple[int, Output]]:
         """Yield the outputs of samples, by their numbers, until all have ended. Closing the generator aborts
         the others. The samples get ids of their own."""
-        job, num_tokens = _Job(names), sum(len(sample.prompt_ids) for sample in samples)
+        arrived: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
+        ids, num_tokens = list[str](), sum(len(sample.prompt_ids) for sample in samples)
         self._num_open_tokens += num_tokens
         try:
             while not self.admitting.is_set():  # it may be cleared again before this task runs
                 await self.admitting.wait()
             for number, sample in enumerate(samples):
                 id = str(next(self._numbers))
-                self._engine.submit(msgspec.structs.replace(sample, id=id))
-                job.open[id], self._jobs[id] = number, job
+                self.worker.send(EngineWorker.submit, msgspec.structs.replace(sample, id=id))
+                ids.append(id)
+                self._open[id] = _Open(names, number, arrived)
                 self._drained.clear()
                 self.num_prompt_tokens += len(sample.prompt_ids)
-            while job.open or not job.arrived.empty():
-                yield await job.arrived.get()
+            left = len(samples)
+            while left:
+                number, output = await arrived.get()
+                left -= output is None or output.finish_reason is not None
+                yield number, output
         finally:
             self._num_open_tokens -= num_tokens
-            for id in list(job.open):
-                self._end(id)
-                with suppress(WorkerDied):
-                    self._engine.abort(id)
+            for id in ids:
+                if id in self._open:
+                    self._end(id)
+                    with suppress(WorkerDied):
+                        self.worker.send(EngineWorker.abort, id)
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their names; None: all. Their iterators end with None. Returns their number."""
-        jobs = self._jobs.items()
-        found = {id: job for id, job in jobs if names is None or not job.names.isdisjoint(names)}
+        every = self._open.items()
+        found = {id: each for id, each in every if names is None or not each.names.isdisjoint(names)}
         for id in found:
-            self._engine.abort(id)
-        return len(set(found.values()))
+            self.worker.send(EngineWorker.abort, id)
+        return len({each.arrived for each in found.values()})
 
     async def drained(self) -> None:
         """Wait until no request is under way."""
         await self._drained.wait()
 
-    def _add(self, id: str, output: Output) -> None:
-        job = self._jobs.get(id)
-        if job is None:  # its client has gone
-            return
-        job.arrived.put_nowait((job.open[id], output))
-        if output is None or output.finish_reason is not None:
-            self._end(id)
+    @override
+    def _on_report(self, report: Report) -> None:
+        outputs = [(output.id, output) for output in report.outputs]
+        for id, output in (*outputs, *((id, None) for id in report.aborted)):
+            if (sample := self._open.get(id)) is not None:  # else its client has gone
+                sample.arrived.put_nowait((sample.number, output))
+                if output is None or output.finish_reason is not None:
+                    self._end(id)
 
     def _end(self, id: str) -> None:
-        del self._jobs.pop(id).open[id]
-        if not self._jobs:
+        del self._open[id]
+        if not self._open:
             self._drained.set()
 
 
@@ -230,10 +219,9 @@ class Generation:
     """The routes over one engine."""
 
     def __init__(
-        self, requests: Requests, labels: Sequence[str], tokenizer: Tokenizer, model: HostedModel, name: str
+        self, engine: ServedEngine, labels: Sequence[str], tokenizer: Tokenizer, model: ServedModel
     ) -> None:
-        self._requests, self._labels, self._tokenizer = requests, labels, tokenizer
-        self._model, self._name = model, name
+        self._engine, self._labels, self._tokenizer, self._model = engine, labels, tokenizer, model
         self._strings = token_strings(tokenizer.backend_tokenizer)
         self._random = random.Random()
 
@@ -264,7 +252,7 @@ class Generation:
     async def _encode(self, text: str, *, special: bool) -> list[int]:
         text.encode()  # a chat template does not check that it is valid Unicode
         encode = partial(self._tokenizer.encode, add_special_tokens=special)
-        return await asyncio.to_thread(encode_up_to, self._model.max_model_len, text, encode)
+        return await asyncio.to_thread(encode_up_to, self._model.context, text, encode)
 
     async def _template(self, body: ChatCompletionRequest) -> str:
         """The text of a chat. Raises HTTPException without a chat template, or if it refuses the messages."""
@@ -291,10 +279,10 @@ class Generation:
     ) -> Response:
         """Check what is asked for, generate, and reply."""
         self._check(prompt)
-        self._requests.check_room(len(prompt) * sampling.n)
-        if body.model not in (None, "", self._name):
+        self._engine.check_room(len(prompt) * sampling.n)
+        if body.model not in (None, "", self._model.name):
             raise HTTPException(404, f"The model {body.model!r} does not exist; see /v1/models")
-        limit = self._model.max_model_len
+        limit = self._model.context
         params = sampling.params(min(sampling.max_tokens or limit, limit))
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
         given = body.request_id or f"{self._random.getrandbits(128):032x}"
@@ -306,17 +294,17 @@ class Generation:
         samples = [_Sample(sampling, self._tokenizer.backend_tokenizer, self._labels) for _ in asked]
 
         async def deltas() -> AsyncGenerator[tuple[int, Delta]]:
-            async with aclosing(self._requests.generate(names, asked)) as arriving:
+            async with aclosing(self._engine.generate(names, asked)) as arriving:
                 async for number, output in arriving:
                     yield number, samples[number].delta(output)
 
         id = given if kind is GenerateFormat else prefix + given
-        format = kind(body, id, self._name, self._strings, prompt)
+        format = kind(body, id, self._model.name, self._strings, prompt)
         return await respond(format, deltas(), request)
 
     def _check(self, prompt: Sequence[int]) -> None:
         """Raises HTTPException if the model cannot continue the prompt."""
-        limit, vocabulary = self._model.max_model_len, self._model.vocab_size
+        limit, vocabulary = self._model.context, self._model.vocabulary
         if not prompt:
             raise HTTPException(400, "the prompt has no tokens")
         if len(prompt) >= limit:

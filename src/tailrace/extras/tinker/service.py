@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 from tailrace.clock import Signal, now
 from tailrace.contracts.engine import Engine
-from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Weights
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, TokenLoss
 from tailrace.drivers.trainer.checksums import PARTIAL, replacing
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import CheckpointError, TailraceError
+from tailrace.extras.serve.generation import ServedModel
 from tailrace.extras.tinker.wire import NotOffered, Pass, pass_bytes, sample_bytes
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
@@ -54,22 +54,6 @@ _PATH = re.compile(rf"tinker://([\w:.-]{{1,128}})/(weights|sampler_weights)/({_N
 
 Execute = Callable[[], Awaitable[Any]]
 """Begins what a request asks for."""
-
-
-class ServedPolicy(NamedTuple):
-    """Properties of the service's model.
-
-    Args:
-        name: in requests and replies.
-        context: tokens of a sequence, at most.
-        lora: of the trainer; None: it trains all weights.
-    """
-
-    name: str
-    path: Path
-    vocabulary: int
-    context: int
-    lora: LoraSettings | None
 
 
 class Failed(NamedTuple):
@@ -155,7 +139,7 @@ class TinkerService:
     """
 
     def __init__(
-        self, trainer: RemoteTrainer, engines: Sequence[Engine], policy: ServedPolicy, folder: Path
+        self, trainer: RemoteTrainer, engines: Sequence[Engine], policy: ServedModel, folder: Path
     ) -> None:
         self.policy, self.folder = policy, folder
         self._trainer, self._engines = trainer, engines
