@@ -156,13 +156,13 @@ def test_compare_races_two_schedules_from_the_same_weights(config_path: Path, tm
 
 
 def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
-    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "eval.json"
     monkeypatch.setattr(workers, "ReferenceWorker", None)
-    assert main(["eval", str(interrupted), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
+    assert main(["eval", str(trained), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
-    checkpoint = RunFolder(interrupted).newest_checkpoint()
+    checkpoint = RunFolder(trained).newest_checkpoint()
     assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (8, str(checkpoint), True)
     assert 0.0 <= numbers["accuracy"] <= 12.0
     weights, accuracy = capsys.readouterr().out.splitlines()
@@ -170,9 +170,7 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 8 held-out prompts, greedy, ")
 
 
-def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(
-    config_path: Path, interrupted: Path
-) -> None:
+def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(config_path: Path, trained: Path) -> None:
     def weights(path: Path, model: Path | None = None) -> Path:
         config = evaluated_config(path, model, {})
         assert config.model
@@ -180,23 +178,23 @@ def test_the_weights_of_an_evaluation_are_those_that_were_asked_for(
 
     quickstart = load_config(config_path).model
     assert quickstart and weights(config_path) == quickstart.path
-    assert weights(config_path, interrupted / "model") == interrupted / "model"
-    assert weights(interrupted, quickstart.path) == quickstart.path
+    assert weights(config_path, trained / "model") == trained / "model"
+    assert weights(trained, quickstart.path) == quickstart.path
 
 
 def test_one_bit_in_the_weights_of_an_exported_model_is_refused_and_its_small_files_may_be_edited(
-    interrupted: Path, tmp_path: Path
+    trained: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(interrupted / "model", model)
+    shutil.copytree(trained / "model", model)
     (model / "generation_config.json").write_text("{}")
-    check_live(evaluated_config(interrupted, model, {}))
+    check_live(evaluated_config(trained, model, {}))
     weights = model / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 4
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its checksum differs"):
-        check_live(evaluated_config(interrupted, model, {}))
+        check_live(evaluated_config(trained, model, {}))
 
 
 def test_a_run_without_a_checkpoint_cannot_be_evaluated(config_path: Path) -> None:

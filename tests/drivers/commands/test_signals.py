@@ -8,14 +8,40 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from helpers.processes import worker_of
-from helpers.small_run import num_steps, start_training, wait_for_steps
+import pytest
+
+from helpers.processes import children_of, worker_of
+from helpers.small_run import num_steps, start_training, train_here, wait_for_steps, write_small_run
 from tailrace.config import load_config
 from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import opened
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store
+
+
+@pytest.fixture(scope="module")
+def terminated(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
+    """A run in `out`, beside its config, that SIGTERM ended in its first round. The signal went to its
+    workers, to its process group and, as from GNU timeout, once more to itself."""
+    config = write_small_run(tmp_path_factory.mktemp("terminated"))
+    folder = config.parent / "out"
+    process = start_training(config, folder)
+    wait_for_steps(folder, 3, process)
+    children = children_of(process.pid)
+    for pid in [*children, *(worker for child in children for worker in children_of(child))]:
+        os.kill(pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess([str(folder)], process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def interrupted(terminated: "subprocess.CompletedProcess[str]") -> Path:
+    """The output directory of that run. Tests only read it."""
+    return Path(terminated.args[0])
 
 
 def said_in(err: str) -> list[str]:
@@ -81,31 +107,51 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
         assert len(read_ledger(store).lives) == 2
 
 
-def test_sigint_while_workers_start_ends_well_and_leaves_nothing_in_the_way(config_path: Path) -> None:
-    folder = RunFolder(config_path.parent / "out")
-    process = start_training(config_path, folder.path)
-    while not (folder.path / "logs" / "trainer.log").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+INTERRUPTS = """
+import os, time
+from pathlib import Path
+
+if (os.getpid() == {controller}) == {in_controller}:
+    try:
+        Path(__file__).with_name("interrupted").mkdir()
+    except FileExistsError:
+        pass
+    else:
+        os.kill({controller}, {number})
+    time.sleep(60)
+
+def digits(completion):
+    return 1.0
+"""
+"""A file with a reward function that sends a signal to the run that imports it."""
+
+
+def test_sigint_while_workers_start_ends_well_and_leaves_nothing_in_the_way(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rewards = config_path.parent / "rewards.py"
+    whole, number = rewards.read_text(), int(signal.SIGINT)
+    rewards.write_text(INTERRUPTS.format(controller=os.getpid(), in_controller=False, number=number))
+    assert train_here(config_path) == 130
+    err = capfd.readouterr().err
     said = "tailrace: SIGINT before training began: there is nothing to save; start the run again"
     assert said_in(err)[-1] == said and "ready" not in err
+    rewards.write_text(whole)
+    folder = RunFolder(config_path.parent / "out")
     with opened(load_config(config_path), folder, resume=False) as (_, start):
         assert start.life == 1
 
 
-def test_sighup_before_the_start_leaves_no_folder(config_path: Path) -> None:
+def test_sigterm_before_the_start_leaves_no_folder(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It comes while the file with the reward function is imported."""
-    rewards, imported = config_path.parent / "rewards.py", config_path.parent / "imported"
-    rewards.write_text(f"import pathlib, time\npathlib.Path({str(imported)!r}).touch()\ntime.sleep(60)\n")
-    process = start_training(config_path, config_path.parent / "out")
-    while not imported.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGHUP)
-    _, err = process.communicate(timeout=10)
-    assert process.returncode == 129 and "Traceback" not in err
+    number = int(signal.SIGTERM)
+    (config_path.parent / "rewards.py").write_text(
+        INTERRUPTS.format(controller=os.getpid(), in_controller=True, number=number)
+    )
+    assert train_here(config_path) == 143
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
     assert said_in(err)[1:] == ["tailrace: interrupted; nothing was saved"]
     assert not (config_path.parent / "out").exists()

@@ -35,15 +35,15 @@ from tailrace.record.metrics import read_rows
 from tailrace.record.timeline import RunTimelines
 
 
-def test_the_model_of_a_run_is_a_plain_hugging_face_folder(interrupted: Path) -> None:
-    checkpoint = RunFolder(interrupted).newest_checkpoint()
+def test_the_model_of_a_run_is_a_plain_hugging_face_folder(trained: Path) -> None:
+    checkpoint = RunFolder(trained).newest_checkpoint()
     assert checkpoint
-    names = {path.name for path in (interrupted / "model").iterdir()}
+    names = {path.name for path in (trained / "model").iterdir()}
     assert {path.name for path in checkpoint.iterdir()} - names == {"trainer"}
     assert ONLY_OF_THE_TRAINER == STATE_FOLDER
-    model = AutoModelForCausalLM.from_pretrained(interrupted / "model")
+    model = AutoModelForCausalLM.from_pretrained(trained / "model")
     assert model.config.model_type == "qwen3"
-    tokenizer = AutoTokenizer.from_pretrained(interrupted / "model")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     assert tokenizer.decode(tokenizer.encode("7 + 8")) == "7 + 8"
 
 
@@ -191,9 +191,9 @@ def test_one_bit_in_a_checkpoint_is_refused_with_the_name_of_the_file(
 
 
 def test_an_exported_model_may_be_edited_but_for_its_weights_and_says_so(
-    interrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(interrupted, tmp_path / "run")
+    shutil.copytree(trained, tmp_path / "run")
     model = tmp_path / "run" / "model"
     config = evaluated_config(tmp_path / "run", model, {})
     check_live(config)
