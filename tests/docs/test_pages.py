@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.config import RunConfig, sections_at
 from tailrace.controller.run import Run
 from tailrace.drivers.engine.native.support import MODEL_TYPES
@@ -136,11 +135,9 @@ def options_of(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["train", "compare", "simulate", "plan", "fit", "eval", "view", "serve"])
-def test_options_of_commands_that_the_pages_show_exist(name: str) -> None:
-    words = (sys.executable, "-m", "tailrace.cli", name, "--help")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    offered = {"--help", *re.findall(r"--[a-z-]+", done.stdout)}
+def test_options_of_commands_that_the_pages_show_exist(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    offered = {"--help", *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
     assert options_of(name) - offered == set()
 
 

@@ -142,6 +142,7 @@ def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
             *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert controller.stdout is not None
         location, *words = (await controller.stdout.readline()).decode().split()

@@ -199,11 +199,13 @@ from tailrace.drivers.workers import process
 process._method = lambda: sys.argv[2]
 
 async def main():
-    workers = [await start(manner, Path(sys.argv[1]) / manner) for manner in ("obey", "work for ever")]
-    for worker in workers:
-        worker.begin(StandIn.obey)
-    workers.append(await start("start for ever", Path(sys.argv[1]) / "starting", ready=False))
-    await workers[2].connected()
+    workers = []
+    for folder in (Path(sys.argv[1]) / "running", Path(sys.argv[1]) / "stopped"):
+        for manner in ("obey", "work for ever"):
+            workers.append(await start(manner, folder / manner))
+            workers[-1].begin(StandIn.obey)
+        workers.append(await start("start for ever", folder / "starting", ready=False))
+        await workers[-1].connected()
     await asyncio.sleep(0.1)
     print(*(worker.process.pid for worker in workers), flush=True)
     await asyncio.sleep(60)
@@ -213,9 +215,8 @@ asyncio.run(main())
 
 
 @both_ways
-@pytest.mark.parametrize("stopped", [False, True])
 def test_workers_end_when_their_controller_is_killed(
-    tmp_path: Path, execute: Execute, stopped: bool, method: Method
+    tmp_path: Path, execute: Execute, method: Method
 ) -> None:
     """While they wait, work, are still starting, and while they are stopped."""
 
@@ -224,11 +225,12 @@ def test_workers_end_when_their_controller_is_killed(
             *(sys.executable, "-c", CONTROLLER, tmp_path, method),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 3 and all(is_running(pid) for pid in pids)
-        for pid in pids if stopped else []:
+        assert len(pids) == 6 and all(is_running(pid) for pid in pids)
+        for pid in pids[3:]:
             os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)
@@ -260,7 +262,7 @@ def test_a_worker_that_is_stopped_too_long_is_ended_and_one_that_computes_is_not
     async def main() -> None:
         worker = await start("work for ever", tmp_path, health_timeout_s=0.5)
         worker.begin(StandIn.obey)
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         assert not worker.has_ended
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(
@@ -308,6 +310,7 @@ def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(
     execute(main())
 
 
+@pytest.mark.slow  # it imports torch for three fork servers
 def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
     tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

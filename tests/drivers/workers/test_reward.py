@@ -378,39 +378,45 @@ def test_a_function_that_does_not_exist_is_a_config_error(tmp_path: Path, execut
 
 CONTROLLER = """
 import asyncio, sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from test_reward import job, made, reward_of, scorer, server_of
 
 async def main():
-    leaving = job("leave_process")
-    async with scorer(job(), Path(sys.argv[1])) as one, scorer(leaving, Path(sys.argv[2])) as two:
-        left = await reward_of(two, "fine")
-        print(one.process.pid, await server_of(one), two.process.pid, left, flush=True)
-        await made(one, "lock")
+    async with AsyncExitStack() as stack:
+        scorers = [
+            await stack.enter_async_context(scorer(job(*name), Path(sys.argv[1]) / str(number)))
+            for number, name in enumerate(2 * [(), ("leave_process",)])
+        ]
+        pids, locked = [], []
+        for one, two in (scorers[:2], scorers[2:]):
+            left = await reward_of(two, "fine")
+            pids += [one.process.pid, await server_of(one), two.process.pid, left]
+            locked.append(made(one, "lock"))
+        print(*pids, flush=True)
+        await asyncio.gather(*locked)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_all_processes_of_rewards_end_when_the_controller_is_killed(
-    tmp_path: Path, execute: Execute, stopped: bool
-) -> None:
-    """A call that holds the interpreter's lock, and a process with a session of its own that a call left."""
+def test_all_processes_of_rewards_end_when_the_controller_is_killed(tmp_path: Path, execute: Execute) -> None:
+    """A call that holds the interpreter's lock, and a process with a session of its own that a call left.
+    Half of them are stopped."""
 
     async def main() -> None:
         controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", CONTROLLER, str(tmp_path / "a"), str(tmp_path / "b")),
+            *(sys.executable, "-c", CONTROLLER, str(tmp_path)),
             stdout=asyncio.subprocess.PIPE,
             cwd=Path(__file__).parent,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert controller.stdout is not None
         pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 4
+        assert len(pids) == 8
         await asyncio.sleep(0.3)
         assert all(is_running(pid) for pid in pids)
-        for pid in pids if stopped else []:
+        for pid in pids[4:]:
             os.kill(pid, signal.SIGSTOP)
         controller.kill()
         await until_gone(*pids)

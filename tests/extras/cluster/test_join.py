@@ -1,4 +1,4 @@
-"""Workers of other hosts that dial in: here processes of `tailrace join`."""
+"""Workers of other hosts that dial in: here `tailrace join` in threads of this process, once as a process."""
 
 import asyncio
 import os
@@ -6,17 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.processes import worker_of
 from helpers.stand_in import StandInJob
 from helpers.worker_cases import TRAINER, make_samples, workers
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.cli import main
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -25,9 +29,10 @@ from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.workers.base import LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Hello, WorkerConnection
 from tailrace.drivers.workers.engine import EngineWorker
-from tailrace.drivers.workers.process import LocalSpawner
+from tailrace.drivers.workers.process import LocalProcess, LocalSpawner, start_process
 from tailrace.drivers.workers.reward_process import RewardWorker
 from tailrace.errors import ConfigError, WorkerDied
+from tailrace.extras.cluster import join as join_module
 from tailrace.extras.cluster.join import TOKEN_VARIABLE, open_joining
 
 Execute = Callable[[Any], Any]
@@ -51,31 +56,27 @@ def host(port: int, *roles: Role) -> LocalHostSettings:
     return LocalHostSettings(join=roles, listen=f"127.0.0.1:{port}")
 
 
-WHEN_IT_LISTENS = """
-import os, socket, sys, time
-while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))):
-    time.sleep(0.1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
 @contextmanager
-def joined(role: Role, port: int) -> Iterator["subprocess.Popen[str]"]:
-    """A worker that joins as soon as the run listens."""
-    join = [sys.executable, "-m", "tailrace.cli", "join", role, f"127.0.0.1:{port}"]
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", WHEN_IT_LISTENS, str(port), *join],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def joined(role: Role, port: int) -> Iterator[Future[int]]:
+    """A worker that joins as soon as the run listens. It is forked where torch is imported already, and not
+    started anew as on a host of its own. Yields the exit code."""
+
+    def join() -> int:
+        until_it_listens(port)
+        return main(["join", role, f"127.0.0.1:{port}"])
+
+    async def forked(*arguments: Any, **options: Any) -> LocalProcess:
+        return await start_process(*arguments, **options | {"method": "forkserver"})
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr(join_module, "start_process", forked)
+        yield thread.submit(join)
+
+
+def until_it_listens(port: int) -> None:
+    with socket.socket() as client:
+        while client.connect_ex(("127.0.0.1", port)):
+            time.sleep(0.01)
 
 
 def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_this_host(
@@ -104,8 +105,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
 
     with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
         there = execute(trained())
-        said = [each.communicate(timeout=30)[0] for each in (one, two, three)]
-        assert [each.returncode for each in (one, two, three)] == [0, 0, 0], said
+        assert [each.result(timeout=30) for each in (one, two, three)] == [0, 0, 0]
     here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), SamplingSettings(max_completion_tokens=40))
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
     stats = here.step()
@@ -119,37 +119,47 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
 def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
     port: int, model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
-    async def main(process: "subprocess.Popen[str]") -> None:
-        async with workers(model_path, tmp_path, host=host(port, "trainer"), weights=STREAM) as opened:
+    def join() -> "subprocess.Popen[bytes]":
+        until_it_listens(port)
+        words = ["join", "trainer", f"127.0.0.1:{port}"]
+        return subprocess.Popen([sys.executable, "-m", "tailrace.cli", *words])
+
+    async def run(joining: "Future[subprocess.Popen[bytes]]") -> None:
+        settings = host(port, "trainer")
+        async with workers(model_path, tmp_path, host=settings, weights=STREAM) as opened:
             await opened.trainer.publish(1)
-            os.kill(process.pid, signal.SIGKILL)  # the kernel ends the worker with it
+            joining.result().kill()  # the kernel ends the worker with it
             await asyncio.get_running_loop().create_future()
 
     said = r"trainer \(joined from 127\.0\.0\.1\) has ended; its host has its log"
-    with joined("trainer", port) as process, pytest.raises(WorkerDied, match=said):
-        execute(main(process))
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(join)
+        with pytest.raises(WorkerDied, match=said):
+            execute(run(joining))
+        joining.result().wait()
 
 
 def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(
     port: int, model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
-    async def main(first: "subprocess.Popen[str]") -> None:
+    async def run(first: Future[int]) -> None:
         async with workers(model_path, tmp_path, host=host(port, "engine"), weights=STREAM) as opened:
             (engine,) = opened.engines
             weights = await opened.trainer.publish(1)
             await engine.load(weights, kv="recompute")
-            first.kill()
+            os.kill(worker_of(os.getpid(), "engine"), signal.SIGKILL)
             while engine.state != "dead":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            with joined("engine", port):
-                while engine.state != "open":  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                (sample,) = make_samples(1)
-                await engine.generate(sample)
-                assert {span.version for span in sample.spans} == {1}
+            assert await asyncio.wrap_future(first) == 1
+            joins.enter_context(joined("engine", port))
+            while engine.state != "open":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            (sample,) = make_samples(1)
+            await engine.generate(sample)
+            assert {span.version for span in sample.spans} == {1}
 
-    with joined("engine", port) as first:
-        execute(main(first))
+    with ExitStack() as joins:
+        execute(run(joins.enter_context(joined("engine", port))))
 
 
 async def dialled(port: int, role: str, token: str = TOKEN) -> WorkerConnection:
