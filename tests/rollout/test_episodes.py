@@ -25,6 +25,7 @@ from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped
+from tailrace.rollout.episode import Episode
 from tailrace.rollout.episodes import Episodes
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.engine import SimEngine
@@ -67,13 +68,26 @@ class Calls:
         return act
 
 
-SHORT = SamplingSettings(max_completion_tokens=20)
+LONG, SHORT = (SamplingSettings(max_completion_tokens=limit) for limit in (10**6, 20))
 
 
-def episodes(environment: base.Environment, **changes: Any) -> Episodes:
-    limits = {"sampling": SamplingSettings(max_completion_tokens=10**6), "max_context_tokens": 10**6}
-    settings: dict[str, Any] = {**limits, "max_failures": 100, "parking_timeout_s": 60.0, **changes}
-    return Episodes(environment, lambda messages, last: [0] * OBSERVED, lambda ids: "", **settings)
+def episodes(
+    environment: base.Environment,
+    sampling: SamplingSettings = LONG,
+    max_context_tokens: int = 10**6,
+    parking_timeout_s: float = 60.0,
+    max_failures: int = 100,
+    **changes: Any,
+) -> Episodes:
+    episode = partial(
+        Episode,
+        observe=lambda messages, last: [0] * OBSERVED,
+        decode=lambda ids: "",
+        sampling=sampling,
+        max_context_tokens=max_context_tokens,
+        parking_timeout_s=parking_timeout_s,
+    )
+    return Episodes(environment, lambda ids: "", episode, max_failures=max_failures, **changes)
 
 
 def world(

@@ -3,18 +3,16 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from tailrace.clock import now
 from tailrace.contracts.environments import Environment, EpisodeOver, Outcome
-from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
-from tailrace.rollout.episode import Episode, Observe, Rewritten, Serve, Written, not_written
+from tailrace.rollout.episode import Decode, Episode, Rewritten, Serve, Written, not_written
 from tailrace.types import Prompt, Sample
 
 T = TypeVar("T")
@@ -27,11 +25,10 @@ class Episodes:
     """Plays samples with an environment.
 
     Args:
-        observe, sampling, max_context_tokens, parking_timeout_s: as Episode.
         decode: text of token ids.
+        episode: makes an Episode of a sample; given are its `serve`, `written` and `rewritten`.
         max_failures: consecutive episodes that fail, which end the run.
         episode_timeout_s: of one episode, without the time in which the policy generates. None: no limit.
-        max_branches: as Episode.
         history: makes what Episode takes as `rewritten`. None: turns extend what the policy wrote.
         must_reward: an episode without a reward fails, because nothing else gives it one.
         reference: log-probs of the samples that the environment rewards; the others get theirs when they are
@@ -41,27 +38,16 @@ class Episodes:
     def __init__(
         self,
         environment: Environment,
-        observe: Observe,
-        decode: Callable[[Sequence[int]], str],
-        sampling: SamplingSettings,
+        decode: Decode,
+        episode: Callable[..., Episode],
         *,
-        max_context_tokens: int,
-        parking_timeout_s: float,
         max_failures: int,
         episode_timeout_s: float | None = None,
         must_reward: bool = False,
         reference: Reference | None = None,
-        max_branches: float = math.inf,
         history: Callable[[Prompt], Rewritten] | None = None,
     ) -> None:
-        self._environment, self._observe, self._decode = environment, observe, decode
-        self._episode = partial(
-            Episode,
-            sampling=sampling,
-            max_context_tokens=max_context_tokens,
-            parking_timeout_s=parking_timeout_s,
-            max_branches=max_branches,
-        )
+        self._environment, self._decode, self._episode = environment, decode, episode
         self._max_failures, self._reference, self._history = max_failures, reference, history
         self._episode_timeout_s, self._must_reward = episode_timeout_s, must_reward
         self._num_failures, self._first_failure = 0, ""
@@ -93,8 +79,6 @@ class Episodes:
         episode = self._episode(
             sample,
             generate,
-            self._observe,
-            self._decode,
             written=lambda: kept(written() if is_stored else not_written()),
             rewritten=self._history and self._history(sample.prompt),
         )

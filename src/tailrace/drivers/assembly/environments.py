@@ -13,6 +13,7 @@ from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import EnvironmentSettings, EpisodeSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.model_folder import context_length
+from tailrace.rollout.episode import Episode
 from tailrace.rollout.episodes import Episodes
 from tailrace.rollout.router import RunEpisode
 
@@ -103,18 +104,23 @@ async def open_episodes(
         assert config.model and config.sampling
         max_branches = settings.max_branches
         sends_new = settings.history == "template" and kind.sends_new
-        episodes = Episodes(
-            environment,
-            _chat(config, tokenizer).observe,
-            text_of(tokenizer),
-            config.sampling,
+        episode = partial(
+            Episode,
+            observe=_chat(config, tokenizer).observe,
+            decode=text_of(tokenizer),
+            sampling=config.sampling,
             max_context_tokens=context_length(config.model.path),
             parking_timeout_s=settings.parking_timeout_s,
+            max_branches=max_branches,
+        )
+        episodes = Episodes(
+            environment,
+            text_of(tokenizer),
+            episode,
             max_failures=settings.max_failures,
             episode_timeout_s=settings.episode_timeout_s,
             must_reward=not (calls_reward_functions(config) or config.reward.judges or config.reward.code),
             reference=reference,
-            max_branches=max_branches,
             history=(lambda prompt: encoder.history(prompt, max_branches)) if sends_new else None,
         )
         yield episodes.run
