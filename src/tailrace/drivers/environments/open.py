@@ -1,4 +1,4 @@
-"""What a run asks of its environment, and the environments of this package's own: tools, and a user's."""
+"""Opens the environment of a run: tools of this package, or a user's own environment."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
