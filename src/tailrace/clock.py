@@ -25,7 +25,7 @@ from tailrace.errors import Stuck
 T = TypeVar("T")
 
 JUMPS_PER_POLL = 100
-"""In virtual time, signals and sockets are looked at once in so many jumps."""
+"""Jumps of virtual time between two looks at signals and sockets."""
 YOUNG_OBJECTS = 50_000
 """New objects between two collections of cyclic garbage in virtual time."""
 
@@ -186,7 +186,7 @@ class Signal:
                 future.set_result(None)
 
     async def wait(self, what: str | None) -> None:
-        """None: the task watches for the others, which do not wait for it."""
+        """Wait for the signal. `what`: for messages; None: the task watches for others, which do not wait."""
         future = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
         with waiting(what) if what else nullcontext():

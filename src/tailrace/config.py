@@ -201,8 +201,7 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
 
 
 def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
-    """Return the config of a tree of sections, whose paths are relative to a folder. Raises as
-    `load_config`."""
+    """Return the config of a tree of sections, with paths relative to a folder. Raises as `load_config`."""
     _make_paths_absolute(tree, [RunConfig], folder)
     if isinstance(schedule := tree.get("schedule"), dict) and isinstance(name := schedule.get("name"), str):
         schedule["name"] = absolute_function(folder, name)
@@ -260,8 +259,7 @@ def files_of(config: RunConfig) -> Iterator[Path]:
 
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values. A missing
-    value is None."""
+    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values, or None."""
     before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
     both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
     return {key: (one, other) for key, (one, other) in both.items() if one != other}
@@ -296,8 +294,8 @@ def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key with its value; None counts as absent. Tables of an array have a number as the
-    key."""
+    """Yield each dotted key with its value; None counts as absent. Tables of an array have numbers as
+    keys."""
     for name, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
             value = {str(number): each for number, each in enumerate(value)}

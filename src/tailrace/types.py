@@ -112,7 +112,7 @@ class Sample:
     temperature: float | None = None
     """Sampling temperature in place of the engine's, for evaluations. None: the engine's."""
     sampling: SamplingParams | None = None
-    """In place of the engine's settings. The embedded engine alone takes it. None: the engine's."""
+    """Sampling in place of the engine's settings, for the embedded engine only. None: the engine's."""
     completion_ids: list[int] = field(default_factory=list)
     """[num_tokens]. Empty in a simulation, which counts tokens only."""
     behavior_logprobs: list[float] = field(default_factory=list)

@@ -63,8 +63,8 @@ class AlgorithmSettings(Settings):
     """The algorithm: advantages, loss, corrections, KL."""
 
     name: Preset = "grpo"
-    """A preset (PRESETS): it sets the fields in which it differs from these defaults. The section may
-    override each."""
+    """A preset (PRESETS): sets the fields in which it differs from these defaults; the section may
+    override."""
 
     loss: LossName = "grpo"
     """grpo: the clipped surrogate of PPO with a ratio for each token. gspo: with a ratio for each sequence.
@@ -117,8 +117,7 @@ class AlgorithmSettings(Settings):
     kl_estimator: KLEstimator = "k3"
     """Estimator of that KL."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: an estimate for each token, differentiated. reward: a sample's sum is subtracted from its
-    reward."""
+    """loss: an estimate for each token, differentiated. reward: a sample's sum lowers its reward."""
     kl_bias_correction: bool = False
     """Multiply each estimate in the loss by pi / pi_old, differentiated: its gradient is then the KL's
     (DeepSeek-V3.2, 2512.02556)."""

@@ -132,8 +132,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """How an engine answered the probe of a publication (proof.py). Differences are means of |difference| of
-    log-probs, in nats a token.
+    """Check of an engine's weights: its answer to the probe of a publication (proof.py). Differences are
+    means of |difference| of log-probs, in nats a token.
 
     Args:
         difference: of the engine, without its prefix cache, and the trainer.
@@ -300,8 +300,8 @@ class EngineProcess(EngineVerbs, Protocol):
     counter: TokenCounter
     """Counts the tokens that samples gain; the owner sets it."""
     arrival: Arrival | None
-    """On the last load; None: that publication is not proven. An engine that can, generates nothing with
-    weights that have not arrived."""
+    """Check of the last load; None: that publication is not checked. An engine that can, generates nothing
+    with weights that have not arrived."""
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
         """Return the log-probs of the tokens of a sequence after a prefix, with every key and value computed

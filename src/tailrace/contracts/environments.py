@@ -45,7 +45,7 @@ class Policy(Protocol):
 
     @property
     def context_ids(self) -> Sequence[int]:
-        """After a turn: all tokens of the context up to its end."""
+        """All tokens of the context up to the end of the turn."""
 
     def open(self, prompt_ids: Sequence[int]) -> None:
         """Set the context of the first turn, before it. Without this call it is the prompt.

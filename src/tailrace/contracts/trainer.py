@@ -75,8 +75,7 @@ class TrainerSettings(Settings):
     learning_rate: float = Field(default=1e-6, ge=0, le=1)
     """Learning rate of the policy. 0: the weights stay as they are."""
     critic_learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    """Learning rate of the critic, if the algorithm has one. Its other optimizer settings are the
-    policy's."""
+    """Learning rate of the algorithm's critic. Its other optimizer settings are the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from zero."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -117,8 +116,7 @@ class TrainerSettings(Settings):
     rank takes for one pass, than rank 0 takes to read the model, and than a rank takes to write its part of a
     checkpoint, while the others wait."""
     lora: LoraSettings | None = None
-    """Train a low-rank adapter in place of the weights; see `[trainer.lora]`. Without it all weights are
-    trained."""
+    """Train a low-rank adapter in place of the weights (`[trainer.lora]`). None: all weights are trained."""
 
     def kept_asleep(self) -> list[str]:
         """The parts of the state that stay in the memory of the device while the trainer sleeps."""

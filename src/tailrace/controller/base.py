@@ -81,7 +81,7 @@ class RunComponents:
     prompts: Prompts
     held_out: Prompts
     reference: Reference | None = None
-    """None if the algorithm has no KL to a reference."""
+    """The reference model; None: the algorithm has no KL to one."""
     sharing: DeviceSharing = DISAGGREGATED
     """Whether engines and trainer have devices in common."""
     anchors: Anchors = field(default_factory=Anchors)

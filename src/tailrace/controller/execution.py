@@ -20,7 +20,7 @@ from tailrace.rollout.pool import SetAdvantages
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended that no error ended."""
+    """The end of a run that no error ended."""
 
     interrupted: bool
     """An interruption was requested, or the budget was spent, before the schedule had ended."""

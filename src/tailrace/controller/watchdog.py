@@ -24,7 +24,7 @@ class Watchdog:
         self._stepped.set()
 
     async def watch(self) -> None:
-        """Until it is cancelled. Raises a Stuck if no step came for `run.step_timeout_s`."""
+        """Watch until cancelled. Raises a Stuck if no step came for `run.step_timeout_s`."""
         quiet_s = 0.0
         while True:
             wait_s = min(self._warning_timeout_s, self._timeout_s - quiet_s)

@@ -22,8 +22,7 @@ class RecordSettings(Settings):
     project: str = Field(default="tailrace", min_length=1)
     """The project in trackio and wandb. The run has the name of the output directory."""
     token_samples: int = Field(default=16, ge=0)
-    """Samples of each step whose tokens and log-probs are recorded; `tailrace view` shows them. At least
-    0."""
+    """Samples of each step whose tokens and log-probs are recorded for `tailrace view`. At least 0."""
     alarm_kl: float = Field(default=0.1, gt=0)
     """KL in nats a token between engine and trainer, on samples of the very weights that are trained, above
     which the terminal shows an alarm. Above 0."""

@@ -161,7 +161,7 @@ class OptimizerStep(Interval, frozen=True):
     num_tokens: int
     """Completion tokens of the samples."""
     loss: float | None
-    """None if it is not finite."""
+    """Loss of the step; None: it is not finite."""
 
     @classmethod
     def of(cls, event: Stepped) -> "OptimizerStep":

@@ -75,7 +75,7 @@ class GuardedSink:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """How a life of a run is called in a tracker."""
+    """Names of one process of a run in a tracker."""
 
     project: str
     folder: Path

@@ -100,13 +100,13 @@ class RunSummary:
     rows_skipped: dict[str, int]
     """Rows of the data that could not become a prompt, by reason."""
     ages: dict[str, float]
-    """How old what was trained had become."""
+    """Ages of the trained tokens and groups."""
     mismatch_kl: float | None
     """KL of behaviour to current policy, in nats a token; None if there was no step."""
     round: dict[str, float | None]
     """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
-    """None if no round trained."""
+    """Distance to the lower bound; None: no round trained."""
     bias: dict[str, float] = field(default_factory=dict)
     """Bias of the rules of groups; empty without control groups."""
     cost: float | None = None

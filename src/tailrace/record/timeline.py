@@ -236,8 +236,7 @@ def verb_of(wait: str) -> str:
 
 
 class RunTimelines:
-    """The timeline of each process in events.jsonl, also while the run goes on. `LogReader` explains its
-    times."""
+    """Timelines of the processes in events.jsonl, also of a run that goes on. `LogReader` explains times."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -154,8 +154,7 @@ class Episodes:
 
 @contextmanager
 def _paused(limit: asyncio.Timeout) -> Iterator[None]:
-    """The time of the block does not count. Raises a TimeoutError if the limit is over, and the environment
-    goes on."""
+    """Stop the clock in the block. Raises a TimeoutError if the limit is over and the environment goes on."""
     if limit.expired():
         raise TimeoutError
     when = limit.when()

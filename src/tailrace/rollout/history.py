@@ -28,7 +28,7 @@ class History:
         insort(self._ordered, self.longest[row])
 
     def predicted(self, prompt: Prompt) -> int:
-        """Tokens of the longest response to the prompt's row. Of a row without history: the median of the
-        others, or 0."""
+        """Tokens of the longest response to the prompt's row. Without history: the median of the others, or
+        0."""
         middle = self._ordered[len(self._ordered) // 2] if self._ordered else 0
         return middle if prompt.row_number is None else self.longest.get(prompt.row_number, middle)

@@ -34,7 +34,7 @@ from tailrace.settings import RunPath, Settings
 RISE = 1.05
 """A round with more preemptions than so many times those of the last round of its kind doubles the size."""
 CALM_ROUNDS = 4
-"""So many rounds in succession without a preemption halve the size."""
+"""Number of rounds in succession without a preemption that halve the size."""
 OPEN_TIMEOUT_S = 600.0
 """Limit of a rollout's wait for all engines that were restarted with another size."""
 
@@ -47,8 +47,8 @@ class DeviceSharing:
 
     kind: Kind = "disaggregated"
     engines: tuple[bool, ...] = ()
-    """For each engine, whether an early replica of the trainer trains on its devices. Empty: the half that
-    comes last."""
+    """For each engine, whether an early replica of the trainer trains on its devices. Empty: the last
+    half."""
     early_replicas: int = 1
     """Number of replicas, the first ones, that the elastic placement lets train before the rollout ends."""
     max_width: int = 1

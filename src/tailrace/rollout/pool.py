@@ -264,9 +264,9 @@ class SetAdvantages(Protocol):
 MAX_CONSECUTIVE_FILTERED = 1_000
 """A filtered group is replaced by another one. This many in succession end the run."""
 MAX_CONSECUTIVE_DROPPED = 1_000
-"""As many groups without a reward in succession end the run."""
+"""This many groups without a reward in succession end the run."""
 MAX_CONSECUTIVE_LATE = 100
-"""As many groups in succession of which no member was generated before the deadline end the run."""
+"""This many groups in succession without a member before their deadline end the run."""
 
 
 class Pool:

@@ -9,7 +9,7 @@ from tailrace.errors import ConfigError
 from tailrace.types import KV
 
 Count = Annotated[int, Field(ge=1)]
-"""At least one."""
+"""A count of at least one."""
 Bound = Annotated[int, Field(ge=0)]
 """Publications."""
 Factor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]

@@ -22,7 +22,7 @@ SMALL_PROCESS_BYTES, TORCH_BYTES, SERVER_BYTES = 150 * MIB, 400 * MIB, 3072 * MI
 """A controller or reward worker, without what reward functions import; a process that has imported torch; the
 processes of an inference server, without weights and KV cache."""
 LOGIT_BYTES = 20
-"""For one logit in float32: scaled, normalised, exponentiated and their gradients. To sample takes less."""
+"""Bytes of a float32 logit: scaled, normalised, exponentiated and their gradients. To sample takes less."""
 
 
 def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:

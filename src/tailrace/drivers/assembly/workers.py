@@ -47,10 +47,10 @@ class Workers:
     engines: tuple[Engine, ...]
     trainer: Trainer
     rewards: RewardPool | None
-    """None where no reward function is called."""
+    """Workers of reward functions; None: no function is called."""
     judges: tuple[Judge, ...]
     reference: Reference | None
-    """None where the algorithm needs no reference model."""
+    """The reference model; None: the algorithm needs none."""
 
 
 @asynccontextmanager

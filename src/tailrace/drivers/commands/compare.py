@@ -147,8 +147,7 @@ async def compare_live(
 def compare_virtual(
     candidates: Mapping[str, ComparedSchedule], repeats: int, folder: Path | None
 ) -> "Comparison":
-    """Compare in virtual time. Repetition r of each candidate has the seed run.seed + r. Files go to
-    `folder`."""
+    """Compare in virtual time. Repetition r has the seed run.seed + r. Files go to `folder`."""
     comparison = Comparison()
     for repeat in range(repeats):
         for name, candidate in candidates.items():

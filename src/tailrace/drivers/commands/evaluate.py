@@ -71,8 +71,7 @@ def run(
 
 
 def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
-    """Read the config of an evaluation. Raises a ConfigError if it is unreadable or the run has no
-    checkpoint.
+    """Read the config of an evaluation. Raises a ConfigError if it is bad or the run has no checkpoint.
 
     Args:
         path: a config file, or the output directory of a run: then the model is its newest checkpoint.

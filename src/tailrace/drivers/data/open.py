@@ -19,7 +19,7 @@ from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 
 Encoders = Callable[[PromptSettings], PromptEncoder]
-"""From a source to what encodes its prompts."""
+"""Returns the encoder of a source's prompts."""
 
 
 class DataKind(Protocol):

@@ -70,7 +70,7 @@ class Prover:
         noise = min(_off(before.cold, probe.initial), LEAST[dtype])
         self.limit = max(LEAST[dtype], SLACK * noise)
         self._known: dict[int, tuple[ProbeAnswer, Sequence[float]]] = {0: (before, probe.initial)}
-        """Its answers and the trainer's: before the first load, and those of the last that arrived."""
+        """Answers of engine and trainer, by version: before the first load, and the last that arrived."""
 
     def judge(self, version: int, probe: Probe, answer: ProbeAnswer, seconds: float = 0.0) -> Arrival:
         """Return the differences, and why a publication has not arrived, if it has not."""

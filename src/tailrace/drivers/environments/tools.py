@@ -128,7 +128,7 @@ class Answer(NamedTuple):
     """Answer of a call, or the reason why it returned nothing."""
 
     problem: str
-    """One of PROBLEMS; empty: none."""
+    """Name of the problem (PROBLEMS); empty: none."""
     text: str
 
 
@@ -232,8 +232,8 @@ def in_thread(function: Function, arguments: Mapping[str, Any]) -> "asyncio.Futu
 
 
 def import_tools(settings: ToolsSettings) -> dict[str, Function]:
-    """Import the functions by their names. Raises a ConfigError if one cannot be imported, or two have one
-    name."""
+    """Import the functions by their names. Raises a ConfigError if one cannot be imported or is named
+    twice."""
     functions: dict[str, Function] = {}
     for spec in settings.functions:
         function = import_function(spec, "environment.functions")

@@ -1,5 +1,4 @@
-"""Checkers that a config can name: `function = "math"`. Each compares a completion with the ground truth of
-its row.
+"""Checkers that a config can name: `function = "math"`. Each compares a completion with its ground truth.
 
 The ground truth is the first of: the column that the argument `column` names, `reward_model.ground_truth` (as
 in verl's data), and the columns `ground_truth`, `solution` and `answer`.

@@ -81,8 +81,7 @@ def _writing_state(folder: Path, state: State, ranks: Ranks, *, copied: bool) ->
 
 
 def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
-    """In which of its files a rank writes each tensor. torch holds a whole file in memory, twice, and writes
-    one after another."""
+    """Choose the file of a rank for each tensor. torch holds each whole file in memory, twice, in turn."""
     files, size = {}, 0
     for name, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size() // ranks.num_ranks
@@ -135,7 +134,7 @@ def _must_match(place: Path, found: Shapes, wanted: Shapes) -> None:
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Without the warning that torch.distributed is not used."""
+    """Suppress the warning that torch.distributed is not used."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

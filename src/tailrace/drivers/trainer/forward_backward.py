@@ -151,7 +151,7 @@ class ForwardBackward:
 
     policy: PolicyModel
     critic: Critic | None
-    """For advantages by gae."""
+    """Critic for advantages by gae; None without."""
     published: PublishedPolicy | None
     """The old policy where it is recomputed; None: old log-probs are the recorded ones."""
     algorithm: AlgorithmSettings

@@ -73,5 +73,5 @@ def _compared(tensor: Tensor) -> Tensor:
 
 
 def _distance(size: int, most: int) -> int:
-    """Between the elements of a sample of a tensor. It is odd, so that all columns of a matrix have some."""
+    """Distance of the sampled elements of a tensor. It is odd, so that all columns of a matrix have some."""
     return -(-size // most) | 1

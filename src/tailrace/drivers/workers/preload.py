@@ -32,7 +32,7 @@ _SERVER = os.getpid()
 
 
 def _die_with_server() -> None:
-    """In a child of the server. Its own children inherit this, too."""
+    """Let a child of the server die with it. The child's own children inherit this, too."""
     if os.getppid() == _SERVER:
         signal_on_parent_death(signal.SIGKILL, _SERVER)
 

@@ -68,7 +68,7 @@ LOG_END_BYTES = 8192
 LOOK_S = 1.0
 """Seconds between two looks whether a worker is stopped."""
 READ_AT_IMPORT = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_")
-"""How the names of variables begin that torch and transformers read when they are imported."""
+"""Prefixes of the variables that torch and transformers read when they are imported."""
 _M_MMAP_THRESHOLD = -3
 """Option of mallopt, from glibc's malloc.h."""
 Method = Literal["forkserver", "spawn"]

@@ -24,8 +24,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 CONTROLLER = "TAILRACE_CONTROLLER"
-"""The variable that tells a fork server whose it is: the controller may end before the server asks for its
-parent."""
+"""Tells a fork server whose it is: the controller may end before the server asks for its parent."""
 
 
 def signal_on_parent_death(number: signal.Signals, parent: int) -> None:

@@ -430,8 +430,7 @@ class RemoteTrainer:
         return (await _begin(self._replicas[0], TrainerWorker.ess, _training_samples(units, version)))[0]
 
     async def logprobs(self, sample: Sample) -> list[float]:
-        """The log-probs of a sample's completion tokens under the current weights, at the sampling
-        temperature."""
+        """Log-probs of a sample's completion under the current weights, at the sampling temperature."""
         return (await _begin(self._replicas[0], TrainerWorker.logprobs, TrainingSample.of(sample)))[0]
 
     async def reference_logprobs(self, sample: Sample) -> list[float]:

@@ -39,7 +39,7 @@ from tailrace.extras.serve.listening import HttpServer, bind
 T = TypeVar("T")
 
 ROUTED = "routed"
-"""In the place of a session's name: the name is in the header X-Session-ID, where routers look for it."""
+"""Stands for a session's name in the path: the name is in the header X-Session-ID, for routers."""
 MAX_BODY_BYTES = 32 * 2**20
 IDLE_TIMEOUT_S = 600.0
 """Agents think and act between two requests of a connection."""

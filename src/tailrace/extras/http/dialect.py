@@ -72,7 +72,7 @@ class Chunk:
 
 
 class Dialect(Protocol):
-    """How to speak to one server.
+    """The protocol of one server.
 
     Coroutines raise ServerRefused if the server refuses, and EngineDied if it cannot be reached.
     """
@@ -196,7 +196,7 @@ _SERVERS = {"vllm": ("vLLM", "VLLM_PYTHON"), "sglang": ("SGLang", "SGLANG_PYTHON
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started, with environment variables beside those of this process."""
+    """The start of a server, with environment variables beside those of this process."""
 
     command: tuple[str, ...]
     env: Mapping[str, str]

@@ -264,7 +264,7 @@ class HttpEngine(EngineProcess):
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loading = asyncio.Lock()
         self._num_loads = 0
-        """Under way or waiting."""
+        """Loads that are under way or wait."""
         self._open = asyncio.Event()
         """No load is under way or waits. New requests wait for it, so that they get the new weights."""
         self._open.set()
@@ -273,7 +273,7 @@ class HttpEngine(EngineProcess):
 
     @property
     def dialect(self) -> Dialect:
-        """How to speak to the server."""
+        """The protocol of the server."""
         return self.connection.dialect
 
     @override

@@ -125,8 +125,7 @@ async def detect(
     end_of_text: Collection[int],
     rendezvous: Callable[[Link], Awaitable[Address]],
 ) -> PipelineRl:
-    """Find out by one token what an engine can do. Raises as `call`. `end_of_text`: the model's tokens that
-    end a text."""
+    """Detect by one token what an engine can do. Raises as `call`. `end_of_text`: tokens that end a text."""
     stop = sorted({*end_of_text, *sampling.stop_token_ids})
     dialect = PipelineRl(client, sampling, stop, rendezvous)
     _, body = dialect.request(Attempt("probe", PROBE, 1, 0, greedy=True, salt="probe"))

@@ -20,7 +20,7 @@ from tailrace.types import Group, Prompt, Sample, SampleId
 PROMPT_TOKENS, PROBE_TOKENS = 32, 128
 """Tokens of a probe's prompt, and of its completion, at most."""
 PROBES = 16
-"""At most, until the completions have PROBE_TOKENS together: a completion may end early."""
+"""The most completions, until they have PROBE_TOKENS together: a completion may end early."""
 MEAN_LIMITS: Mapping[DTYPE, float] = {"float32": 0.01, "bfloat16": 0.15}
 MAX_LIMITS: Mapping[DTYPE, float] = {"float32": 0.05, "bfloat16": 3.0}
 """Limits of the largest difference, by the coarser type of server and trainer. Measured in bfloat16 with 135M
@@ -49,7 +49,7 @@ class Expected:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """How far log-probs may be off the trainer's: in the mean, and each of them."""
+        """Limits of the difference to the trainer's log-probs: in the mean, and of each."""
         settings = self.settings
         dtype: DTYPE = "float32" if {settings.dtype, self.trainer_dtype} == {"float32"} else "bfloat16"
         return (

@@ -37,7 +37,7 @@ class ServerJob(Job):
 
     health_key = "engine.health_timeout_s"
     command: tuple[str, ...]
-    """On another host the loopback address in it is that host's own."""
+    """Command of the server. On another host the loopback address in it is that host's own."""
     env: dict[str, str] = {}
     """Environment variables beside those of the controller."""
     plugins: Path | None = None

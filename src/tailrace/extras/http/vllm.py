@@ -96,9 +96,9 @@ class Vllm(Dialect):
 
     @override
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
-        """Without the seed. With one, vLLM draws for each request alone, which is slow, and its noise would
-        still depend on interruptions. On a CPU, version 0.32 dies if it computes the prompt of such a request
-        in parts (`CPU Generator does not use offset`)."""
+        """The request has no seed. With one, vLLM draws for each request alone, which is slow, and its noise
+        would still depend on interruptions. On a CPU, version 0.32 dies if it computes the prompt of such a
+        request in parts (`CPU Generator does not use offset`)."""
         sampling: dict[str, Any] = {
             "max_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
@@ -276,7 +276,7 @@ def _missing(
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:
-    """None: it is no vLLM; `tailrace serve` says that it is tailrace."""
+    """Parse a version. None: it is no vLLM; `tailrace serve` says that it is tailrace."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else None
 

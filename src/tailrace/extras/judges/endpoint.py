@@ -169,7 +169,7 @@ class AnswerCache:
 
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Between two attempts after a failure of the endpoint; doubled each time."""
+"""Pauses between attempts after a failure of the endpoint: the first, doubled up to the longest."""
 RETRIED = {408, 409, 425, 429, *range(500, 600)}
 """HTTP statuses of failures that may pass."""
 RETRY_TEMPERATURE = 1.0

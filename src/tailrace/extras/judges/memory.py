@@ -19,7 +19,7 @@ from tailrace.types import ITEM_BYTES
 IN_TRANSIT = 2
 """Layers on the device that do not stay there."""
 REWARD_MODEL, LANGUAGE_MODEL = "ForSequenceClassification", "ForCausalLM"
-"""How the architectures of config.json end."""
+"""Endings of the architectures in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LayerBudget:
     """The rule that divides the memory of a judge."""
 
     total_bytes: int | None
-    """For everything; None: without limit."""
+    """Bytes for everything; None: without limit."""
     num_layers: int
     layer_bytes: int
     """Bytes of the largest layer."""

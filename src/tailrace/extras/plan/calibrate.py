@@ -12,7 +12,7 @@ DECODING = ("bandwidth_efficiency", "decode_efficiency", "prefill_efficiency")
 NUM_STEPS = 64
 """Optimizer steps whose prompts give the lengths of the responses of a step."""
 PASSES = 8
-"""Until the efficiencies stay: links are not scaled, and an optimizer step reads memory, too."""
+"""Passes until the efficiencies stay: links are not scaled, and an optimizer step reads memory, too."""
 
 
 def calibrated(

@@ -386,8 +386,7 @@ def fit_rewards(run: Sequence[Timeline], workers: int) -> FitPart:
 
 
 def _service_s(scorings: list[Scoring], workers: int) -> list[float]:
-    """The seconds of each reward without the wait for a worker: one is free after the last rewards but
-    `workers`."""
+    """Seconds of each reward without the wait for a worker: one is free after the last but `workers`."""
     seconds, ends = [], [0.0] * workers
     for each in scorings:
         if each.reward is None:

@@ -74,7 +74,7 @@ class Term:
     text: str
 
     def value(self, row: LogRow) -> float | None:
-        """None where the row lacks a name."""
+        """Return the value; None: the row lacks a name."""
         dividend, *divisors = self.text.split(" / ")
         names = dividend.split(" + ")
         summands = [name for each in names if (name := each.removesuffix("?")) == each or name in row]
@@ -251,8 +251,7 @@ def _completed(form: PeerFormat, path: Path, row: LogRow, samples: float | None)
 
 
 def _dumped(form: PeerFormat, path: Path, mean: float) -> tuple[list[list[int]], float | None, list[str]]:
-    """Return the tokens of the dumped responses by group, how many responses a file has, and what is assumed
-    of them."""
+    """Return the tokens of dumped responses by group, the responses of a file, and the assumptions."""
     groups: dict[object, list[int | str]] = defaultdict(list)
     ends = re.compile(f"(^|/){form.dump}$")
     files = [file for file in sorted(path.rglob("*")) if form.dump and ends.search(file.as_posix())]

@@ -26,7 +26,7 @@ FINALISTS = 6
 LEAST = 8
 """Candidates that are measured at least."""
 MARGIN = 1.25
-"""How much slower than the best a candidate may be predicted to be."""
+"""A candidate is kept if it is predicted to take at most so many times as long as the best."""
 BUSY = 0.85
 """Share of the time from which a side counts as busy."""
 

@@ -133,7 +133,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How a program ended."""
+    """The end of a program."""
 
     end: Literal["exited", "timeout", "flood"]
     """How it ended: by itself, at its time limit, or by printing or storing too much. In the last two cases

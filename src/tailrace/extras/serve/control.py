@@ -157,7 +157,7 @@ class Control:
         self._lock = asyncio.Lock()
         self.paused = self.asleep = False
         self._is_updating = False
-        """Between start and finish of an update."""
+        """Whether an update has started and not finished."""
         self._kv: KV = "keep"
         """Whether the next load keeps the KV cache; set by the pause before it."""
 

@@ -103,7 +103,7 @@ class Body(BaseModel):
 
 
 class SamplingFields(Body):
-    """How to sample."""
+    """Fields of sampling."""
 
     n: int = Field(default=1, ge=1, le=256)
     temperature: float | None = Field(default=None, ge=0, le=1000)
@@ -145,8 +145,8 @@ class StreamOptions(BaseModel):
 
 
 class ServingFields(Body):
-    """How to reply. `cache_salt` and `priority` have no effect: the engine reuses no keys and values of other
-    weights, and serves in the order of arrival."""
+    """Fields of the reply. `cache_salt` and `priority` have no effect: the engine reuses no keys and values
+    of other weights, and serves in the order of arrival."""
 
     model: str | None = None
     request_id: Name | None = None
@@ -186,7 +186,7 @@ class ChatCompletionRequest(OpenAIFields):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     prompt_token_ids: PromptIds | None = None
-    """In place of the messages, as in vLLM."""
+    """Tokens in place of the messages, as in vLLM."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     add_generation_prompt: bool = True
@@ -266,7 +266,7 @@ class Delta:
     text: str | None = ""
     """Text that has become certain with the tokens."""
     finish: ReplyFinish | None = None
-    """None while the sample is unfinished."""
+    """Reason of the sample's end; None while it is unfinished."""
     stop_reason: int | str | None = None
     """The stop token or string that has ended it."""
     versions: list[Json] | None = None

@@ -39,7 +39,7 @@ from tailrace.errors import CheckpointError, ConfigError, ScheduleError, Version
 from tailrace.types import KV, Sample, SampleId
 
 STATE_FILE = "tinker.json"
-"""In a checkpoint of the run: where the service keeps the state."""
+"""File in a checkpoint of the run that names the state at the service."""
 CLAIM_S, CLAIM_PAUSE_S, CLOSE_S = 90.0, 5.0, 10.0
 """A service of `tailrace serve` keeps its trainer for a client that was killed for up to 30 s."""
 KEY_VARIABLE, CHECK_S = "TINKER_API_KEY", 10.0

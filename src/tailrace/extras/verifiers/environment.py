@@ -34,7 +34,7 @@ from tailrace.types import Prompt
 __all__ = ["ChatLoop", "VerifiersEnvironment", "open_verifiers"]
 
 HARNESS = "tailrace"
-"""Under this id verifiers finds `ChatLoop`."""
+"""Id under which verifiers finds `ChatLoop`."""
 sys.modules.setdefault(f"verifiers.v1.harnesses.{HARNESS}", sys.modules[__name__])
 
 

@@ -1,4 +1,4 @@
-"""When engines and the trainer were idle, and what they waited for.
+"""Idle times of engines and trainer, and their causes.
 
 The causes are read from what else the run log has at that time. Where several apply, the first of the list
 counts.
@@ -49,7 +49,7 @@ class IdleTime(NamedTuple):
 
 
 class IdleShare(NamedTuple):
-    """How long a lane was idle for one cause."""
+    """Time for which a lane was idle for one cause."""
 
     lane: str
     cause: str

@@ -30,7 +30,7 @@ class Straggler(NamedTuple):
     end_s: float
     tokens: int
     alone_s: float
-    """How long after the one before it."""
+    """Seconds after the one before it."""
 
 
 class RunView:
@@ -199,6 +199,6 @@ def _stragglers(timeline: Timeline) -> Iterator[Straggler]:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """So that engine-10 comes after engine-9."""
+    """Return a key by which engine-10 comes after engine-9."""
     letters = name.rstrip("0123456789")
     return letters, int(name[len(letters) :] or 0)

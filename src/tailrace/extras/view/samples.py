@@ -59,7 +59,7 @@ class SampleView(msgspec.Struct):
     spans: Sequence[tuple[str, int]]
     """[name of the version, tokens], in order."""
     tokens: TokenTable | None
-    """None if they were not recorded."""
+    """Tokens with their log-probs; None: they were not recorded."""
     note: str = ""
     """Why something is missing."""
 

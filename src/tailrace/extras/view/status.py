@@ -35,7 +35,7 @@ TIMES_LONGEST = 2.0
 NUM_RECENT = 1000
 """Durations that say what is usual."""
 MIN_SAMPLES, MIN_ROUNDS = 20, 2
-"""Before so many there is no usual time."""
+"""Samples and rounds before which there is no usual time."""
 MAX_WAITS = 8
 
 NUM_REQUESTS = 200
