@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from tailrace.clock import now
 from tailrace.errors import ConfigError
@@ -35,32 +34,6 @@ def bind(host: str, port: int, option: str) -> socket.socket:
     except OSError as why:
         problem = f"the server cannot listen there: {why}"
         raise ConfigError(option, f"{host}:{port}", problem, "choose another") from why
-
-
-class TimedProtocol(H11Protocol):
-    """Closes connections whose next request has no whole headers within `timeout_keep_alive`. uvicorn's own
-    limit ends with the first byte."""
-
-    _limit: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait."""
-        super().connection_made(transport)
-        self._expect_request()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._expect_request()
-        super().on_response_complete()
-
-    def _expect_request(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-        self._limit = self.loop.call_later(self.timeout_keep_alive, self._close_after, self.cycle)
-
-    def _close_after(self, last: RequestResponseCycle | None) -> None:
-        if self.cycle is last:  # no request has begun since
-            self.transport.close()
 
 
 class BoundedBodies:
@@ -99,7 +72,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         bound: where it listens; closed by its owner.
-        idle_timeout_s: in which the headers of a request must come, after the connection or the reply before.
+        idle_timeout_s: after which a connection without a next request is closed.
         shutdown_timeout_s: seconds that replies under way have to end after `stop`.
     """
 
@@ -108,7 +81,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             BoundedBodies(app),
-            http=TimedProtocol,
+            http="h11",
             ws="none",
             lifespan="off",
             log_level="warning",
