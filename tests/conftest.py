@@ -1,8 +1,10 @@
-"""Which tests are slow, which files begin first, and how many examples hypothesis draws.
+"""Which tests are slow, which files begin first, what was imported to collect them, and how many examples
+hypothesis draws.
 
 Its presence lets the tests import the helpers that stand beside it.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +18,18 @@ SLOW = ("benchmarks", "reproductions")
 """Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
 LONG = (
     "drivers/commands/test_train.py",
+    "controller/test_run.py",
+    "drivers/workers/test_process.py",
     "extras/http/test_http_generations.py",
     "drivers/trainer/test_fsdp.py",
-    "controller/test_run.py",
-    "extras/serve/test_self_test.py",
-    "drivers/commands/test_failing_runs.py",
-    "controller/test_interruption.py",
+    "extras/cluster/test_join.py",
+    "extras/serve/test_served_contract.py",
     "drivers/commands/test_signals.py",
+    "controller/test_interruption.py",
+    "drivers/commands/test_failing_runs.py",
+    "extras/http/test_three_endpoints.py",
+    "extras/plan/test_plan_from_a_run.py",
+    "drivers/workers/test_resident_memory.py",
     "ledger/test_books_close.py",
 )
 """Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one
@@ -34,6 +41,13 @@ with suppress(ModuleNotFoundError):  # `make install-check` has pytest alone
     settings.register_profile("few", max_examples=60)
     settings.register_profile("many", max_examples=300)
     settings.load_profile("few")
+
+
+IMPORTED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[IMPORTED] = frozenset(sys.modules)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,3 +66,9 @@ def place(item: pytest.Item, long: Sequence[str] = LONG) -> int:
 def config_path(tmp_path: Path) -> Path:
     """The config of a run small enough for a test."""
     return write_small_run(tmp_path)
+
+
+@pytest.fixture
+def imported(pytestconfig: pytest.Config) -> frozenset[str]:
+    """The modules that the collection of the tests has imported."""
+    return pytestconfig.stash[IMPORTED]

@@ -110,21 +110,18 @@ def test_a_run_killed_at_any_moment_and_resumed_trains_as_many_groups_and_none_t
     algorithm = ZERO_VARIANCE if every == 2 else AlgorithmSettings()
     whole = simulate(SCHEDULES_BY_NAME[name], settings, algorithm=algorithm)
     chance = random.Random(f"{name} {every}")
-    for trial in range(2):
-        kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
-        lineage, last, _ = lives(name, settings, kills, tmp_path / str(trial), algorithm)
-        trained = [
-            event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"
-        ]
-        assert last.totals.groups["trained"] == len(trained) == len(set(trained))
-        if name in FLUSHING:
-            assert last.run.parked.groups == []
-            continue
-        assert len(trained) == whole.totals.groups["trained"]
-        steps = [event.stats.num_steps for event in lineage if isinstance(event, Stepped)]
-        assert steps == list(range(1, len(whole.of(Stepped)) + 1))
-        rounds = [event.round for event in lineage if isinstance(event, RoundEnded)]
-        assert rounds == list(range(SETTINGS.rounds))
+    kills = iter([chance.uniform(0, whole.ended_s), chance.uniform(0, whole.ended_s / 2)])
+    lineage, last, _ = lives(name, settings, kills, tmp_path, algorithm)
+    trained = [event.prompt for event in lineage if isinstance(event, GroupEnded) and event.fate == "trained"]
+    assert last.totals.groups["trained"] == len(trained) == len(set(trained))
+    if name in FLUSHING:
+        assert last.run.parked.groups == []
+        return
+    assert len(trained) == whole.totals.groups["trained"]
+    steps = [event.stats.num_steps for event in lineage if isinstance(event, Stepped)]
+    assert steps == list(range(1, len(whole.of(Stepped)) + 1))
+    rounds = [event.round for event in lineage if isinstance(event, RoundEnded)]
+    assert rounds == list(range(SETTINGS.rounds))
 
 
 def test_serial_trains_the_same_prompts_after_a_crash(tmp_path: Path) -> None:

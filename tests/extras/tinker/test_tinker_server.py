@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym
 from tinker_cases import BASE, QUICKSTART, Server, clients_of, serving
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
@@ -55,6 +54,7 @@ def score(text: str, answer: str) -> float:
 
 
 def test_a_loop_of_reinforcement_learning_raises_the_reward(connect: Callable[[], Any]) -> None:
+    import reasoning_gym
     from tinker import types
 
     training = connect().create_lora_training_client(base_model=BASE).result()

@@ -22,7 +22,6 @@ from tailrace.types import SampleId, Span
 
 for package in ("plotly", "starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
@@ -38,6 +37,7 @@ SWITCHES = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with playwright.sync_playwright() as running:
         launched = running.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=list(SWITCHES))
         yield launched
