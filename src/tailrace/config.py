@@ -135,7 +135,7 @@ class RunConfig(Settings):
     """`name`: a built-in schedule, `package.module:function` or `path/to/file.py:function`. The other keys
     are the parameters of that schedule."""
     schedules: Mapping[str, Mapping[str, Any]] = {}
-    """Parameters of one schedule, by its name. They replace those of [schedule] if that is its name."""
+    """Parameters of one schedule, by its name. They replace those of [schedule] if `schedule.name` is it."""
     compare: Resumable[CompareSettings] = CompareSettings()
     plan: Resumable[PlanSettings] = PlanSettings()
     model: ModelSettings | None = None

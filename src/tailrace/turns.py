@@ -76,7 +76,7 @@ def branches_of(prompt_ids: Sequence[int], turns: Sequence[Turn], num_tokens: in
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, object]]:
-    """Return turns of the policy and answers of the environment as messages, of the last branch."""
+    """Return the last branch as chat messages: turns of the policy, answers of the environment."""
     messages: list[dict[str, object]] = []
     for turn in turns:
         if turn.begins_branch:

@@ -264,8 +264,7 @@ class Journal(NullJournal):
         return origins
 
     def _prune(self, newest: CheckpointRow) -> None:
-        """Remove data of checkpoints before the last two. The last but one serves if the newest is
-        damaged."""
+        """Remove data that only older checkpoints need. The last but one serves if the newest is damaged."""
         rows = [*self._checkpoints, newest]
         for old in rows[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest={}, steps_at={}, anchors={}))

@@ -229,7 +229,7 @@ def has_begun(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool
 
 
 def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bool:
-    """Return whether a run in the folder made an optimizer step, to be lost. Raises as `has_begun`."""
+    """Return whether a run in the folder has made an optimizer step. Raises as `has_begun`."""
     saved = any(path.name != UNTRAINED for path in checkpoints.glob("round_*"))
     return saved or _holds(settings, folder, _trained)
 

@@ -374,7 +374,7 @@ class Pool:
         rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
         """
         self._places, self._to_score = n, scored
-        self.progress.raced(n, next((group.num_required for group in self.groups), 0))
+        self.progress.end_after(n, next((group.num_required for group in self.groups), 0))
         self._park_losers()
         async for groups in self.stream(n):
             n -= len(groups)
@@ -507,7 +507,7 @@ class Pool:
             self._remove_member(sample, "late")
         while len(group.samples) < group.num_required and self._launch_member(group):
             pass
-        self.progress.lost(num_lost := max(0, group.num_required - len(group.samples)))
+        self.progress.need_fewer(num_lost := max(0, group.num_required - len(group.samples)))
         group.num_required -= num_lost
         if group.samples:
             self._advance(group)

@@ -33,7 +33,7 @@ class RolloutProgress:
         self._num_needed += group.num_required
         self.num_finished += len(group.kept)
 
-    def raced(self, num_groups: int, group_size: int) -> None:
+    def end_after(self, num_groups: int, group_size: int) -> None:
         """End the rollout after this number of groups."""
         self._limit = num_groups * group_size
 
@@ -47,8 +47,8 @@ class RolloutProgress:
                 self.num_finished += 1
                 self.lengths.add(sample.num_tokens)
 
-    def lost(self, num_members: int) -> None:
-        """Reduce the responses needed, after members of groups were lost."""
+    def need_fewer(self, num_members: int) -> None:
+        """Need fewer responses, after members of groups were lost."""
         self.num_launched -= num_members
         self._num_needed -= num_members
 

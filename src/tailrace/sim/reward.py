@@ -75,7 +75,7 @@ class SimRewards:
 
 
 class SimJudgedRewards:
-    """`Rewards` of one judge on each device of the engines. A text goes to the judge with the fewest."""
+    """`Rewards` of one judge on each device of the engines. A text goes to the shortest queue."""
 
     def __init__(self, cost: SimRewardSettings, judges: Sequence[SharedJudge], seed: int) -> None:
         self._cost, self._judges, self._seed = cost, judges, seed

@@ -229,7 +229,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _sendable(row: Mapping[str, Any]) -> dict[str, object]:
-    """Return the columns as plain values. Raises a BadRow that names one that no process can be sent."""
+    """Return the columns as plain values. Raises a BadRow that names one that cannot be serialised."""
     plain: dict[str, object] = {}
     for name, value in row.items():
         try:

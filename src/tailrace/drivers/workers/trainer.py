@@ -123,7 +123,7 @@ class TrainerWorker(Worker):
     events = (Listening, Stranded)
     _store: "TCPStore"
     _written: Future[None]
-    """Files of the last checkpoint that was begun."""
+    """Done when the last checkpoint that was begun is written."""
     _trainer: "TorchTrainer"
     _publisher: "Publisher | None"
     _initial: tuple[float, ...]
