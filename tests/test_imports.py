@@ -92,7 +92,7 @@ MAX_PRODUCT_LINES = {
     "extras.diagnose": 306,
     "extras.http": 2_220,
     "extras.judges": 1_086,
-    "extras.plan": 2_254,
+    "extras.plan": 2_252,
     "extras.sandbox": 794,
     "extras.serve": 1_736,
     "extras.tinker": 1_407,

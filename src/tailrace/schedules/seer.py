@@ -23,8 +23,7 @@ async def seer(
     The order matters when the engines have fewer slots than a round has samples.
 
     Args:
-        groups_per_round: groups of a rollout (R).
-        groups_per_step: groups of an optimizer step (U = B/K).
+        groups_per_round, groups_per_step: as in serial.
         order: as in streamrl.
     """
     run.pool.order = ORDERS[order]

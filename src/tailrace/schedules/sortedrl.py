@@ -45,8 +45,7 @@ async def sortedrl_on_policy(run: Run, groups_per_round: Count, groups_per_step:
     """On-policy mode: what an update interrupts is thrown away, and its prompts start again.
 
     Args:
-        groups_per_round: groups of a rollout batch (R).
-        groups_per_step: groups of an optimizer step (U).
+        groups_per_round, groups_per_step: as in sortedrl.
     """
     require_divisible(groups_per_round, groups_per_step)
     run.declare(staleness=0)

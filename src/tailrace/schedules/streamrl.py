@@ -39,9 +39,8 @@ async def streamrl_async(
     no token is older than in the paper.
 
     Args:
-        groups_per_round: groups of a batch, and of its optimizer step.
+        groups_per_round, order: as in streamrl.
         kv: as in pipelinerl.
-        order: as in streamrl.
     """
     run.declare(staleness=1)
     run.pool.order = ORDERS[order]

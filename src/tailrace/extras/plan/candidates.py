@@ -106,10 +106,6 @@ class Workload:
         return [self._longest[first : first + num_groups] for first in range(0, last, num_groups)]
 
 
-def _no_wait(load: Workload) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """A schedule with its parameters, and what bounds its time.
@@ -130,7 +126,7 @@ class Work:
     lag: float = 0
     steps: int = 1
     alive: float = inf
-    waited_tokens: Callable[[Workload], float] = _no_wait
+    waited_tokens: Callable[[Workload], float] = lambda load: 0.0
     stops: bool = True
     cycle: int = 1
 
@@ -226,10 +222,11 @@ def _in_turn(U: int, K: int, lags: Sequence[float], num_slots: int) -> Iterator[
             parameters = dict(groups_per_round=U, groups_launched=alive, staleness=int(lag))
             label = f"{alive} launched, staleness {lag:.0f}"
             yield Work("april", parameters, label, lag, alive=alive)
-    yield _restarted(4 * U, U)
+    work = replace(_rollout("sortedrl_on_policy", 4 * U, U), lag=0, steps=1, cycle=4)
+    yield replace(work, waited_tokens=lambda load: load.longest_of_step(4 * U, U))
     for race in _races(U):
         yield _race("tailbatch", U, race)
-        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=_no_wait)
+        yield replace(_race("tailbatch_async", U, race), lag=inf, waited_tokens=lambda load: 0.0)
     yield _sorted_races(U)
     for alive in (2 * U, 3 * U):
         parameters = dict(groups_per_round=U, groups_launched=alive)
@@ -268,12 +265,22 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
             label = f"{alive} in flight, window {window}"
             yield Work("windowed_fifo", parameters, label, lag, alive=alive, stops=False)
     for width in WIDTHS[:3]:
-        requests = ceil(width * U * K / num_engines)
-        parameters = dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
-        blocking = parameters | dict(ring_full="block", scoring_groups=ceil(2 * width * U))
-        batch = partial(_batch_steps, U * K / requests / num_engines)
-        label = f"{width:g} steps in flight"
-        yield Work("pipelinerl", blocking, label, inf, waited_tokens=batch, stops=False)
+        yield _always_full(width, U, K, num_engines)
+
+
+def _always_full(width: float, U: int, K: int, num_engines: int) -> Work:
+    """The requests of so many optimizer steps in flight at any time."""
+    requests = ceil(width * U * K / num_engines)
+    share = U * K / requests / num_engines  # samples of a step, for each request in flight
+    return Work(
+        "pipelinerl",
+        dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
+        | dict(ring_full="block", scoring_groups=ceil(2 * width * U)),
+        f"{width:g} steps in flight",
+        lag=inf,
+        waited_tokens=lambda load: share * load.mean_tokens,
+        stops=False,
+    )
 
 
 def _rollout(name: str, R: int, U: int | None = None) -> Work:
@@ -281,11 +288,6 @@ def _rollout(name: str, R: int, U: int | None = None) -> Work:
     steps, parameters = R // (U or R), dict(groups_per_round=R) | (dict(groups_per_step=U) if U else {})
     work = Work(name, parameters, f"{R} a rollout" if U else "", steps - 1, steps, alive=R)
     return replace(work, waited_tokens=lambda load: load.longest(R) / steps)
-
-
-def _restarted(R: int, U: int) -> Work:
-    work = replace(_rollout("sortedrl_on_policy", R, U), lag=0, steps=1, cycle=R // U)
-    return replace(work, waited_tokens=lambda load: load.longest_of_step(R, U))
 
 
 def _race(name: str, U: int, factor: float) -> Work:
@@ -315,10 +317,6 @@ def _sorted_races(U: int) -> Work:
 def _races(U: int) -> list[float]:
     """Factors that launch different numbers of groups."""
     return list({ceil(race * U): race for race in RACES}.values())
-
-
-def _batch_steps(samples: float, load: Workload) -> float:
-    return samples * load.mean_tokens
 
 
 def _widths(U: int, lag: float) -> list[int]:
