@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from reproductions.base import Paper, Span, Table, count, over_seeds
+from tailrace.drivers.commands.tables import check_output
 from tailrace.errors import ConfigError
 
 PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker", "verl", "staleness")
@@ -36,9 +37,7 @@ def simulate_paper(name: str, number: str | None, json_path: Path | None, seeds:
     """
     if name not in PAPERS:
         raise ConfigError("NAME", name, "it is not a paper of tailrace", f"choose from {', '.join(PAPERS)}")
-    if json_path and not json_path.parent.is_dir():
-        problem = f"there is no folder {json_path.parent}"
-        raise ConfigError("--json", str(json_path), problem, "choose a file in an existing folder")
+    check_output("--json", json_path)
     if seeds < 1:
         raise ConfigError("--seeds", seeds, "a figure needs one", "choose 1 or more")
     paper: Paper = import_module(f"reproductions.{name}").PAPER

@@ -118,6 +118,17 @@ def test_the_package_runs_as_a_module_and_tells_its_version() -> None:
     assert subprocess.run(words, capture_output=True, text=True).stdout == f"{tailrace.__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["compare", "eval", "diagnose", "simulate"])
+def test_an_answer_that_cannot_be_written_ends_a_command_before_it_works(
+    command: str, config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(config_path), "--json", str(tmp_path)]) == 2
+    assert f"--json = '{tmp_path}': it is a folder" in capsys.readouterr().err
+    if command != "simulate":  # which makes the folder
+        assert main([command, str(config_path), "--json", str(tmp_path / "none" / "a.json")]) == 2
+        assert f"there is no folder {tmp_path / 'none'}; choose a file in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["eval", "inspect"])
 def test_a_directory_without_a_run_is_named(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

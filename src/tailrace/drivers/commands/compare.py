@@ -35,7 +35,7 @@ from tailrace.drivers.assembly.schedule import (
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual
-from tailrace.drivers.commands.tables import open_console, print_table
+from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.errors import ConfigError
 from tailrace.record.events import Recorder
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, TRIAL_FIGURES, Row
@@ -72,6 +72,7 @@ def compare(
         output_dir: for the files of each schedule and compare.json.
         json_path: another file for the medians.
     """
+    check_output("--json", json_path)
     named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
     loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
     prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable

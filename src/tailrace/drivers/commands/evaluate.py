@@ -16,7 +16,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, say
 from tailrace.drivers.assembly.resumption import changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
-from tailrace.drivers.commands.tables import open_console
+from tailrace.drivers.commands.tables import check_output, open_console
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
@@ -40,6 +40,7 @@ def run(
         model: a Hugging Face folder with the weights, instead of the newest checkpoint or model.path.
         json_path: a file for the accuracy.
     """
+    check_output("--json", json_path)
     without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
     config = with_model_folder(evaluated_config(run, model, overrides))
     begin_start(config)

@@ -15,7 +15,7 @@ from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual, sim_settings
-from tailrace.drivers.commands.tables import open_console, print_table
+from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.record.events import Sink
@@ -43,6 +43,10 @@ def simulate(
         like: a run whose costs and lengths are taken instead of [sim].
         json_path: another file for the summary.
     """
+    if json_path:
+        with writing("--json", json_path):
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+    check_output("--json", json_path)
     loaded = load_config(config, overrides)
     if like:
         for key in (key for key in overrides if key.startswith("sim.")):

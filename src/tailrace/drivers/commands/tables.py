@@ -31,6 +31,13 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield console.print
 
 
+def check_output(option: str, path: Path | None) -> None:
+    """Raises a ConfigError if the file that an option names cannot be there, before anything starts."""
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+
+
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
     """Raise a ConfigError if the file that an option names cannot be written inside the block."""

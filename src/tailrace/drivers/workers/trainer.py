@@ -317,13 +317,7 @@ class TrainerWorker(Worker):
 
         job = self._job
         with self._connection.refusals():
-            self._trainer = TorchTrainer(
-                job.model,
-                job.trainer,
-                job.algorithm,
-                job.sampling,
-                ranks=ranks,
-            )
+            self._trainer = TorchTrainer(job.model, job.trainer, job.algorithm, job.sampling, ranks=ranks)
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
         self._publisher, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice

@@ -38,7 +38,7 @@ from tailrace.drivers.assembly import schedule as schedules_of
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.live import begin_start, check_live, rewind
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
-from tailrace.drivers.commands.tables import open_console, print_table
+from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.drivers.engine.proof import PREFIXES
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -79,6 +79,7 @@ def diagnose(
         schedules: A,B: instead of the config's.
         json_path: a file for the figures.
     """
+    check_output("--json", json_path)
     folder, console = RunFolder(run) if run.is_dir() else None, open_console()
     config = folder.read_config(overrides) if folder else load_config(run, overrides)
     if folder:
@@ -205,10 +206,8 @@ async def _log_ratios(
 ) -> NDArray[np.float64]:
     """Go back to each version, and score the tokens that it generated. Without learning all have the weights
     of version 0. Returns the parts of each token's log-ratio, and its place in [0, 1): [4, num_tokens]."""
-    trainer, engines = (
-        cast(RemoteTrainer, parts.trainer),
-        cycle(cast("list[SupervisedEngine]", parts.engines)),
-    )
+    trainer = cast(RemoteTrainer, parts.trainer)
+    engines = cycle(cast("list[SupervisedEngine]", parts.engines))
     by = {each: np.repeat(*np.array(each.spans).T) * learns for each in current}
     scores = {each: np.zeros((2, each.num_tokens)) for each in current}
     for version in np.unique(np.concatenate(list(by.values()))).tolist():

@@ -17,7 +17,7 @@ from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
-from tailrace.drivers.commands.tables import open_console, print_table, progress
+from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress
 from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.calibrate import calibrated
@@ -74,10 +74,8 @@ def plan(
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
     """
-    for option, path in (("--output", output), ("--json", json_path)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+    check_output("--output", output)
+    check_output("--json", json_path)
     given, log = with_lengths(_config(cluster, run, overrides), lengths), None
     config = given
     if run:

@@ -434,7 +434,5 @@ class TinkerEngine(OnOtherDevices, Engine):
     @override
     def usage(self) -> Usage:
         return Usage(
-            num_running=self._num_running,
-            num_generated=self._counter.num,
-            num_prefilled=self._num_prefilled,
+            num_running=self._num_running, num_generated=self._counter.num, num_prefilled=self._num_prefilled
         )

@@ -12,14 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-from tailrace.record.advisories import (
-    NUM_STEPS,
-    Advisory,
-    Figures,
-    advisories_of_steps,
-    last_steps,
-    sums,
-)
+from tailrace.record.advisories import NUM_STEPS, Advisory, Figures, advisories_of_steps, last_steps, sums
 from tailrace.record.events import Interval
 from tailrace.record.timeline import ServedRequest, Timeline, verb_of
 
