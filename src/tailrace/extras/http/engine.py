@@ -541,8 +541,7 @@ class HttpEngine(EngineProcess):
 
     @contextmanager
     def _until_death(self, work: Coroutine[Any, Any, T]) -> Iterator[asyncio.Future[T]]:
-        """Run a task for the block to wait for. The server's death (EngineDied) or the block's end cancels
-        it."""
+        """Run a task that the block waits for. The server's death (EngineDied) or the block cancels it."""
         self._tasks.add(task := asyncio.ensure_future(work))
         try:
             yield task
