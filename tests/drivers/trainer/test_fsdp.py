@@ -5,9 +5,10 @@ in one layout after another, and each layout runs its cases.
 """
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.drivers.trainer.distributed import Ranks, joined, listen
 from tailrace.drivers.trainer.trainer import TorchTrainer
+from tailrace.drivers.workers.process import preload
 from tailrace.errors import CheckpointError, ScheduleError
 
 HOST = "127.0.0.1"
@@ -95,6 +97,15 @@ def run(trainer: TorchTrainer, replicas: list[int], folder: Path, *, sleeps: boo
     return Outcome(stats, ess, {name: tensor.clone() for name, tensor in trainer.export_weights()})
 
 
+def told(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
+    """Work, and leave the traceback of an error."""
+    try:
+        work(number, ports, models, folder)
+    except BaseException:
+        (folder / f"{number}.error").write_text(traceback.format_exc())
+        raise
+
+
 def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
     torch.set_num_threads(1)
     for (num_ranks, num_replicas), port in ports.items():
@@ -145,9 +156,13 @@ def models(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return {"tied": model_path, "moe": moe}
 
 
+Alone = Callable[[str], Outcome]
+"""The outcome of a case in one process. It leaves a checkpoint."""
+
+
 @pytest.fixture(scope="module")
-def alone(models: dict[str, Path], folder: Path) -> dict[str, Outcome]:
-    return {case: run(make(models, case), [0, 1], folder / f"alone {case}") for case in CASES}
+def alone(models: dict[str, Path], folder: Path) -> Alone:
+    return cache(lambda case: run(make(models, case), [0, 1], folder / f"alone {case}"))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +175,8 @@ Together = Mapping[Layout, list[dict[str, Outcome]]]
 
 
 @pytest.fixture(scope="module")
-def together(models: dict[str, Path], alone: dict[str, Outcome], folder: Path) -> Together:
+def together(models: dict[str, Path], alone: Alone, folder: Path) -> Together:
+    alone("critic")
     return outcomes_of([layout for layout in LAYOUTS if layout not in SLOW], models, folder)
 
 
@@ -172,16 +188,17 @@ def slowly(models: dict[str, Path], together: Together, folder: Path) -> Togethe
 
 def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path) -> Together:
     stores = {layout: listen(HOST) for layout in layouts}
-    context = multiprocessing.get_context("forkserver")  # torch is imported once for all four
-    context.set_forkserver_preload(["tailrace.drivers.trainer.trainer"])
+    preload()  # its processes have no output
+    context = multiprocessing.get_context("forkserver")
     ports = {layout: store.port for layout, store in stores.items()}
     num_processes = max(ranks * replicas for ranks, replicas in layouts)
-    processes = [context.Process(target=work, args=(n, ports, models, folder)) for n in range(num_processes)]
+    processes = [context.Process(target=told, args=(n, ports, models, folder)) for n in range(num_processes)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * num_processes
+    errors = [path.read_text() for path in folder.glob("*.error")]
+    assert [process.exitcode for process in processes] == [0] * num_processes, errors
     return {
         (ranks, replicas): [
             torch.load(folder / f"{ranks}x{replicas} {n}.pt", weights_only=False)
@@ -215,11 +232,11 @@ def assert_equal(got: Outcome, wanted: Outcome, tolerance: float) -> None:
     [marked(layout, case) for layout, cases in LAYOUTS.items() for case in cases],
 )
 def test_many_processes_make_the_steps_of_one(
-    request: pytest.FixtureRequest, alone: dict[str, Outcome], fixture: str, layout: Layout, case: str
+    request: pytest.FixtureRequest, alone: Alone, fixture: str, layout: Layout, case: str
 ) -> None:
     tolerance = 3e-2 if case == "bfloat16" else 1e-5
     for outcomes in request.getfixturevalue(fixture)[layout]:
-        assert_equal(outcomes[case], alone[case], tolerance)
+        assert_equal(outcomes[case], alone(case), tolerance)
 
 
 def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together) -> None:
@@ -232,10 +249,10 @@ def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together) 
 @pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("case", ["token means", "experts"])
 def test_weights_are_published_with_the_names_of_the_files(
-    alone: dict[str, Outcome], models: dict[str, Path], folder: Path, case: str
+    alone: Alone, models: dict[str, Path], folder: Path, case: str
 ) -> None:
     names = load_file(models["moe" if case == "experts" else "tied"] / "model.safetensors").keys()
-    assert alone[case].weights.keys() == names
+    assert alone(case).weights.keys() == names
     assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
 
 
@@ -255,9 +272,9 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
 
 
 def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
-    together: Together, models: dict[str, Path], folder: Path
+    together: Together, alone: Alone, models: dict[str, Path], folder: Path
 ) -> None:
-    assert together[2, 1]
+    assert together[2, 1] and alone("low rank")
     got, wanted = (
         resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in ("2x1", "alone")
     )
