@@ -68,7 +68,7 @@ test-vllm-smoke: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 5 tests/extras/http/vllm/test_vllm_engine.py
 
 test-real: $(VENV)/dev.stamp $(SMOLLM2)
-	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py
+	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -k smollm2 tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers

@@ -1,4 +1,4 @@
-"""A tiny model on disk, and a deadline for whatever waits for a process."""
+"""A tiny model on disk, short waits, and a deadline for whatever waits for a process."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -11,6 +11,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from helpers.worker_cases import DEADLINE_S, VOCABULARY
 from tailrace import clock
+from tailrace.drivers.engine import supervised
+from tailrace.drivers.workers import process
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look more often for what is stopped, and restart what has died sooner."""
+    monkeypatch.setattr(process, "LOOK_S", 0.1)
+    monkeypatch.setattr(supervised, "FIRST_PAUSE_S", 0.1)
 
 
 @pytest.fixture(scope="session")

@@ -255,10 +255,8 @@ def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execut
 @both_ways
 @pytest.mark.usefixtures("method")
 def test_a_worker_that_is_stopped_too_long_is_ended_and_one_that_computes_is_not(
-    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute
 ) -> None:
-    monkeypatch.setattr(process_module, "LOOK_S", 0.1)
-
     async def main() -> None:
         worker = await start("work for ever", tmp_path, health_timeout_s=0.5)
         worker.begin(StandIn.obey)
@@ -312,10 +310,8 @@ def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(
 
 @pytest.mark.slow  # it imports torch for three fork servers
 def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
-    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, execute: Execute
 ) -> None:
-    monkeypatch.setattr(process_module, "LOOK_S", 0.1)
-
     async def main() -> None:
         worker = await start("obey", tmp_path, health_timeout_s=0.5)
         os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
