@@ -78,8 +78,6 @@ KNOWN_PRODUCTS = {
     ("drivers.assembly.workers", "extras.http.servers"),
     ("drivers.assembly.workers", "extras.tinker.client"),
     ("drivers.commands.simulate", "extras.plan.fit_command"),
-    ("drivers.workers.hosts", "extras.cluster.join"),
-    ("drivers.workers.hosts", "extras.cluster.ray"),
 }
 """Imports of a product by the heart or a driver. Each is to go; none may come."""
 
@@ -232,9 +230,7 @@ def test_only_workers_on_a_cluster_import_ray() -> None:
         if "ray" in {each.partition(".")[0] for each in names_imported(ast.walk(tree))}
     }
     assert importers == {"extras.cluster.ray"}
-    assert {importer for importer, other in EDGES if other == "extras.cluster.ray"} == {
-        "drivers.workers.hosts"
-    }
+    assert {importer for importer, other in EDGES if other == "extras.cluster.ray"} == {"extras.cluster.kind"}
 
 
 def test_the_architecture_page_names_every_room_and_every_root_file() -> None:

@@ -25,8 +25,14 @@ BUILT_IN: Mapping[str, str] = {
     "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
     "environment.agent": "tailrace.extras.agents.kind:Agents",
     "environment.verifiers": "tailrace.extras.verifiers.kind:TasksetEnvironments",
+    "host.local": "tailrace.drivers.workers.hosts:HostKind",
+    "host.join": "tailrace.extras.cluster.join:JoinHost",
+    "host.ray": "tailrace.extras.cluster.kind:RayHost",
     "judge.endpoint": "tailrace.extras.judges.kinds:EndpointJudges",
     "judge.local": "tailrace.extras.judges.kinds:LocalJudges",
+    "weights.shared_memory": "tailrace.drivers.weights.transports:SharedMemory",
+    "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
+    "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
 }
 EXTRAS: Mapping[str, str] = {}

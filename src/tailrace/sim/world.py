@@ -25,11 +25,7 @@ from tailrace.errors import ConfigError
 from tailrace.sim.settings import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MEDIAN_TOKENS,
-    EmpiricalSettings,
-    RecordedSettings,
     SimLengthSettings,
-    TableSettings,
-    UniformSettings,
 )
 from tailrace.types import Prompt, Sample
 
@@ -88,20 +84,19 @@ class _RecordedLength(msgspec.Struct):
 def law_of(settings: SimLengthSettings, recorded: Mapping[tuple[int, int], int] | None = None) -> Law:
     """Return the distribution of lengths, without the limit. Raises a ConfigError if the file of an empirical
     distribution cannot be read. `recorded`: lengths of `read_recorded`; None: they are read."""
-    match settings.distribution:
-        case None:
-            median, sigma = settings.median_tokens or DEFAULT_MEDIAN_TOKENS, settings.sigma
-            return lambda z: median * math.exp(sigma * z)
-        case UniformSettings(min_tokens=low, max_tokens=high):
-            return lambda z: low + _STANDARD.cdf(z) * (high + 1 - low)
-        case TableSettings(tokens=tokens, shares=shares):
-            total = math.fsum(shares)
-            below = [*accumulate(share / total for share in shares)][:-1]
-            return lambda z: tokens[bisect(below, _STANDARD.cdf(z))]
-        case EmpiricalSettings(path=path):
-            return _law_of_lengths(read_lengths(path))
-        case RecordedSettings(path=path):
-            return _law_of_lengths((recorded or read_recorded(path)).values())
+    if (found := settings.distribution) is None:
+        median, sigma = settings.median_tokens or DEFAULT_MEDIAN_TOKENS, settings.sigma
+        return lambda z: median * math.exp(sigma * z)
+    if found.kind == "uniform":
+        low, width = found.min_tokens, found.max_tokens + 1 - found.min_tokens
+        return lambda z: low + _STANDARD.cdf(z) * width
+    if found.kind == "table":
+        tokens, total = found.tokens, math.fsum(found.shares)
+        below = [*accumulate(share / total for share in found.shares)][:-1]
+        return lambda z: tokens[bisect(below, _STANDARD.cdf(z))]
+    if found.kind == "empirical":
+        return _law_of_lengths(read_lengths(found.path))
+    return _law_of_lengths((recorded or read_recorded(found.path)).values())
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -192,8 +187,8 @@ class Lengths:
     """
 
     def __init__(self, settings: SimLengthSettings, seed: int) -> None:
-        recorded = settings.distribution
-        self._recorded = read_recorded(recorded.path) if isinstance(recorded, RecordedSettings) else {}
+        found = settings.distribution
+        self._recorded = read_recorded(found.path) if found and found.kind == "recorded" else {}
         self._seed, self._law = seed, law_of(settings, self._recorded)
         self._shared, self._own = math.sqrt(settings.correlation), math.sqrt(1 - settings.correlation)
         self._drift = math.log(settings.drift) / 100

@@ -15,7 +15,6 @@ from tailrace.drivers.weights.settings import (
     FilesystemSettings,
     SharedMemorySettings,
     WeightsSettings,
-    in_run_folder,
 )
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
@@ -81,11 +80,11 @@ def test_settings_of_another_transport_are_refused() -> None:
 
 def test_versions_go_to_the_folder_of_the_run_unless_another_one_is_named() -> None:
     run, other = Path("run"), FilesystemSettings(folder=Path("other"))
-    assert in_run_folder(FilesystemSettings(), run) == FilesystemSettings(
+    assert FilesystemSettings().in_run_folder(run) == FilesystemSettings(
         folder=Path("run/weights").absolute()
     )
-    assert in_run_folder(other, run) == other
-    assert in_run_folder(SharedMemorySettings(), run) == SharedMemorySettings()
+    assert other.in_run_folder(run) == other
+    assert SharedMemorySettings().in_run_folder(run) == SharedMemorySettings()
 
 
 async def fails(message: str) -> None:

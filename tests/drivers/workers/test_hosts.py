@@ -21,7 +21,7 @@ from tailrace.drivers.weights.settings import (
 )
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings, RoleResources
 from tailrace.drivers.workers.engine import EngineJob
-from tailrace.drivers.workers.hosts import check_host, where_workers_run
+from tailrace.drivers.workers.hosts import check_host, host_kind
 from tailrace.drivers.workers.trainer import TrainerJob, process_names, trainer_jobs
 from tailrace.errors import ConfigError
 from tailrace.extras.http.server import ServerJob
@@ -151,10 +151,10 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_file_with_rewards_is_in_the_working_directory_of_a_worker_on_another_node() -> None:
     named = RewardSettings(function="/home/me/rewards.py:score")
-    assert where_workers_run(RAY, named).function == "rewards.py:score"
-    assert where_workers_run(LocalHostSettings(), named) == named
+    assert host_kind(RAY).rewards_there(named).function == "rewards.py:score"
+    assert host_kind(LocalHostSettings()).rewards_there(named) == named
     module = RewardSettings(function="package.rewards:score")
-    assert where_workers_run(RAY, module) == module
+    assert host_kind(RAY).rewards_there(module) == module
 
 
 def job(weights: WeightsSettings) -> TrainerJob:

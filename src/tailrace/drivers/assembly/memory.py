@@ -10,11 +10,9 @@ from pathlib import Path
 from tailrace.config import RunConfig
 from tailrace.contracts.memory import MIB, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, TrainerSettings
-from tailrace.contracts.weights import KEPT_VERSIONS
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.reward.kinds import judge_kind
 from tailrace.drivers.trainer.adapter import adapted_modules
-from tailrace.drivers.weights.settings import ProcessGroupSettings, SharedMemorySettings
 from tailrace.model_folder import context_length
 from tailrace.types import ITEM_BYTES
 
@@ -34,8 +32,7 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
     modules = adapted_modules(config.model.path, trainer.lora) if trainer.lora else {}
     adapter = sum(map(sum, modules.values())) * (trainer.lora.rank if trainer.lora else 0)
     published = 4 * adapter if trainer.adapter else ITEM_BYTES[engine.dtype] * shape.num_parameters
-    kept = KEPT_VERSIONS * isinstance(config.weights, ProcessGroupSettings)
-    kept += (KEPT_VERSIONS + 1) * isinstance(config.weights, SharedMemorySettings)
+    kept = config.weights.kept
     on_cpu, copies = trainer.device == "cpu", 4 * shape.num_parameters + published
     if host.starts("trainer"):
         yield trainer_memory(config, shape, longest, adapter, copies if on_cpu else 0)

@@ -11,7 +11,6 @@ from tailrace import clock
 from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
-from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config
@@ -163,7 +162,7 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_nccl(config: RunConfig) -> None:
     """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
     placement, engine = config.placement, config.engine
-    if not isinstance(config.weights, ProcessGroupSettings) or config.weights.backend != "nccl":
+    if not config.weights.uses_nccl:
         return
     native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
     used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]

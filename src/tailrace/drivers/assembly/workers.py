@@ -21,10 +21,9 @@ from tailrace.drivers.engine.settings import NativeEngineSettings, TinkerEngineS
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.reward.kinds import Judge, judge_kind
-from tailrace.drivers.weights.settings import in_run_folder
 from tailrace.drivers.workers.calls import Job, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
-from tailrace.drivers.workers.hosts import open_spawner, where_workers_run
+from tailrace.drivers.workers.hosts import host_kind
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.drivers.workers.reward import RewardPool
 from tailrace.drivers.workers.reward_process import RewardJob, RewardWorker
@@ -74,14 +73,7 @@ async def open_workers(
         NotArrived: an engine did not get a publication after a restart either.
     """
     devices = device_map(config)
-    opened = open_spawner(
-        config.host,
-        engine=config.engine,
-        trainer=config.trainer,
-        reward=config.reward,
-        needs_reference=config.algorithm.needs_reference,
-        folder=folder,
-    )
+    opened = host_kind(config.host).open(config, folder)
     begun = _at_service if isinstance(config.engine, TinkerEngineSettings) else _started
     with trainer_cpus_reserved(devices):
         async with opened as spawner, begun(config, folder, tokenizer, life, devices, spawner) as workers:
@@ -107,7 +99,7 @@ async def _rewards(
     config: RunConfig, tokenizer: Tokenizer, start: StartWorker, closing: list[Callable[[], Awaitable[None]]]
 ) -> tuple[RewardPool | None, tuple[Judge, ...]]:
     """Start the reward workers, if reward functions are called, and the judges."""
-    reward, pool = where_workers_run(config.host, config.reward), None
+    reward, pool = host_kind(config.host).rewards_there(config.reward), None
     if calls_reward_functions(config):
         assert config.data
         job = RewardJob(reward=reward, data=config.data)
@@ -202,7 +194,7 @@ async def _started(
         trainer=trainer,
         algorithm=algorithm,
         sampling=sampling,
-        weights=in_run_folder(config.weights, folder),
+        weights=config.weights.in_run_folder(folder),
         published_dtype="float32" if trainer.adapter else engine.dtype,
         checkpoints=folder.absolute() if life is not None else None,
         probe=probe,

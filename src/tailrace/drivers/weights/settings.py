@@ -1,10 +1,12 @@
 """The [weights] section."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, Tag
+from typing_extensions import override
 
+from tailrace.contracts.weights import KEPT_VERSIONS
 from tailrace.settings import RunPath, Settings, default_tag
 
 
@@ -16,12 +18,33 @@ class ProbeSettings(Settings):
     tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
     without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
 
+    one_host: ClassVar[bool] = False
+    """Whether trainer and engines must be on one host."""
+    kept: ClassVar[int] = 0
+    """Publications in the memory of the trainer's host."""
+
+    @property
+    def needs_address(self) -> bool:
+        """Whether engines reach the trainer at an address that the settings do not give."""
+        return False
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether weights go from one GPU to another."""
+        return False
+
+    def in_run_folder(self, run_folder: Path) -> Self:
+        """Return the settings with a folder, where the transport needs one."""
+        return self
+
 
 class SharedMemorySettings(ProbeSettings):
     """Trainer and engines on one host: files in shared memory."""
 
     transport: Literal["shared_memory"] = "shared_memory"
     """Selects this transport."""
+    one_host: ClassVar[bool] = True
+    kept: ClassVar[int] = KEPT_VERSIONS + 1
 
 
 class FilesystemSettings(ProbeSettings):
@@ -35,12 +58,18 @@ class FilesystemSettings(ProbeSettings):
     shard_bytes: int = Field(default=5_000_000_000, ge=1)
     """Size of a safetensors file, at most, unless one tensor is larger."""
 
+    @override
+    def in_run_folder(self, run_folder: Path) -> Self:
+        folder = self.folder or (run_folder / "weights").absolute()
+        return self.model_copy(update={"folder": folder})
+
 
 class ProcessGroupSettings(ProbeSettings):
     """A torch.distributed process group for each engine."""
 
     transport: Literal["process_group"] = "process_group"
     """Selects this transport."""
+    kept: ClassVar[int] = KEPT_VERSIONS
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: host memory and TCP. nccl: CUDA devices, not shared by trainer and engine."""
     host: str = "127.0.0.1"
@@ -52,6 +81,16 @@ class ProcessGroupSettings(ProbeSettings):
     """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
     `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
 
+    @property
+    @override
+    def needs_address(self) -> bool:
+        return "host" not in self.model_fields_set
+
+    @property
+    @override
+    def uses_nccl(self) -> bool:
+        return self.backend == "nccl"
+
 
 WeightsSettings = Annotated[
     Annotated[SharedMemorySettings, Tag("shared_memory")]
@@ -59,10 +98,3 @@ WeightsSettings = Annotated[
     | Annotated[ProcessGroupSettings, Tag("process_group")],
     default_tag("shared_memory", "transport"),
 ]
-
-
-def in_run_folder(settings: WeightsSettings, run_folder: Path) -> WeightsSettings:
-    """Return the settings with a folder, where the transport needs one."""
-    if isinstance(settings, FilesystemSettings) and settings.folder is None:
-        return settings.model_copy(update={"folder": (run_folder / "weights").absolute()})
-    return settings

@@ -6,6 +6,7 @@ and nothing of the package that needs more.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -15,25 +16,39 @@ from tailrace.contracts.weights import Link, TensorInfo, Weights, WeightSender
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.drivers.weights.manifest import check_tensors
 from tailrace.drivers.weights.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings, WeightsSettings
+from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed
 from tailrace.model_folder import weight_files
 
+Adapter = Mapping[str, object] | None
+"""The peft config of an adapter, as of FilesystemSender."""
 
-def open_sender(
-    settings: WeightsSettings, model: Path, adapter: Mapping[str, object] | None, device: str
-) -> WeightSender:
-    """Return the trainer's half of a transport. `adapter`: as of FilesystemSender. Raises a ConfigError if
-    the transport cannot work here."""
-    match settings:
-        case FilesystemSettings(folder=folder, shard_bytes=shard_bytes):
-            assert folder is not None
-            return FilesystemSender(folder, model, shard_bytes, adapter)
-        case ProcessGroupSettings():
-            return ProcessGroupSender(settings, device)
-        case _:
-            return FilesystemSender.in_shared_memory()
+
+class SharedMemory:
+    """A kind of transport: `sender` makes the trainer's half, or raises a ConfigError."""
+
+    def sender(self, settings: Any, model: Path, adapter: Adapter, device: str) -> WeightSender:
+        return FilesystemSender.in_shared_memory()
+
+
+class Filesystem:
+    """The transport by folders."""
+
+    def sender(
+        self, settings: FilesystemSettings, model: Path, adapter: Adapter, device: str
+    ) -> WeightSender:
+        assert settings.folder is not None
+        return FilesystemSender(settings.folder, model, settings.shard_bytes, adapter)
+
+
+class ProcessGroup:
+    """The transport by a process group for each engine."""
+
+    def sender(
+        self, settings: ProcessGroupSettings, model: Path, adapter: Adapter, device: str
+    ) -> WeightSender:
+        return ProcessGroupSender(settings, device)
 
 
 class WeightReceiver:

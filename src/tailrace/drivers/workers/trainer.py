@@ -30,10 +30,11 @@ from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE, Address, Link, Probe, Weights, WeightSender
 from tailrace.drivers.engine.proof import SCORED
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
-from tailrace.drivers.weights.settings import ProcessGroupSettings, WeightsSettings
+from tailrace.drivers.weights.settings import WeightsSettings
 from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back, return_freed_tensors
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
+from tailrace.kinds import kind_of
 from tailrace.types import Sample, SampleId
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class TrainerJob(Job):
     def at(self, address: str) -> Self:
         """A process group whose host is left at its default listens on that address."""
         weights = self.weights
-        if isinstance(weights, ProcessGroupSettings) and "host" not in weights.model_fields_set:
+        if weights.needs_address:
             weights = weights.model_copy(update={"host": address})
         return self.model_copy(update={"weights": weights, "host": address})
 
@@ -358,11 +359,13 @@ class TrainerWorker(Worker):
 
 def _open_sender(job: TrainerJob) -> WeightSender:
     from tailrace.drivers.trainer.adapter import peft_config
-    from tailrace.drivers.weights.transports import open_sender
 
     adapter = job.trainer.adapter
     config = peft_config(job.model, adapter) if adapter else None
-    return open_sender(job.weights, job.model, config, job.trainer.device)
+    sender: WeightSender = kind_of("weights", job.weights.transport, "weights.transport").sender(
+        job.weights, job.model, config, job.trainer.device
+    )
+    return sender
 
 
 def process_names(trainer: TrainerSettings) -> list[str]:

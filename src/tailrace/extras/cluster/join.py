@@ -15,12 +15,16 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
+from pathlib import Path
 
 from typing_extensions import override
 
+from tailrace.config import RunConfig
 from tailrace.devices import Devices
+from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Channel, Hello, Job, Process, RemoteWorker, Spawner, Worker
+from tailrace.drivers.workers.hosts import HostKind
 from tailrace.drivers.workers.process import LocalSpawner, start_process
 from tailrace.errors import ConfigError, WorkerDied
 
@@ -145,13 +149,30 @@ class JoinSpawner(Spawner):
                 waiting.popleft().attach(expected.popleft())
 
 
+class JoinHost(HostKind):
+    """This host, and others from which workers join."""
+
+    @override
+    def check(self, host: LocalHostSettings, engine: EngineSettings) -> None:
+        if not host.starts("engine") and not isinstance(engine, NativeEngineSettings):
+            remedy = "write engine.urls for servers of other hosts"
+            raise ConfigError(
+                "host.join", "engine", f"no engine of the kind {engine.kind!r} can join", remedy
+            )
+
+    @override
+    @asynccontextmanager
+    async def open(self, config: RunConfig, folder: Path) -> AsyncIterator[Spawner]:
+        assert config.host.kind == "local"
+        async with open_joining(config.host, LocalSpawner(folder / "logs")) as spawner:
+            yield spawner
+
+
 @asynccontextmanager
 async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> AsyncIterator[Spawner]:
-    """Listen for workers of the roles that join, if there are any. Raises a ConfigError if this host cannot
+    """Listen for workers of the roles that join. Raises a ConfigError if this host cannot
     listen on the address."""
-    if settings.listen is None:
-        yield local
-        return
+    assert settings.listen
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         token = secrets.token_urlsafe(32)
