@@ -162,7 +162,7 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_nccl(config: RunConfig) -> None:
     """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
     placement, engine = config.placement, config.engine
-    if not config.weights.uses_nccl:
+    if getattr(config.weights, "backend", "") != "nccl":
         return
     native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
     used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]

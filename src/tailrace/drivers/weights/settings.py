@@ -26,12 +26,7 @@ class ProbeSettings(Settings):
     @property
     def needs_address(self) -> bool:
         """Whether engines reach the trainer at an address that the settings do not give."""
-        return False
-
-    @property
-    def uses_nccl(self) -> bool:
-        """Whether weights go from one GPU to another."""
-        return False
+        return "host" in type(self).model_fields.keys() - self.model_fields_set
 
     def in_run_folder(self, run_folder: Path) -> Self:
         """Return the settings with a folder, where the transport needs one."""
@@ -80,16 +75,6 @@ class ProcessGroupSettings(ProbeSettings):
     message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
     `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
-
-    @property
-    @override
-    def needs_address(self) -> bool:
-        return "host" not in self.model_fields_set
-
-    @property
-    @override
-    def uses_nccl(self) -> bool:
-        return self.backend == "nccl"
 
 
 WeightsSettings = Annotated[

@@ -25,11 +25,6 @@ class HostSettings(Settings):
         """Whether the run starts the workers of a role on the machine on which it is started."""
         return False
 
-    @property
-    def place(self) -> str:
-        """The name of the kind."""
-        return "ray"
-
 
 class LocalHostSettings(HostSettings):
     """The machine on which the run is started."""
@@ -46,11 +41,6 @@ class LocalHostSettings(HostSettings):
     @override
     def starts(self, role: Role) -> bool:
         return role not in self.join
-
-    @property
-    @override
-    def place(self) -> str:
-        return "join" if self.join else "local"
 
     @model_validator(mode="after")
     def _check_listen(self) -> "LocalHostSettings":

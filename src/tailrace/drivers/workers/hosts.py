@@ -34,7 +34,7 @@ class HostKind:
 
 def host_kind(host: AnyHostSettings) -> HostKind:
     """Return the kind of a host."""
-    kind: HostKind = kind_of("host", host.place)
+    kind: HostKind = kind_of("host", "join" if getattr(host, "join", ()) else host.kind)
     return kind
 
 

@@ -18,11 +18,19 @@ from typing import Any, SupportsFloat
 
 import httpx
 
+from tailrace import clock
 from tailrace.clock import now
+from tailrace.contracts.memory import ProcessMemory
 from tailrace.drivers.reward.calls import Call, column_of
 from tailrace.drivers.reward.kinds import Verdict
-from tailrace.drivers.reward.settings import AnswerSettings, EndpointJudgeSettings, JudgeSettings
+from tailrace.drivers.reward.settings import (
+    AnswerSettings,
+    EndpointJudgeSettings,
+    JudgeSettings,
+    RewardSettings,
+)
 from tailrace.errors import ConfigError, RewardFailed
+from tailrace.types import Prompt
 
 OWN_NAMES = ("prompt", "completion")
 """Names that a template may use besides the columns of the data."""
@@ -334,3 +342,22 @@ def _retry_after_s(reply: httpx.Response) -> float:
         return min(max(float(reply.headers["retry-after"]), 0.0), MAX_PAUSE_S)
     except (LookupError, ValueError):
         return 0.0
+
+
+class EndpointJudges:
+    """`JudgeKind` (drivers/reward/kinds.py) of models behind an endpoint."""
+
+    def check(
+        self, judge: EndpointJudgeSettings, reward: RewardSettings, host: str, prompts: Sequence[Prompt]
+    ) -> str | None:
+        check_template(judge, [prompt.row for prompt in prompts])
+        for prompt in prompts[:1]:
+            call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
+            return clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False)
+        return None
+
+    def memory(self, judge: EndpointJudgeSettings) -> Sequence[ProcessMemory]:
+        return ()
+
+    async def begin(self, judge: EndpointJudgeSettings, start: object, timeout_s: float) -> EndpointJudge:
+        return EndpointJudge(judge, timeout_s)

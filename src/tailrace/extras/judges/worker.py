@@ -1,16 +1,23 @@
 """A judge model in a process of its own, from both sides."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from tailrace.contracts.memory import ProcessMemory
+from tailrace.devices import check_device
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import Verdict
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
-from tailrace.errors import RewardFailed
-from tailrace.extras.judges.endpoint import messages_of, score_reader
+from tailrace.errors import ConfigError, RewardFailed
+from tailrace.extras.judges.endpoint import check_template, messages_of, score_reader
+from tailrace.extras.judges.memory import check_folder, judge_memory
+from tailrace.extras.judges.simulated import SimJudge, forward_pass
+from tailrace.sim.host import Host
+from tailrace.sim.settings import SimSettings
+from tailrace.types import Prompt
 
 if TYPE_CHECKING:
     from tailrace.extras.judges.local import ModelJudge
@@ -70,3 +77,30 @@ class RemoteJudge:
 
     async def close(self) -> None:
         """Do nothing: its worker ends with the run."""
+
+
+class LocalJudges:
+    """`JudgeKind` (drivers/reward/kinds.py) of models in processes of the run."""
+
+    def check(self, judge: LocalJudgeSettings, reward: object, host: str, prompts: Sequence[Prompt]) -> None:
+        check_template(judge, [prompt.row for prompt in prompts])
+        check_folder(judge)
+        if host != "local":
+            problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
+            raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
+        check_device("reward.judges.device", judge.device)
+
+    def memory(self, judge: LocalJudgeSettings) -> Sequence[ProcessMemory]:
+        return (judge_memory(judge),)
+
+    async def begin(
+        self, judge: LocalJudgeSettings, start: Callable[..., Awaitable[RemoteWorker]], timeout_s: float
+    ) -> RemoteJudge:
+        job = JudgeJob(threads=judge.threads, judge=judge)
+        return RemoteJudge(await start(JudgeWorker, f"judge-{judge.name}", job), judge)
+
+    def simulated(self, settings: SimSettings, hosts: Sequence[Host | None]) -> list[SimJudge]:
+        """Return the judges of [sim.rewards.judge], one on each device of the engines of these hosts."""
+        assert settings.cluster
+        forward = forward_pass(settings)
+        return [SimJudge(forward, host) for host in hosts for _ in range(settings.cluster.tensor_parallel)]

@@ -32,7 +32,6 @@ from tailrace.ledger.ledger import Totals
 from tailrace.ledger.prices import Prices
 from tailrace.sim.settings import (
     EmpiricalSettings,
-    RecordedSettings,
     SimClusterSettings,
     SimSettings,
     TableSettings,
@@ -219,7 +218,7 @@ def _with_sim(config: RunConfig, **changes: Any) -> RunConfig:
 def _with_table(sim: SimSettings) -> SimSettings:
     """Lengths of a run as a table, so that its files are read once."""
     distribution = sim.lengths.distribution
-    if not isinstance(distribution, EmpiricalSettings | RecordedSettings):
+    if distribution is None or distribution.kind not in ("empirical", "recorded"):
         return sim
     counts = sorted(Counter(read_lengths(distribution.path)).items())
     table = TableSettings(
