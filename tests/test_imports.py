@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import tailrace
+from tailrace.kinds import BUILT_IN
 
 PACKAGE = Path(tailrace.__file__).parent
 REPOSITORY = Path(__file__).parent.parent
@@ -173,6 +174,13 @@ def test_a_room_imports_only_what_its_table_allows(room: str) -> None:
 def test_the_heart_and_the_drivers_import_no_product_but_the_known_ones() -> None:
     found = {(importer, other) for importer, other in EDGES if room_of(other) in EXTRAS}
     assert {edge for edge in found if room_of(edge[0]) not in EXTRAS} == KNOWN_PRODUCTS
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_a_kind_of_this_package_is_a_class_of_it(kind: str) -> None:
+    """Kinds are named by strings, which no type checker reads."""
+    module, _, name = BUILT_IN[kind].partition(":")
+    assert name in set(types_defined(TREES[module.removeprefix("tailrace.")]))
 
 
 def test_the_rooms_have_an_order() -> None:

@@ -1,6 +1,7 @@
 """Rewards with the scores of judges, and what a run asks of a kind of judge."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -107,16 +108,19 @@ class WithJudges:
             return None
 
 
-class JudgeKind(Protocol):
+class JudgeKind(ABC):
     """A kind of judge. The settings are always those of this kind."""
 
+    @abstractmethod
     def check(self, judge: Any, reward: RewardSettings, host: str, prompts: Sequence[Prompt]) -> str | None:
         """Check a judge before anything starts; return a warning or None. Raises a ConfigError if it cannot
         score completions of these prompts. `host`: the kind of [host]."""
 
     def memory(self, judge: Any) -> Iterable[ProcessMemory]:
         """Estimate the memory of its processes on this machine, after `check`."""
+        return ()
 
+    @abstractmethod
     async def begin(self, judge: Any, start: Callable[..., Awaitable[Any]], timeout_s: float) -> Judge:
         """Return a judge; begin the start of its worker, if it has one, with `start` (kind, name, job)."""
 

@@ -4,7 +4,7 @@ This runs inside an inference server's environment too: it imports torch, safete
 and nothing of the package that needs more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,19 @@ from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed
 from tailrace.model_folder import weight_files
 
-Adapter = Mapping[str, object] | None
-"""The peft config of an adapter, as of FilesystemSender."""
-
 
 class SharedMemory:
-    """A kind of transport: `sender` makes the trainer's half, or raises a ConfigError."""
+    """A kind of transport. `sender` makes the trainer's half of these settings, model folder, adapter (as of
+    FilesystemSender; None: none) and device. Raises a ConfigError if the transport cannot work here."""
 
-    def sender(self, settings: Any, model: Path, adapter: Adapter, device: str) -> WeightSender:
+    def sender(self, *_: Any) -> WeightSender:
         return FilesystemSender.in_shared_memory()
 
 
 class Filesystem:
     """The transport by folders."""
 
-    def sender(
-        self, settings: FilesystemSettings, model: Path, adapter: Adapter, device: str
-    ) -> WeightSender:
+    def sender(self, settings: FilesystemSettings, model: Path, adapter: Any, device: str) -> WeightSender:
         assert settings.folder is not None
         return FilesystemSender(settings.folder, model, settings.shard_bytes, adapter)
 
@@ -45,9 +41,7 @@ class Filesystem:
 class ProcessGroup:
     """The transport by a process group for each engine."""
 
-    def sender(
-        self, settings: ProcessGroupSettings, model: Path, adapter: Adapter, device: str
-    ) -> WeightSender:
+    def sender(self, settings: ProcessGroupSettings, model: Path, adapter: Any, device: str) -> WeightSender:
         return ProcessGroupSender(settings, device)
 
 

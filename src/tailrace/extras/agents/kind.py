@@ -13,7 +13,7 @@ from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import AgentPrompts, RequestEncoder
 from tailrace.drivers.environments.open import EnvironmentKind
-from tailrace.drivers.environments.settings import AgentSettings, VerifiersSettings
+from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.agents.loop_thread import LoopThread
 from tailrace.importing import import_function, install
@@ -23,13 +23,11 @@ if TYPE_CHECKING:  # it needs packages that `check` looks for
 
 
 @asynccontextmanager
-async def serving(
-    settings: AgentSettings | VerifiersSettings, tokenizer: Tokenizer
-) -> AsyncIterator["tuple[SessionServer, LoopThread]"]:
+async def serving(kind: str, tokenizer: Tokenizer) -> AsyncIterator["tuple[SessionServer, LoopThread]"]:
     """Open the server that programs ask, and the thread of async functions, for the length of the block."""
     from tailrace.extras.agents.session import SessionServer
 
-    server, thread = SessionServer(tokenizer), LoopThread(settings.kind)
+    server, thread = SessionServer(tokenizer), LoopThread(kind)
     try:
         yield server, thread
     finally:
@@ -84,5 +82,5 @@ class Agents(Programs):
     ) -> AsyncIterator[Environment]:
         from tailrace.extras.agents.agents import AgentEnvironment, make_agent
 
-        async with serving(settings, tokenizer) as (server, thread):
+        async with serving(settings.kind, tokenizer) as (server, thread):
             yield AgentEnvironment(settings, make_agent(settings, thread), encoder, server)

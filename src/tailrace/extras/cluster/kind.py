@@ -32,13 +32,7 @@ class RayHost(HostKind):
 
         assert config.host.kind == "ray"
         reward, needs_reference = config.reward, config.algorithm.needs_reference
-        bundles = plan_bundles(
-            config.host,
-            engine=config.engine,
-            trainer=config.trainer,
-            reward=reward,
-            needs_reference=needs_reference,
-        )
+        bundles = plan_bundles(config.host, config.engine, config.trainer, reward, needs_reference)
         functions = [reward.function or "", *(each.function for each in reward.functions)]
         files = [file for function in functions if (file := _file_of(function))]
         async with open_ray(config.host, bundles, run=folder, files=files) as placed:

@@ -71,7 +71,6 @@ class Bundles:
 
 def plan_bundles(
     host: RayHostSettings,
-    *,
     engine: EngineSettings,
     trainer: TrainerSettings,
     reward: RewardSettings,

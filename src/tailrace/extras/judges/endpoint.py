@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import httpx
+from typing_extensions import override
 
 from tailrace import clock
 from tailrace.clock import now
-from tailrace.contracts.memory import ProcessMemory
 from tailrace.drivers.reward.calls import Call, column_of
-from tailrace.drivers.reward.kinds import Verdict
+from tailrace.drivers.reward.kinds import JudgeKind, Verdict
 from tailrace.drivers.reward.settings import (
     AnswerSettings,
     EndpointJudgeSettings,
@@ -344,9 +344,10 @@ def _retry_after_s(reply: httpx.Response) -> float:
         return 0.0
 
 
-class EndpointJudges:
-    """`JudgeKind` (drivers/reward/kinds.py) of models behind an endpoint."""
+class EndpointJudges(JudgeKind):
+    """Models behind an endpoint."""
 
+    @override
     def check(
         self, judge: EndpointJudgeSettings, reward: RewardSettings, host: str, prompts: Sequence[Prompt]
     ) -> str | None:
@@ -356,8 +357,6 @@ class EndpointJudges:
             return clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False)
         return None
 
-    def memory(self, judge: EndpointJudgeSettings) -> Sequence[ProcessMemory]:
-        return ()
-
+    @override
     async def begin(self, judge: EndpointJudgeSettings, start: object, timeout_s: float) -> EndpointJudge:
         return EndpointJudge(judge, timeout_s)

@@ -8,7 +8,7 @@ from typing_extensions import override
 from tailrace.contracts.memory import ProcessMemory
 from tailrace.devices import check_device
 from tailrace.drivers.reward.calls import Call
-from tailrace.drivers.reward.kinds import Verdict
+from tailrace.drivers.reward.kinds import JudgeKind, Verdict
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
 from tailrace.errors import ConfigError, RewardFailed
@@ -79,9 +79,10 @@ class RemoteJudge:
         """Do nothing: its worker ends with the run."""
 
 
-class LocalJudges:
-    """`JudgeKind` (drivers/reward/kinds.py) of models in processes of the run."""
+class LocalJudges(JudgeKind):
+    """Models in processes of the run."""
 
+    @override
     def check(self, judge: LocalJudgeSettings, reward: object, host: str, prompts: Sequence[Prompt]) -> None:
         check_template(judge, [prompt.row for prompt in prompts])
         check_folder(judge)
@@ -90,9 +91,11 @@ class LocalJudges:
             raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
         check_device("reward.judges.device", judge.device)
 
+    @override
     def memory(self, judge: LocalJudgeSettings) -> Sequence[ProcessMemory]:
         return (judge_memory(judge),)
 
+    @override
     async def begin(
         self, judge: LocalJudgeSettings, start: Callable[..., Awaitable[RemoteWorker]], timeout_s: float
     ) -> RemoteJudge:

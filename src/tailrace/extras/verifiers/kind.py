@@ -34,7 +34,7 @@ class TasksetEnvironments(Programs):
         from tailrace.extras.verifiers.environment import open_verifiers
 
         async with (
-            serving(settings, tokenizer) as (server, thread),
+            serving(settings.kind, tokenizer) as (server, thread),
             open_verifiers(settings, encoder, server, thread) as environment,
         ):
             yield environment
