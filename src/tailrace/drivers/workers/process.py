@@ -32,7 +32,6 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
@@ -283,7 +282,9 @@ class LocalProcess(Process):
         self.kill()
 
 
-@cache
+_STARTS: "dict[int, queue.SimpleQueue[Callable[[], None]]]" = {}
+
+
 def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
     """Tasks of the thread that starts processes. The kernel ends a fork server together with the thread that
     has started it, so that is a thread that lives as long as this process. `owner`: id of this process: a
@@ -294,9 +295,10 @@ def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
         while True:
             starts.get()()
 
-    threading.Thread(target=work, name="starts of workers", daemon=True).start()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tailrace.drivers.workers.preload"])
-    return starts
+    if _STARTS.setdefault(owner, starts) is starts:  # of two threads that ask at once, one is the first
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["tailrace.drivers.workers.preload"])
+        threading.Thread(target=work, name="starts of workers", daemon=True).start()
+    return _STARTS[owner]
 
 
 _first_variables: list[object] = []
