@@ -78,12 +78,11 @@ KNOWN_PRODUCTS = {
     ("drivers.assembly.live", "extras.tinker.client"),
     ("drivers.assembly.workers", "extras.http.servers"),
     ("drivers.assembly.workers", "extras.tinker.client"),
-    ("drivers.commands.simulate", "extras.plan.fit_command"),
 }
 """Imports of a product by the heart or a driver. Each is to go; none may come."""
 
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_299
-MAX_REACH = {"heart": 10_489, "train": 31_647, "whole": 42_950}
+MAX_REACH = {"heart": 10_489, "train": 31_647, "whole": 42_959}
 """Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package."""
 MAX_PRODUCT_LINES = {
     "extras.agents": 734,
@@ -91,7 +90,7 @@ MAX_PRODUCT_LINES = {
     "extras.diagnose": 305,
     "extras.http": 2_220,
     "extras.judges": 1_085,
-    "extras.plan": 2_250,
+    "extras.plan": 2_258,
     "extras.sandbox": 794,
     "extras.serve": 1_736,
     "extras.tinker": 1_405,

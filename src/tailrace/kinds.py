@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, str] = {
     "host.ray": "tailrace.extras.cluster.kind:RayHost",
     "judge.endpoint": "tailrace.extras.judges.endpoint:EndpointJudges",
     "judge.local": "tailrace.extras.judges.worker:LocalJudges",
+    "sim.fitted": "tailrace.extras.plan.fit_command:FittedSim",
     "weights.shared_memory": "tailrace.drivers.weights.transports:SharedMemory",
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",

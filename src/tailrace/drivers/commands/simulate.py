@@ -17,7 +17,7 @@ from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.fit_command import fitted_run
+from tailrace.kinds import kind_of
 from tailrace.record.events import Sink
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
 from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
@@ -52,7 +52,7 @@ def simulate(
         for key in (key for key in overrides if key.startswith("sim.")):
             remedy = f"remove it, or use the [sim] that tailrace fit {like} prints"
             raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
-        loaded = loaded.model_copy(update={"sim": fitted_run(like).sim})
+        loaded = loaded.model_copy(update={"sim": kind_of("sim", "fitted").sim(like)})
     schedule, name = resolve(loaded), str(loaded.schedule["name"])
     loaded = with_published_defaults(loaded)
     sim = sim_settings(loaded)

@@ -35,8 +35,7 @@ class EnvironmentKind:
         """Check what `open` needs and `tools` does not, before anything starts. Raises a ConfigError."""
 
     def tools(self, settings: Any) -> list[dict[str, object]]:
-        """Return the tools that each prompt describes to the model, as JSON schemas. Raises a ConfigError if
-        one cannot be imported or described."""
+        """Return the tools of each prompt as JSON schemas. Raises a ConfigError if one has no description."""
         return []
 
     def reads_template(self, settings: Any) -> bool:

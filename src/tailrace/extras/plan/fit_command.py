@@ -23,6 +23,7 @@ from tailrace.extras.plan.fit import Fit, fit
 from tailrace.extras.plan.peer_fit import fit_peer
 from tailrace.extras.plan.peers import read_peer
 from tailrace.rollout.profile import ProfileRow, measure
+from tailrace.sim.settings import SimSettings
 
 
 def fit_run(
@@ -98,6 +99,14 @@ async def _measured(
             rows.append(row)
             console.print(str(row))
     return rows
+
+
+class FittedSim:
+    """The kind of [sim] that `simulate --like` takes."""
+
+    def sim(self, run: Path) -> SimSettings:
+        """Return the costs of a run."""
+        return fitted_run(run).sim
 
 
 def fitted_run(path: Path, samples: int | None = None) -> Fit:
