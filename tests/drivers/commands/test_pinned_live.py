@@ -63,7 +63,7 @@ def trained_by(name: str, folder: Path, *words: str) -> tuple[list[Event], dict[
     return events, trained
 
 
-@pytest.mark.parametrize("name", ["dora", "laminar"])
+@pytest.mark.parametrize("name", ["dora", pytest.param("laminar", marks=pytest.mark.slow)])
 def test_samples_move_and_each_has_one_version(name: str, tmp_path: Path) -> None:
     events, trained = trained_by(name, tmp_path)
     moved = {event.sample for event in events if isinstance(event, RequestEnded) and event.outcome == "moved"}
