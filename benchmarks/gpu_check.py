@@ -221,13 +221,13 @@ def kv_budget(folder: Path, device: str) -> str | None:
     """Sequences that outgrow a small cache."""
     from tailrace.contracts.memory import ModelShape
     from tailrace.drivers.assembly.machine import CUDA_BYTES
-    from tailrace.drivers.assembly.memory import engine_memory
     from tailrace.drivers.engine.settings import NativeEngineSettings
+    from tailrace.drivers.kinds.native import engine_memory
 
     budget = 65_536
     settings = NativeEngineSettings(device=device, dtype="bfloat16", kv_cache_tokens=budget)
     shape = ModelShape.read(folder)
-    allowed = engine_memory(shape, settings, budget, on_gpu=True).device_bytes + CUDA_BYTES
+    allowed = engine_memory(shape, settings, budget).device_bytes + CUDA_BYTES
     peak = _peak_bytes(partial(_generate, folder, device, budget, 128, 1000))
     return f"the engine allocated {peak:,} bytes, counted were {allowed:,}" if peak > allowed else None
 

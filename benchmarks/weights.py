@@ -40,17 +40,21 @@ from common import run, save_model, write
 from engine import SIZES, VOCABULARY, Size
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.config import config_of
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.contracts.weights import DTYPE
-from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.devices import DeviceMap
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.kinds.base import Opening
 from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings, SharedMemorySettings
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 from tailrace.extras.http.engine import HttpEngine
-from tailrace.extras.http.servers import HttpEngines
+from tailrace.extras.http.kinds import HttpEngines, VllmServers
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -116,22 +120,18 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
         pairs: dict[str, Pair] = {name: (native, trainer) for name, trainer in trainers.items()}
         urls: tuple[str, ...] = ()
         for name, trainer in trainers.items() if vllm_python else ():
-            server = VllmEngineSettings(
-                python=vllm_python, urls=urls, args=("--enforce-eager",), env={"VLLM_CPU_KVCACHE_SPACE": "1"}
-            )
-            engines = HttpEngines(
-                model,
-                server,
-                SAMPLING,
-                spawner=LocalSpawner(logs),
-                devices=[None],
-                min_context=MAX_CONTEXT,
-                max_context=MAX_CONTEXT,
-                decode=lambda ids: " ".join(map(str, ids)),  # no stop strings
-                trainer=trainer,
-                trainer_settings=TrainerSettings(),
-            )
-            engine = await engines.begin(f"vllm-{name}", 0)
+            tree = {
+                "run": {"rounds": 1, "group_size": 1},
+                "schedule": {"name": "serial"},
+                "model": {"path": str(model)},
+                "data": {"kind": "rows", "path": "none.jsonl", "max_prompt_tokens": MAX_CONTEXT - NUM_TOKENS},
+                "sampling": {"max_completion_tokens": NUM_TOKENS},
+                "engine": {"kind": "vllm", "python": vllm_python, "urls": urls, "args": ["--enforce-eager"]},
+            }
+            tree["engine"] |= {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+            no_devices, spawner = DeviceMap((None,), (None,)), LocalSpawner(logs)
+            opening = Opening(config_of(tree), folder, None, load_tokenizer(model), spawner, no_devices)
+            engine = await HttpEngines(VllmServers(), opening, trainer).begin(f"vllm-{name}", 0)
             stack.push_async_callback(engine.close)
             await engine.ready()
             urls = (str(engine.connection.client.base_url),)  # the others join the first one's server

@@ -20,9 +20,10 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from tailrace.config import RunConfig
+from tailrace.kinds import sections_in
 from tailrace.rollout.admission import Admission
 from tailrace.schedules import SCHEDULES
-from tailrace.settings import CHOSEN, Settings, sections_in
+from tailrace.settings import CHOSEN, Settings
 
 INTRODUCTION = """\
 # Configuration

@@ -26,6 +26,7 @@ from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
+from tailrace.kinds import PlugIn, sections_in
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
 from tailrace.model_folder import find_folder, is_hub_id
@@ -33,6 +34,7 @@ from tailrace.record.base import RecordSettings
 from tailrace.rollout.placement import PlacementSettings
 from tailrace.settings import (
     CHOSEN,
+    PLUG_IN,
     RESUMABLE,
     InFolder,
     PlainPath,
@@ -40,7 +42,6 @@ from tailrace.settings import (
     Settings,
     absolute_function,
     marks_of,
-    sections_in,
 )
 from tailrace.sim.settings import SimSettings
 
@@ -338,7 +339,7 @@ def _tags(section: type[Settings] = Settings) -> set[str]:
     """The tags of unions of sections: pydantic writes them into the path of a key, and users do not."""
     fields = section.model_fields.values()
     kinds = [get_args(field.annotation) for field in fields if get_origin(field.annotation) is Literal]
-    own = {kind for kind, *others in kinds if not others}
+    own = {PLUG_IN} | {kind for kind, *others in kinds if not others}
     return own.union(*map(_tags, section.__subclasses__()))
 
 
@@ -393,6 +394,8 @@ def _make_paths_absolute(table: Any, sections: Sequence[type[Settings]], folder:
     for name, value in table.items() if isinstance(table, dict) else ():
         for field in _fields(sections, name):
             for mark in marks_of(field):
+                if isinstance(mark, PlugIn):
+                    mark.load(value)
                 if isinstance(mark, InFolder):
                     table[name] = _resolved(mark, value, folder)
             for each in value if isinstance(value, list) else [value]:

@@ -5,13 +5,19 @@ one as an entry point SECTION.NAME of the group `tailrace.kinds`, whose class ha
 """
 
 import importlib
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import ValidationInfo
+from pydantic_core import CoreSchema, core_schema
 
 from tailrace.errors import ConfigError, did_you_mean
 from tailrace.importing import described, install
+from tailrace.settings import Settings
 
 INTERFACE = 1
 """The `interface` of kinds of other packages. It rises when what is asked of a kind changes."""
@@ -20,6 +26,11 @@ BUILT_IN: Mapping[str, str] = {
     "data.reasoning_gym": "tailrace.drivers.data.open:ProceduralData",
     "data.mixture": "tailrace.drivers.data.open:MixtureData",
     "data.verifiers": "tailrace.extras.verifiers.kind:TasksetData",
+    "engine.native": "tailrace.drivers.kinds.native:Native",
+    "engine.vllm": "tailrace.extras.http.kinds:VllmServers",
+    "engine.sglang": "tailrace.extras.http.kinds:SglangServers",
+    "engine.pipelinerl": "tailrace.extras.http.kinds:PipelineRlEngines",
+    "engine.tinker": "tailrace.extras.tinker.kind:ServiceEngines",
     "environment.single_turn": "tailrace.drivers.environments.open:EnvironmentKind",
     "environment.tools": "tailrace.drivers.environments.open:ToolsEnvironments",
     "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
@@ -35,9 +46,16 @@ BUILT_IN: Mapping[str, str] = {
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
+    "trainer.torch": "tailrace.drivers.kinds.torch:Torch",
+    "trainer.tinker": "tailrace.extras.tinker.kind:ServiceTrainer",
 }
-EXTRAS: Mapping[str, str] = {}
+EXTRAS: Mapping[str, str] = {"engine.tinker": "tinker", "trainer.tinker": "tinker"}
 """The class of each kind of this package; the extra of the installation that some of them need."""
+
+
+def built_in(section: str) -> set[str]:
+    """Return the names of the kinds of this package."""
+    return {name for of, _, name in (each.partition(".") for each in BUILT_IN) if of == section}
 
 
 @cache
@@ -93,3 +111,45 @@ def entries(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
 
 def _package(entry: metadata.EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """Mark of a section of a kind of another package."""
+
+    section: str
+    found: dict[str, type[Settings]] = field(default_factory=dict, compare=False)
+    """The classes of those that were named."""
+
+    def of(self, name: str) -> type[Settings]:
+        """Return the class of the settings of a kind. Raises as `kind_of`."""
+        self.found[name] = kind_of(self.section, name).settings
+        return self.found[name]
+
+    def load(self, table: object) -> None:
+        """Import the kind that the table of a section names. Raises as `kind_of`."""
+        name = table.get("kind") if isinstance(table, dict) else None
+        if isinstance(name, str) and f"{self.section}.{name}" not in BUILT_IN:
+            self.of(name)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
+        def validated(value: Any, info: ValidationInfo) -> Settings:
+            if isinstance(value, Settings):
+                return value
+            settings = self.of(str(value["kind"]))
+            if info.mode == "json":
+                return settings.model_validate_json(json.dumps(value), strict=True)
+            return settings.model_validate(value)
+
+        as_it_is = core_schema.any_schema()
+        return core_schema.with_info_plain_validator_function(validated, serialization=as_it_is)
+
+
+def sections_in(annotation: Any) -> list[type[Settings]]:
+    """Return the sections that the type of a field may hold; of other packages, those that were named."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    for mark in annotation.__metadata__ if get_origin(annotation) is Annotated else ():
+        if isinstance(mark, PlugIn):
+            return list(mark.found.values())
+    return [section for part in get_args(annotation) for section in sections_in(part)]

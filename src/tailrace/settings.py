@@ -4,7 +4,7 @@ A section is defined in the `base.py` of the room that it configures; `config.py
 these modules imports torch, so a config is checked before torch is loaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -59,26 +59,25 @@ FolderOrName = Annotated[
 """A name, unless there is such a folder beside the config file."""
 
 
-def default_tag(default: str, key: str = "kind") -> Discriminator:
-    """Discriminator of a union of sections by a key that may be left out."""
+def default_tag(default: str, key: str = "kind", known: Collection[str] = ()) -> Discriminator:
+    """Discriminator of a union of sections by a key that may be left out. `known`: the tags, where
+    every other one is PLUG_IN."""
 
     def tag(value: Any) -> str:
-        return str(value.get(key, default) if isinstance(value, dict) else getattr(value, key, default))
+        name = str(value.get(key, default) if isinstance(value, dict) else getattr(value, key, default))
+        return PLUG_IN if known and name not in known else name
 
     return Discriminator(tag)
+
+
+PLUG_IN = "plug-in"
+"""The tag of kinds of other packages."""
 
 
 class Settings(BaseModel):
     """One section of the config. Numbers are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-def sections_in(annotation: Any) -> list[type[Settings]]:
-    """Return the sections that the type of a field may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections_in(part)]
 
 
 def marks_of(field: FieldInfo) -> Iterator[object]:

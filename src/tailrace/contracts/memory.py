@@ -12,8 +12,10 @@ from tailrace.model_folder import context_length, read_config, tensor_shapes
 MIB, GIB = 2**20, 2**30
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part of the trainer's state, for a parameter: AdamW has two moments, and all are float32."""
-TRANSFORMERS_BYTES = 350 * MIB
-"""A process that has imported torch and transformers; measured."""
+TORCH_BYTES, TRANSFORMERS_BYTES = 400 * MIB, 350 * MIB
+"""A process that has imported torch and serves; one that has imported torch and transformers; measured."""
+LOGIT_BYTES = 20
+"""Bytes of a float32 logit: scaled, normalised, exponentiated and their gradients. To sample takes less."""
 LEAST = (*STATE_BYTES, "one sequence")
 """The parts without which a process cannot work. The other parts of an estimate are upper bounds."""
 _BLOCK = re.compile(r"\.(\d+)\.")

@@ -1,8 +1,11 @@
 """The estimate of an engine's memory."""
 
+import pytest
+
 from tailrace.contracts.memory import ModelShape
-from tailrace.drivers.assembly.memory import engine_memory
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.kinds.native import engine_memory
+from tailrace.extras.http.kinds import server_memory
 
 SHAPE = ModelShape(
     num_parameters=1000,
@@ -21,20 +24,23 @@ def test_the_kv_cache_is_bounded_by_its_size_and_by_what_requests_can_fill() -> 
     settings = NativeEngineSettings(kv_cache_tokens=100_000_000, max_num_seqs=1000)
     tight = NativeEngineSettings(kv_cache_tokens=5_000_000, max_num_seqs=1000)
     for each, tokens in ((settings, 64_000_000), (tight, 5_000_000)):
-        held = engine_memory(SHAPE, each, 64_000, on_gpu=False).on_device
+        held = engine_memory(SHAPE, each, 64_000).on_device
         assert held["one sequence"] == 64_000 * SHAPE.kv_bytes(4)
         assert held["one sequence"] + held["KV cache"] == tokens * 64
 
 
 def test_an_engine_that_gets_adapters_keeps_them_beside_its_weights() -> None:
     settings = NativeEngineSettings(device="cuda")
-    plain, adapted = (engine_memory(SHAPE, settings, 100, each, on_gpu=True) for each in (0, 300))
+    plain, adapted = (engine_memory(SHAPE, settings, 100, each) for each in (0, 300))
     assert adapted.device_bytes - plain.device_bytes == 4 * 300
 
 
-def test_a_server_needs_room_for_weights_and_one_sequence_on_each_device() -> None:
+@pytest.mark.parametrize(("on_gpu", "device"), [(True, "cuda"), (False, "cpu")])
+def test_a_server_needs_room_for_weights_and_one_sequence_on_each_device(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, device: str
+) -> None:
+    monkeypatch.setattr(VllmEngineSettings, "on_gpu", on_gpu)
     settings = VllmEngineSettings(replicas=3, tensor_parallel_size=2, dtype="bfloat16")
-    need = engine_memory(SHAPE, settings, 100, on_gpu=True)
+    need = server_memory(SHAPE, settings, 100)
     assert need.on_device == {"weights": 1000, "one sequence": 100 * 32}
-    assert (need.device, need.num) == ("cuda", 3)
-    assert engine_memory(SHAPE, settings, 100, on_gpu=False).device == "cpu"
+    assert (need.device, need.num) == (device, 3)

@@ -325,7 +325,7 @@ def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
     rows = [line.split() for line in table]
     assert rows[0] == ["#", "process", "device", "threads", "dtype", "micro-batch", "memory"]
     assert rows[1][1:6] == ["trainer", "cpu", "1", "float32", "1,024"]
-    assert rows[2][1:7] == ["engine", "x", "2", "cpu", "1", "bfloat16"]
+    assert rows[3][1:7] == ["engine", "x", "2", "cpu", "1", "bfloat16"]
     assert any(line.startswith("# host memory, at most: ") and line.endswith("of 24.0 GiB") for line in table)
     assert "# engine.dtype = bfloat16: the processor has avx512_bf16" in table
     assert not any(line.startswith("# trainer.dtype") for line in table), "it was set"

@@ -12,7 +12,7 @@ from tailrace.config import RunConfig
 from tailrace.contracts.memory import ModelShape, ProcessMemory, gib
 from tailrace.contracts.trainer import FILE_BYTES, LoraSettings, TrainerSettings
 from tailrace.controller.base import RunSettings
-from tailrace.drivers.assembly.memory import pass_bytes, trainer_memory
+from tailrace.drivers.kinds.torch import pass_bytes, trainer_memory
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import DTYPES
 from tailrace.drivers.trainer.model import PolicyModel, hidden_states

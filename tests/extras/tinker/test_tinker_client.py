@@ -194,9 +194,11 @@ def test_a_sample_of_another_version_than_the_samplers_is_refused() -> None:
         settings = service_at("http://127.0.0.1:9")
         session = TinkerSession(None, settings, 32)
         session.samplers = {3: None}
+        session.opened.set()
         engine = TinkerEngine(
             session, settings, SamplingSettings(max_completion_tokens=8), TokenCounter(), str
         )
+        await engine.open()
         (sample,) = fresh_samples(1)
         sample.pin = 2
         with pytest.raises(VersionGone, match="engine-0 has version 3 only, and not 2"):
@@ -223,15 +225,18 @@ def test_a_stop_string_over_the_border_of_two_chunks_ends_a_completion(
         session = await TinkerSession.open(settings, 4)
         free = SamplingSettings(max_completion_tokens=12)
         trainer = TinkerTrainer(session, TrainerSettings(), AlgorithmSettings(), free)
-        await trainer.open()
+        await trainer.ready()
         engine = TinkerEngine(session, settings, free, TokenCounter(), decode)
+        await engine.open()
         whole, cut = fresh_samples(2)
         whole.group.prompt = Prompt(0, tokenizer.encode("12 + 34 =\n"))
         await engine.generate(whole)
         cut.seed, stop = whole.seed, decode(whole.completion_ids[1:3])
         sampling = SamplingSettings(max_completion_tokens=12, stop=(stop,))
         counter = TokenCounter()
-        await TinkerEngine(session, settings, sampling, counter, decode).generate(cut)
+        other = TinkerEngine(session, settings, sampling, counter, decode)
+        await other.open()
+        await other.generate(cut)
         assert counter.num == cut.num_tokens == len(cut.behavior_logprobs)
         await session.close()
         return whole, cut, stop

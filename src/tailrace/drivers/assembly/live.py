@@ -16,7 +16,6 @@ from tailrace.contracts.reward import Rewards
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.controller.base import RunComponents
-from tailrace.devices import check_device
 from tailrace.drivers.assembly.environments import (
     calls_reward_functions,
     check_episodes,
@@ -26,37 +25,25 @@ from tailrace.drivers.assembly.environments import (
 )
 from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER
 from tailrace.drivers.assembly.machine import Fitted, Machine, fit
-from tailrace.drivers.assembly.memory import engines_on_gpu
 from tailrace.drivers.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.drivers.assembly.simulation import most_groups
 from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import check_lengths, open_prompts
-from tailrace.drivers.engine.native.support import check_model
-from tailrace.drivers.engine.settings import (
-    NativeEngineSettings,
-    PipelineRlEngineSettings,
-    SglangEngineSettings,
-    TinkerEngineSettings,
-    VllmEngineSettings,
-)
 from tailrace.drivers.environments.open import environment_kind
+from tailrace.drivers.kinds.base import engine_kind, trainer_kind
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.reward.kinds import Judge, NoFunctions, WithJudges, judge_kind
 from tailrace.drivers.reward.settings import check_sources
-from tailrace.drivers.trainer.adapter import check_lora
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.drivers.workers.hosts import check_host
 from tailrace.drivers.workers.process import preload
 from tailrace.drivers.workers.reward import RewardPool
 from tailrace.errors import BadRow, ConfigError
-from tailrace.extras.http.dialect import find_interpreter
-from tailrace.extras.http.vllm import check_sampling
-from tailrace.importing import install
 from tailrace.kinds import kind_of
-from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
+from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import check_trackers, import_sinks
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.types import Prompt
@@ -136,7 +123,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
 def _learning_rate(config: RunConfig) -> Iterator[str]:
     """A rate at which policies collapse."""
     rate, usual = config.trainer.learning_rate, TrainerSettings.model_fields["learning_rate"].default
-    if rate < 100 * usual or config.trainer.kind != "torch" or config.model is None:
+    if rate < 100 * usual or config.model is None or not trainer_kind(config).is_local:
         return
     usual *= 10 if config.trainer.lora else 1
     usual *= 1 if ModelShape.read(config.model.path).num_parameters > SMALL_MODEL else 100
@@ -158,9 +145,8 @@ def check_policy(config: RunConfig) -> None:
     path = config.model.path
     remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
     verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
-    _check_engine(config)
-    if config.trainer.kind == "torch":
-        _check_trainer(config)
+    engine_kind(config).check(config)
+    trainer_kind(config).check(config)
     sampling, size = config.sampling or SamplingSettings(), read_config(path)["vocab_size"]
     for id in sampling.stop_token_ids:
         if id >= size:
@@ -175,22 +161,13 @@ def check_policy(config: RunConfig) -> None:
 
 def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
     """Choose what a checked config leaves to this machine, where the workers are on it. Raises as `fit`."""
-    if config.host.kind != "local" or config.trainer.kind == "tinker":
+    if config.host.kind != "local" or not trainer_kind(config).is_local:
         return Fitted(config)
-    machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or engines_on_gpu(config))
+    machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or config.engine.on_gpu)
     fitted = fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
     if fitted.warning:
         say(f"warning: {fitted.warning}")
     return fitted
-
-
-def _check_trainer(config: RunConfig) -> None:
-    assert config.model
-    if config.host.starts("trainer"):  # other hosts may have others
-        check_device("trainer.device", config.trainer.device)
-    if config.trainer.lora:
-        kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
-        check_lora(config.model.path, config.trainer.lora, **kinds)
 
 
 def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
@@ -219,54 +196,6 @@ def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
         if warning := judge_kind(judge).check(judge, reward, config.host.kind, scored):
             say(f"warning: {warning}")
-
-
-def _check_engine(config: RunConfig) -> None:
-    assert config.model and config.sampling
-    match config.engine:
-        case NativeEngineSettings(device=device):
-            check_model(config.model.path)
-            if config.host.starts("engine"):
-                check_device("engine.device", device)
-        case VllmEngineSettings():
-            check_files(config.model.path)
-            check_sampling(config.sampling)
-            if not config.engine.urls:
-                find_interpreter(config.engine)
-        case SglangEngineSettings():
-            check_files(config.model.path)
-            if (transport := config.weights.transport) != "filesystem":
-                problem, remedy = "SGLang reads weights from a folder", 'set it to "filesystem"'
-                raise ConfigError("weights.transport", transport, problem, remedy)
-            if not config.engine.urls:
-                find_interpreter(config.engine)
-        case TinkerEngineSettings():
-            _check_service(config)
-        case PipelineRlEngineSettings():
-            check_files(config.model.path)
-            if (transport := config.weights.transport) != "process_group":
-                problem = "such an engine takes weights over a process group"
-                raise ConfigError("weights.transport", transport, problem, 'set it to "process_group"')
-
-
-def _check_service(config: RunConfig) -> None:
-    """Check a run on a service with Tinker's API. The folder of the model has the tokenizer and the context;
-    its weights are not read."""
-    try:
-        from tailrace.extras.tinker.client import check_algorithm_of_service, check_service
-    except ImportError as why:
-        problem, remedy = f"{why.name} is not installed", install("tinker")
-        raise ConfigError("engine.kind", "tinker", problem, remedy) from why
-    check_algorithm_of_service(config.algorithm, config.sampling or SamplingSettings())
-    for section, kind, problem in (
-        ("environment", "single_turn", "a service plays no episodes"),
-        ("placement", "disaggregated", "the devices are the service's"),
-        ("host", "local", "nothing of the run is on other hosts"),
-    ):
-        if (given := getattr(config, section).kind) != kind:
-            raise ConfigError(f"{section}.kind", given, f'{problem} (engine.kind = "tinker")', "remove it")
-    assert isinstance(config.engine, TinkerEngineSettings)
-    check_service(config.engine)
 
 
 def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:

@@ -12,8 +12,7 @@ from typing import Any
 
 from tailrace.config import RunConfig
 from tailrace.contracts.memory import LEAST, MIB, ProcessMemory, gib, in_turn
-from tailrace.drivers.assembly.memory import engines_on_gpu, longest_sample, run_memory
-from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.assembly.memory import longest_sample, run_memory
 from tailrace.errors import ConfigError
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
@@ -142,14 +141,14 @@ def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str,
     if machine.bfloat16:
         cpu = "bfloat16", f"the processor has {machine.bfloat16}"
     yield "trainer.dtype", *(cpu if config.trainer.device == "cpu" else gpu)
-    if not getattr(config.engine, "urls", ()):  # a server that runs has a type already
-        yield "engine.dtype", *(gpu if engines_on_gpu(config) else cpu)
+    if config.engine.resources:  # a server that runs has a type already
+        yield "engine.dtype", *(gpu if config.engine.on_gpu else cpu)
 
 
 def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     keys = ("engine.threads", "trainer.threads")
-    num_engines = 0 if getattr(engine, "urls", ()) or engines_on_gpu(config) else engine.num_engines
+    num_engines = 0 if engine.on_gpu or not engine.resources else engine.num_engines
     nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
     listed = [sum(map(len, each)) for each in lists]
@@ -174,9 +173,9 @@ def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
     most = MICROBATCH if config.trainer.device == "cpu" else MICROBATCH_GPU
     batches = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
     caches: list[dict[str, int]] = [{}]
-    if isinstance(config.engine, NativeEngineSettings) and _is_unset(config, _KV):
+    if _is_unset(config, _KV):
         longest = longest_sample(config, prompt_tokens)
-        needed = min(config.engine.kv_cache_tokens, config.engine.max_num_seqs * longest)
+        needed = min(_value(config, _KV), config.engine.max_num_seqs * longest)
         caches += [{_KV: size} for size in _powers(needed - 1, longest)]
     return [cache | batch for cache in caches for batch in (batches if _is_unset(config, _TOKENS) else [{}])]
 
@@ -199,7 +198,7 @@ def held_at_once(
     context = {"CUDA": CUDA_BYTES}
     for each in (each for each in processes if each.device != "cpu" and machine.gpu_memory):
         numbers: list[object] = [*chain(*lists.get(each.name, ()))]
-        if each.name == "engine" and not isinstance(config.engine, NativeEngineSettings):
+        if each.name == "engine" and not config.engine.torch_device:
             numbers = numbers or ["chosen by the server"]
         one = replace(each, num=1, on_device={**context, **each.on_device}, asleep={**context, **each.asleep})
         for number in numbers or [int(each.device.partition(":")[2] or 0)] * each.num:

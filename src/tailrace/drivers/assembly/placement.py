@@ -10,7 +10,6 @@ from statistics import NormalDist
 from tailrace import clock
 from tailrace.config import RunConfig
 from tailrace.devices import DeviceMap, Devices
-from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config
@@ -36,7 +35,7 @@ def device_map(config: RunConfig) -> DeviceMap:
                 problem = "Ray chooses nodes and devices (host.kind = 'ray')"
                 remedy = "remove it, and name amounts in [host.resources]"
                 raise ConfigError(f"placement.{name}", listed, problem, remedy)
-    _check_lists("placement.engines", engines, num_engines, "engines", tensor_parallel_size(config))
+    _check_lists("placement.engines", engines, num_engines, "engines", config.engine.num_devices)
     _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
     if placement.kind == "disaggregated" and (both := _numbers(engines) & _numbers(trainers)):
         problem = f"the engines have the devices {sorted(both)}, too"
@@ -57,7 +56,7 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
     `sim`: [sim] with everything that it takes from the other sections, for simulated engines, which have no
     lists of devices."""
     placement, replicas = config.placement, config.trainer.replicas
-    num_engines, size = config.engine.num_engines, tensor_parallel_size(config)
+    num_engines, size = config.engine.num_engines, config.engine.num_devices
     if sim:
         num_engines, size = sim.engines.count or 1, sim.cluster.tensor_parallel if sim.cluster else size
     sizes = tensor_parallel_sizes(placement, size, num_engines, sim)
@@ -91,7 +90,7 @@ def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | Non
         return Prices(config.prices, *sim.cluster.devices_by_use)
     placement, trainer = config.placement, config.trainer
     num_engines = sim.engines.count or 1 if sim else config.engine.num_engines
-    generating, training = num_engines * tensor_parallel_size(config), trainer.ranks * trainer.replicas
+    generating, training = num_engines * config.engine.num_devices, trainer.ranks * trainer.replicas
     if not sim and placement.devices == "gpus" and placement.engines and placement.trainer:
         gpus = _numbers(placement.engines)
         return Prices(config.prices, len(gpus), len(_numbers(placement.trainer) - gpus))
@@ -107,7 +106,7 @@ def check_placement(config: RunConfig) -> None:
     _check_nccl(config)
     heads = read_config(config.model.path).get("num_attention_heads")
     sizes = {
-        "engine.tensor_parallel_size": tensor_parallel_size(config),
+        "engine.tensor_parallel_size": config.engine.num_devices,
         "placement.max_tensor_parallel_size": config.placement.max_tensor_parallel_size or 1,
     }
     for key, size in sizes.items():
@@ -115,7 +114,7 @@ def check_placement(config: RunConfig) -> None:
             problem = f"the {heads} attention heads of the model cannot be divided by it"
             raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
     largest = config.placement.max_tensor_parallel_size
-    if largest and (not isinstance(config.engine, VllmEngineSettings) or config.engine.urls):
+    if largest and not (config.engine.can_regroup and config.engine.resources):
         problem = "only vLLM servers that the run starts can be restarted with another size"
         raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
     if largest and config.host.kind == "ray":
@@ -149,10 +148,11 @@ def _check_gpus_of_ranks(config: RunConfig) -> None:
 
 def _check_numbers(config: RunConfig) -> None:
     """A process with a list of GPUs sees them as cuda:0, cuda:1 and so on, whatever their numbers are."""
-    placement, engine = config.placement, config.engine
-    named = {"trainer.device": (config.trainer.device, placement.trainer)}
-    if isinstance(engine, NativeEngineSettings):
-        named["engine.device"] = (engine.device, placement.engines)
+    placement = config.placement
+    named = {
+        "trainer.device": (config.trainer.device, placement.trainer),
+        "engine.device": (config.engine.torch_device, placement.engines),
+    }
     for key, (device, lists) in named.items():
         if placement.devices == "gpus" and lists and device.startswith("cuda:"):
             problem = "placement gives the process its GPUs, and it sees no others"
@@ -161,22 +161,17 @@ def _check_numbers(config: RunConfig) -> None:
 
 def _check_nccl(config: RunConfig) -> None:
     """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
-    placement, engine = config.placement, config.engine
+    placement = config.placement
     if getattr(config.weights, "backend", "") != "nccl":
         return
-    native = [engine.device] if isinstance(engine, NativeEngineSettings) else []
-    used = ["cuda:0" if device == "cuda" else device for device in (config.trainer.device, *native)]
+    named = [device for device in (config.trainer.device, config.engine.torch_device) if device]
+    used = ["cuda:0" if device == "cuda" else device for device in named]
     is_one = len(set(used)) < len(used) and config.host.kind != "ray"
     if placement.engines or placement.trainer:  # a process with a list sees no other GPUs
         is_one = not {gpus[0] for gpus in placement.trainer[:1]}.isdisjoint(chain(*placement.engines))
     if is_one or "cpu" in used:
         problem = "trainer and engines must have GPUs, and different ones"
         raise ConfigError("weights.backend", "nccl", problem, 'write "gloo", or change the devices')
-
-
-def tensor_parallel_size(config: RunConfig) -> int:
-    """Return the devices of one engine."""
-    return 1 if isinstance(config.engine, NativeEngineSettings) else config.engine.tensor_parallel_size
 
 
 @contextmanager

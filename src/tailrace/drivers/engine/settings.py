@@ -1,17 +1,26 @@
 """Settings of the rollout engines."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
+from typing_extensions import override
 
 from tailrace.devices import Device
-from tailrace.settings import CHOSEN, Settings, default_tag
+from tailrace.kinds import PlugIn, built_in
+from tailrace.settings import CHOSEN, PLUG_IN, Settings, default_tag
 
 
 class ReplicaSettings(Settings):
     """Settings that all kinds of engines have."""
 
+    can_join: ClassVar[bool] = False
+    """Whether a worker of another host can be one (`tailrace join`)."""
+    can_regroup: ClassVar[bool] = False
+    """Whether those that the run starts can be started again over the devices of several."""
+    kind: str
+    """Selects a kind of engine."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines; 1 to 1024. Each is a process, or a server."""
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
@@ -30,10 +39,32 @@ class ReplicaSettings(Settings):
         """Engines of the run."""
         return self.replicas
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return 1
+
+    @property
+    def torch_device(self) -> str:
+        """The torch device of each; empty: it chooses one."""
+        return ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether they compute on a GPU. Where they choose, they do if this machine has one."""
+        device = self.torch_device
+        return device != "cpu" if device else Path("/proc/driver/nvidia/version").exists()
+
+    @property
+    def resources(self) -> Mapping[str, float]:
+        """What Ray reserves for each; empty: the run starts no process for it."""
+        return {}
+
 
 class NativeEngineSettings(ReplicaSettings):
     """The embedded engine."""
 
+    can_join = True
     kind: Literal["native"] = "native"
     """Selects this kind of engine."""
     threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
@@ -45,6 +76,16 @@ class NativeEngineSettings(ReplicaSettings):
     admitted request is preempted and recomputed later. Not set: 262,144, or what fits the memory."""
     max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
     """The most context tokens between two decode steps; 1 to 2^31. A longer context is computed alone."""
+
+    @property
+    @override
+    def torch_device(self) -> str:
+        return self.device
+
+    @property
+    @override
+    def resources(self) -> Mapping[str, float]:
+        return {"CPU": float(self.threads)} | ({} if self.device == "cpu" else {"GPU": 1.0})
 
 
 class ServerEngineSettings(ReplicaSettings):
@@ -72,9 +113,19 @@ class ServerEngineSettings(ReplicaSettings):
     in bfloat16."""
 
     @property
+    @override
     def num_engines(self) -> int:
-        """Engines of the run."""
         return len(self.urls) or self.replicas
+
+    @property
+    @override
+    def num_devices(self) -> int:
+        return self.tensor_parallel_size
+
+    @property
+    @override
+    def resources(self) -> Mapping[str, float]:
+        return {} if self.urls else {"CPU": 1.0, "GPU": float(self.tensor_parallel_size)}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -86,6 +137,7 @@ class ServerEngineSettings(ReplicaSettings):
 class VllmEngineSettings(ServerEngineSettings):
     """vLLM."""
 
+    can_regroup = True
     kind: Literal["vllm"] = "vllm"
     """Selects this kind of engine."""
 
@@ -122,14 +174,14 @@ class TinkerEngineSettings(ServerEngineSettings):
     most, and takes new weights between two chunks. 0: whole responses."""
 
 
-HttpEngineSettings = VllmEngineSettings | SglangEngineSettings | PipelineRlEngineSettings
 EngineSettings = Annotated[
     Annotated[NativeEngineSettings, Tag("native")]
     | Annotated[VllmEngineSettings, Tag("vllm")]
     | Annotated[SglangEngineSettings, Tag("sglang")]
     | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")]
-    | Annotated[TinkerEngineSettings, Tag("tinker")],
-    default_tag("native"),
+    | Annotated[TinkerEngineSettings, Tag("tinker")]
+    | Annotated[ReplicaSettings, PlugIn("engine"), Tag(PLUG_IN)],
+    default_tag("native", known=built_in("engine")),
 ]
 
 

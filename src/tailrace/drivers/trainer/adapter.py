@@ -37,6 +37,11 @@ def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int
     return {name: shape for name, shape in linear.items() if _kind(name) in lora.target_modules}
 
 
+def adapter_parameters(model: Path, lora: LoraSettings | None) -> int:
+    """Return the parameters of an adapter. Raises as `adapted_modules`."""
+    return sum(map(sum, adapted_modules(model, lora).values())) * lora.rank if lora else 0
+
+
 def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
     """Check what can be checked without loading the model, against `engine.kind` and `weights.transport`.
     Raises a ConfigError if peft is not installed, a layer does not exist, or the engine or the transport

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from tailrace.config import RunConfig
 from tailrace.devices import Devices
-from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
+from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Channel, Hello, Job, Process, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.hosts import HostKind
@@ -154,7 +154,7 @@ class JoinHost(HostKind):
 
     @override
     def check(self, host: LocalHostSettings, engine: EngineSettings) -> None:
-        if not host.starts("engine") and not isinstance(engine, NativeEngineSettings):
+        if not host.starts("engine") and not engine.can_join:
             remedy = "write engine.urls for servers of other hosts"
             raise ConfigError(
                 "host.join", "engine", f"no engine of the kind {engine.kind!r} can join", remedy

@@ -30,7 +30,7 @@ from typing_extensions import override
 import tailrace
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.devices import Devices
-from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
+from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.workers.base import RayHostSettings, Role
 from tailrace.drivers.workers.calls import Hello, Job, Process, RemoteWorker, SocketAddress, Spawner, Worker
@@ -81,14 +81,9 @@ def plan_bundles(
     found = [Bundles("trainer", process_names(trainer), named.trainer or of_trainer)]
     if needs_reference and not trainer.lora:  # otherwise the trainer is the reference
         found.append(Bundles("reference", ["reference"], named.reference or of_trainer))
-    if isinstance(engine, NativeEngineSettings):
+    if engine.resources:
         names = [f"engine-{number}" for number in range(engine.num_engines)]
-        resources = named.engine or _default(engine.threads, engine.device)
-        found.append(Bundles("engine", names, resources))
-    elif not engine.urls:
-        names = [f"engine-{number}" for number in range(engine.num_engines)]
-        gpus = {"CPU": 1.0, "GPU": float(engine.tensor_parallel_size)}
-        found.append(Bundles("engine", names, named.engine or gpus))
+        found.append(Bundles("engine", names, named.engine or engine.resources))
     names = [f"scorer-{number}" for number in range(reward.workers)]
     return [*found, Bundles("reward", names, named.reward or {"CPU": 1.0})]
 

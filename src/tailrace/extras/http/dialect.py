@@ -13,7 +13,7 @@ import httpx
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.settings import SglangEngineSettings, VllmEngineSettings
+from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError, EngineDied, ServerRefused
 from tailrace.types import KV, Span
 
@@ -202,7 +202,7 @@ class Launch:
     env: Mapping[str, str]
 
 
-def find_interpreter(settings: VllmEngineSettings | SglangEngineSettings) -> str:
+def find_interpreter(settings: ServerEngineSettings) -> str:
     """Return the Python interpreter that the settings, or $VLLM_PYTHON or $SGLANG_PYTHON, name. Raises a
     ConfigError if none is named, it cannot be started, or its environment lacks the server."""
     server, variable = _SERVERS[settings.kind]

@@ -11,7 +11,7 @@ from math import inf
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import DTYPE, Weights
 from tailrace.drivers.engine.proof import spread
-from tailrace.drivers.engine.settings import HttpEngineSettings
+from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.extras.http.dialect import Attempt, Chunk
 from tailrace.extras.http.engine import Connection, HttpEngine
@@ -41,7 +41,7 @@ class Expected:
         trainer_dtype: of the trainer's matrix products.
     """
 
-    settings: HttpEngineSettings
+    settings: ServerEngineSettings
     sampling: SamplingSettings
     vocabulary: int
     min_context: int

@@ -18,7 +18,6 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress
-from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.calibrate import calibrated
 from tailrace.extras.plan.candidates import Candidate
@@ -198,15 +197,15 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The config with the schedule and the division of the devices of a candidate."""
     assert config.sim.cluster
     cluster, size = candidate.on(config.sim.cluster), candidate.tensor_parallel
-    engine = {"replicas": (candidate.rollout_devices or cluster.devices) // size}
-    if isinstance(config.engine, ServerEngineSettings):
-        engine = {} if config.engine.urls else engine | {"tensor_parallel_size": size}
+    replicas = (candidate.rollout_devices or cluster.devices) // size
+    fields = type(config.engine).model_fields if config.engine.resources else ()
+    engine = {"replicas": replicas, "tensor_parallel_size": size}
     changes = {
         "schedule": {"name": candidate.work.schedule, **candidate.work.parameters},
         "schedules": {},
         "placement": config.placement.model_copy(update={"kind": candidate.kind}),
         "trainer": config.trainer.model_copy(update={"replicas": candidate.replicas}),
-        "engine": config.engine.model_copy(update=engine),
+        "engine": config.engine.model_copy(update={key: engine[key] for key in engine if key in fields}),
     }
     return _with_sim(config, cluster=cluster).model_copy(update=changes)
 

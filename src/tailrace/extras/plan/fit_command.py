@@ -13,12 +13,11 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import RunConfig, with_model_folder
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, usable_prompts
-from tailrace.drivers.assembly.placement import tensor_parallel_size, tensor_parallel_sizes
+from tailrace.drivers.assembly.placement import tensor_parallel_sizes
 from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.commands.tables import open_console, print_table, writing
-from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.kinds.base import engine_kind
 from tailrace.errors import ConfigError
-from tailrace.extras.http.engine import HEALTH_EVERY_S
 from tailrace.extras.plan.fit import Fit, fit
 from tailrace.extras.plan.peer_fit import fit_peer
 from tailrace.extras.plan.peers import read_peer
@@ -89,9 +88,9 @@ def _measure(
 async def _measured(
     config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
 ) -> list[ProfileRow]:
-    smallest, console = tensor_parallel_size(config), open_console()
+    smallest, console = config.engine.num_devices, open_console()
     sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)
-    settle_s = 0.0 if isinstance(config.engine, NativeEngineSettings) else 2 * HEALTH_EVERY_S
+    settle_s = engine_kind(config).settle_s
     async with open_parts(config, scratch) as parts:
         prompts = usable_prompts(parts.prompts, batches[-1])
         rows = []

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.clock import now, waiting
-from tailrace.contracts.engine import Capabilities, Engine, EngineState, TokenCounter, Usage
+from tailrace.contracts.engine import Arrival, Capabilities, Engine, EngineState, TokenCounter, Usage
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, Trainer, TrainerSettings
 from tailrace.contracts.weights import Weights
@@ -120,6 +120,8 @@ class TinkerSession:
         self.samplers: dict[int, Any] = {}
         """The sampling client of the newest publication, by its version."""
         self.is_publishing = False
+        self.opened = asyncio.Event()
+        """Set when version 0 is published."""
 
     @classmethod
     async def open(cls, settings: TinkerEngineSettings, rank: int) -> "TinkerSession":
@@ -192,7 +194,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         algorithm: AlgorithmSettings,
         sampling: SamplingSettings,
     ) -> None:
-        self._service, self._settings = service, settings
+        self.service, self._settings = service, settings
         self._algorithm, self._sampling = algorithm, sampling
         self._training: Any = None
         self._num_steps = 0
@@ -203,15 +205,16 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         self._num_tokens, self._loss, self._compute_s = 0, 0.0, 0.0
         self._log_ratios: list[float] = []
 
-    async def open(self) -> None:
+    async def ready(self) -> None:
         """Begin with the weights of the base model; they are version 0."""
-        service = self._service
+        service = self.service
 
         def make() -> Any:
             return service.client.create_lora_training_client(service.base_model, rank=service.rank)
 
         self._training = await service.claimed(make)
         await self.publish(0)
+        service.opened.set()
 
     @override
     async def accumulate(
@@ -277,16 +280,16 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     @override
     async def publish(self, version: int) -> Weights:
-        self._service.is_publishing = True
-        sampler = await self._service.asked(
+        self.service.is_publishing = True
+        sampler = await self.service.asked(
             "save_weights_and_get_sampling_client", self._training.save_weights_and_get_sampling_client
         )
-        self._service.samplers = {version: sampler}
+        self.service.samplers = {version: sampler}
         return Weights(version, f"tinker://{version}")
 
     @override
     async def save(self, folder: Path) -> Awaitable[None]:
-        saved = await self._service.asked(
+        saved = await self.service.asked(
             "save_state", lambda: self._training.save_state(folder.name, overwrite=True)
         )
         state = {"path": saved.path, "steps": self._num_steps}
@@ -304,8 +307,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
             path, num_steps = state["path"], state["steps"]
         except (OSError, ValueError, LookupError) as why:
             raise CheckpointError(f"{folder / STATE_FILE}: not readable ({why}); {advice}") from why
-        client = self._service.client
-        self._training = await self._service.claimed(
+        client = self.service.client
+        self._training = await self.service.claimed(
             lambda: client.create_training_client_from_state_with_optimizer(path)
         )
         self._num_steps = num_steps
@@ -344,7 +347,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     async def _timed(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
         began_s = now()
-        reply = await self._service.asked(what, call)
+        reply = await self.service.asked(what, call)
         self._compute_s += now() - began_s
         return reply
 
@@ -368,12 +371,17 @@ class TinkerEngine(OnOtherDevices, Engine):
         self.name, self.slots, self.versions = "engine-0", settings.max_num_seqs, 1
         self._service, self._sampling, self._counter = service, sampling, counter
         self._chunk_tokens = settings.chunk_tokens or inf
-        self._version, self._client = next(iter(service.samplers.items()))
         self._loaded = asyncio.Event()
         self._num_running = self._num_prefilled = 0
-        self.on_state = lambda why: None
-        self.on_arrival = lambda arrival: None
-        service.is_publishing = False
+        self.on_state: Callable[[str], None] = lambda why: None
+        self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
+
+    async def open(self) -> None:
+        """Wait for the first publication, and serve it."""
+        with waiting("the trainer of the service"):
+            await self._service.opened.wait()
+        (version,) = self._service.samplers
+        await self.load(Weights(version, ""), kv="keep")
 
     @override
     async def generate(self, sample: Sample) -> None:

@@ -1,0 +1,77 @@
+"""The embedded engine: each is a process of the run."""
+
+from collections.abc import Iterable
+
+from typing_extensions import override
+
+from tailrace.config import RunConfig
+from tailrace.contracts.engine import EngineProcess
+from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
+from tailrace.devices import check_device
+from tailrace.drivers.engine.native.support import check_model
+from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
+from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
+from tailrace.drivers.workers.trainer import RemoteTrainer
+from tailrace.types import ITEM_BYTES
+
+
+class Native(EngineKind):
+    """The embedded engine."""
+
+    settings = NativeEngineSettings
+
+    @override
+    def check(self, config: RunConfig) -> None:
+        assert config.model
+        check_model(config.model.path)
+        if config.host.starts("engine"):  # other hosts may have others
+            check_device("engine.device", config.engine.torch_device)
+
+    @override
+    def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
+        assert config.model and isinstance(config.engine, NativeEngineSettings)
+        if config.host.starts("engine"):
+            shape = ModelShape.read(config.model.path)
+            yield engine_memory(shape, config.engine, longest, adapters)
+
+    @override
+    def processes(self, opening: Opening, trainer: RemoteTrainer) -> BeginProcess:
+        settings, spawner = opening.config.engine, opening.spawner
+        assert isinstance(settings, NativeEngineSettings)
+        job = EngineJob(
+            threads=settings.threads,
+            health_timeout_s=settings.health_timeout_s,
+            model=opening.model,
+            engine=settings,
+            sampling=opening.sampling,
+            adapter=opening.config.trainer.adapter,
+        )
+
+        async def begin(name: str, number: int, width: int) -> EngineProcess:
+            worker = await spawner.start(name, EngineWorker, job, opening.devices.engines[number])
+            remote = RemoteEngine(worker, job)
+            remote.send = trainer.send
+            return remote
+
+        return begin
+
+
+def engine_memory(
+    shape: ModelShape, settings: NativeEngineSettings, longest: int, adapters: int = 0
+) -> ProcessMemory:
+    """Estimate the memory of one engine. Arguments as `EngineKind.memory`."""
+    size, seqs = ITEM_BYTES[settings.dtype], settings.max_num_seqs
+    token, weights = shape.kv_bytes(size), size * shape.num_parameters
+    # A prefill keeps the keys and values of all layers, and once more while those of the layers are joined.
+    position = 2 * token + size * (4 * shape.hidden_size + 3 * shape.mlp_size)
+    prefill = position * min(settings.max_prefill_tokens, seqs * longest)
+    parts = {
+        "weights": weights + size * adapters,
+        "one sequence": token * longest,
+        "KV cache": token * max(0, min(settings.kv_cache_tokens, seqs * longest) - longest),
+        "computation": max(prefill, seqs * shape.vocabulary * LOGIT_BYTES),
+    }
+    # In host memory are new weights, or on a CPU the copy for oneDNN (Matrix of native/model.py).
+    host = {"process": TORCH_BYTES, "copy of the weights": weights}
+    return ProcessMemory("engine", settings.device, parts, host, settings.num_engines)

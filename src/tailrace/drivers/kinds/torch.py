@@ -1,0 +1,149 @@
+"""The trainer in processes of the run, one for each rank, and its reference model."""
+
+from collections.abc import Iterable
+
+from typing_extensions import override
+
+from tailrace.config import RunConfig
+from tailrace.contracts.memory import (
+    LOGIT_BYTES,
+    STATE_BYTES,
+    TRANSFORMERS_BYTES,
+    ModelShape,
+    ProcessMemory,
+)
+from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, Reference, TrainerSettings
+from tailrace.devices import check_device
+from tailrace.drivers.kinds.base import Opening, TrainerKind
+from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
+from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
+from tailrace.drivers.workers.trainer import (
+    AdapterOff,
+    RemoteTrainer,
+    TrainerJob,
+    TrainerWorker,
+    trainer_jobs,
+)
+from tailrace.types import ITEM_BYTES
+
+
+class Torch(TrainerKind):
+    """The trainer of this package."""
+
+    @override
+    def check(self, config: RunConfig) -> None:
+        assert config.model
+        if config.host.starts("trainer"):  # other hosts may have others
+            check_device("trainer.device", config.trainer.device)
+        if config.trainer.lora:
+            kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
+            check_lora(config.model.path, config.trainer.lora, **kinds)
+
+    @override
+    def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:
+        assert config.model
+        trainer, host, shape = config.trainer, config.host, ModelShape.read(config.model.path)
+        adapter = adapter_parameters(config.model.path, trainer.lora)
+        published = 4 * adapter if trainer.adapter else ITEM_BYTES[config.engine.dtype] * shape.num_parameters
+        kept, on_cpu = config.weights.kept, trainer.device == "cpu"
+        copies = 4 * shape.num_parameters + published
+        if host.starts("trainer"):
+            yield trainer_memory(config, shape, longest, adapter, copies if on_cpu else 0)
+        if host.starts("trainer") and (kept or not on_cpu):
+            parts = {"model": 0 if on_cpu else copies, "publications": kept * published}
+            yield ProcessMemory("copies of the weights", "cpu", {}, parts, trainer.replicas)
+        if config.algorithm.needs_reference and not trainer.lora and host.starts("reference"):
+            parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
+            yield ProcessMemory("reference", trainer.device, parts, {"process": TRANSFORMERS_BYTES})
+
+    @override
+    async def begin(self, opening: Opening) -> RemoteTrainer:
+        config = opening.config
+        engine, trainer = config.engine, config.trainer
+        job = TrainerJob(
+            threads=trainer.threads,
+            model=opening.model,
+            trainer=trainer,
+            algorithm=config.algorithm,
+            sampling=opening.sampling,
+            weights=config.weights.in_run_folder(opening.folder),
+            published_dtype="float32" if trainer.adapter else engine.dtype,
+            checkpoints=opening.folder.absolute() if opening.life is not None else None,
+            probe=opening.probe,
+            probe_dtype=engine.dtype,
+            seed=config.run.seed,
+        )
+        ranks = zip(trainer_jobs(job), opening.devices.trainer, strict=True)
+        workers = [await opening.start(TrainerWorker, name, each, devices) for (name, each), devices in ranks]
+        remote = RemoteTrainer(workers, job)
+        opening.closing.append(remote.close)
+        return remote
+
+    @override
+    async def reference(self, opening: Opening, trainer: RemoteTrainer) -> Reference | None:
+        """With LoRA it is the trainer without its adapter."""
+        settings = opening.config.trainer
+        if not opening.config.algorithm.needs_reference:
+            return None
+        if settings.lora:
+            return AdapterOff(trainer)
+        job = ReferenceJob(
+            threads=settings.threads,
+            model=opening.model,
+            trainer=settings,
+            temperature=opening.sampling.temperature,
+        )
+        return RemoteReference(await opening.start(ReferenceWorker, "reference", job))
+
+
+def trainer_memory(
+    config: RunConfig, shape: ModelShape, longest: int, adapter: int = 0, copies: int = 0
+) -> ProcessMemory:
+    """Estimate the memory of one process of the trainer.
+
+    Args:
+        longest: tokens of the longest sample, which may exceed a micro-batch.
+        adapter: parameters of the adapter, if one is trained.
+        copies: bytes that it holds while it reads, publishes or saves the model.
+    """
+    settings, whole = config.trainer, shape.num_parameters
+    ranks, on_cpu = settings.ranks, settings.device == "cpu"
+    critic = whole if config.algorithm.advantage == "gae" else 0
+    trained = (adapter if settings.lora else whole) + critic
+    numbers = dict.fromkeys(STATE_BYTES, trained) | {"weights": whole + adapter + critic}
+    state = {part: STATE_BYTES[part] * num // ranks for part, num in numbers.items()}
+    work = {"micro-batch": pass_bytes(settings, shape, longest)}
+    if config.algorithm.old_policy == "recomputed":
+        work["old policy"] = 4 * (trained - critic) // ranks
+    copies += state["optimizer"] * settings.async_checkpoints + 2 * min(FILE_BYTES, state["optimizer"])
+    if on_cpu and not (config.run.checkpoint_every and settings.async_checkpoints):
+        copies = max(0, copies - work["micro-batch"])  # they do not exist during a pass
+    host = {"process": TRANSFORMERS_BYTES, "copies": copies}
+    asleep = {part: state[part] for part in settings.kept_asleep()}
+    if settings.cpu_offload and not on_cpu:
+        host, asleep = host | state, {}
+    else:
+        work |= state
+        if config.placement.kind != "disaggregated" and not on_cpu:
+            places = settings.offload.places()
+            host["asleep"] = sum(size for part, size in state.items() if places[part] == "host")
+    return ProcessMemory("trainer", settings.device, work, host, ranks * settings.replicas, asleep)
+
+
+def pass_bytes(settings: TrainerSettings, shape: ModelShape, longest: int) -> int:
+    """An upper bound of what a forward and backward pass takes: activations, logits, and the weights that are
+    gathered or cast to the type of the computation, with their gradients.
+
+    A block keeps float32 for its norms, those of the heads included, and the input of each linear layer.
+    """
+    size, tokens = ITEM_BYTES[settings.dtype], max(settings.max_tokens_per_microbatch, longest)
+    numbers = 5 * shape.hidden_size + 6 * (shape.query_size + shape.kv_size) + 4 * shape.mlp_size
+    block, residual = 16 * shape.hidden_size + size * numbers, 4 * shape.hidden_size
+    kept = (
+        block + shape.num_layers * residual if settings.activation_checkpointing else block * shape.num_layers
+    )
+    logits = LOGIT_BYTES * min(tokens * shape.vocabulary, CHUNK_ELEMENTS)
+    weights = 4 * shape.outside_parameters + (size * shape.num_parameters if size < 4 else 0)
+    if settings.ranks > 1 or settings.cpu_offload:
+        weights = (2 * size + 8) * (shape.outside_parameters + shape.block_parameters)
+    return tokens * kept + logits + weights
