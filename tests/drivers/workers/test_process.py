@@ -320,6 +320,7 @@ def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_re
         )
         with pytest.raises(WorkerDied, match=why):
             await asyncio.wait_for(worker.died(), 20)
+        await until_gone(server)
         worker = await start("obey", tmp_path)
         os.kill(parent_of(worker.process.pid), signal.SIGSTOP)
         with pytest.raises(

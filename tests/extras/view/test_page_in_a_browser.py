@@ -231,7 +231,7 @@ while True:
 def killed(tmp_path: Path) -> Path:
     """A run that SIGKILL ended in a round after the third."""
     folder, tests = tmp_path / "killed", Path(__file__).parents[2]
-    words = [sys.executable, "-c", ENDLESS, str(folder), str(tests / "page"), str(tests / "record")]
+    words = [sys.executable, "-c", ENDLESS, str(folder), str(tests / "extras" / "view"), str(tests)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE)
     try:
         assert process.stdout
