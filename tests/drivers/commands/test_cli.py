@@ -12,10 +12,10 @@ import pytest
 import tailrace
 from tailrace.cli import main
 from tailrace.config import load_config
-from tailrace.drivers.assembly import workers
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.commands.evaluate import evaluated_config
+from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError
 
 
@@ -170,7 +170,7 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = tmp_path / "eval.json"
-    monkeypatch.setattr(workers, "ReferenceWorker", None)
+    monkeypatch.setattr(local_trainer, "ReferenceWorker", None)
     assert main(["eval", str(trained), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     checkpoint = RunFolder(trained).newest_checkpoint()

@@ -57,7 +57,7 @@ class ReplicaSettings(Settings):
 
     @property
     def resources(self) -> Mapping[str, float]:
-        """What Ray reserves for each; empty: the run starts no process for it."""
+        """The resources that Ray reserves for each; empty: the run starts no process for it."""
         return {}
 
 

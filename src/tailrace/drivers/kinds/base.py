@@ -1,4 +1,4 @@
-"""What kinds of engines and of trainers own: their checks, their memory, and how they are opened.
+"""The knowledge of a kind of engine or trainer: its checks, its memory, and how it is opened.
 
 Opening has two phases: `begin` starts processes, and `open` or `ready` waits for them.
 """
@@ -31,7 +31,7 @@ BeginProcess = Callable[[str, int, int], Awaitable[EngineProcess]]
 
 @dataclass(slots=True)
 class Opening:
-    """What the parts of a run are opened with.
+    """The common arguments of all openings of a run.
 
     Args:
         config: checked.
@@ -62,7 +62,7 @@ class Opening:
 
     @property
     def decode(self) -> Decoder:
-        """What gives the text of tokens, special ones included."""
+        """The function that gives the text of tokens, special ones included."""
         return partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
 
     @property
