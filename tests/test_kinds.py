@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace import kinds
+from tailrace.cli import main
 from tailrace.errors import ConfigError
 from tailrace.kinds import INTERFACE, kind_of
 
@@ -102,7 +103,7 @@ def test_a_package_for_another_interface_is_named(tmp_path: Path, line: str) -> 
     installed(tmp_path, "later", "engine.later", f"class Mine:\n    settings = dict\n    {line}\n")
     given = INTERFACE + 1 if line else None
     assert refusal("later") == (
-        f"engine.kind = 'later': later 1.2 has it for interface {given} of tailrace.kinds, here is "
+        f"engine.kind = 'later': later 1.2 has it for interface {given} of kinds, here is "
         f"{INTERFACE}; install another version of one of them"
     )
 
@@ -116,3 +117,29 @@ def test_a_kind_that_needs_an_extra_says_how_it_is_installed(
         kind_of("engine", "needy")
     monkeypatch.setattr(kinds, "EXTRAS", {"engine.needy": "tinker"})
     assert "a_library_that_is_missing is not installed; pip install" in refusal("needy")
+
+
+COMMAND = "def Mine(name: str) -> None:\n    print(f'hello {name}')\n"
+
+
+def test_a_command_of_another_package_runs_and_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(tmp_path, "own-command", "greet", COMMAND, "tailrace.commands")
+    assert main(["greet", "you"]) == 0
+    assert capsys.readouterr().out == "hello you\n"
+    assert main(["--help"]) == 0
+    assert "of own-command 1.2" in capsys.readouterr().out
+
+
+def test_what_is_wrong_with_a_command_of_another_package_is_said_by_that_command_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(tmp_path, "own-command", "greet", "import nothing_at_all\n", "tailrace.commands")
+    installed(tmp_path, "other-command", "eval", COMMAND, "tailrace.commands")
+    assert main(["greet", "you"]) == 2
+    assert "own-command 1.2 registers it, and cannot be imported" in capsys.readouterr().err
+    assert main(["eval", "no_run"]) == 2
+    assert "other-command 1.2 and tailrace register it" in capsys.readouterr().err
+    assert main(["simulate", str(tmp_path / "no.toml")]) == 2
+    assert "no.toml" in capsys.readouterr().err

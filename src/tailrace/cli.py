@@ -17,6 +17,7 @@ from io import TextIOWrapper
 from tailrace import __version__
 from tailrace.drivers.assembly.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
+from tailrace.kinds import entries, load, package_of, registered
 
 COMMANDS = {
     "train": (
@@ -62,6 +63,8 @@ COMMANDS = {
     ),
 }
 """The function of each command, and what `tailrace --help` says of it without importing it."""
+GROUP = "tailrace.commands"
+"""Entry points by which other packages add commands: NAME = MODULE:FUNCTION."""
 OVERRIDES = "Any setting of a config can be overridden: --section.key VALUE, for example --run.rounds 5."
 
 
@@ -101,6 +104,12 @@ def _run(argv: Sequence[str]) -> None:
     )
     for name, (place, summary) in COMMANDS.items():
         app.command(f"tailrace.{place}", name=name, help=summary)
+    for name, (entry, *_) in entries(GROUP).items():
+        if argv[:1] == [name]:  # what is wrong with it stops no other command
+            registered(GROUP, name, "command", COMMANDS)
+            load(entry, "command")
+        if name not in COMMANDS:
+            app.command(entry.value, name=name, help=f"of {package_of(entry)}")
     words, overrides = _split(argv)
     try:
         function, bound, not_parsed = app.parse_args(words, print_error=False, exit_on_error=False)

@@ -66,7 +66,7 @@ def kind_of(section: str, name: str, key: str = "") -> Any:
     if entry := registered("tailrace.kinds", full, key, BUILT_IN):
         kind = load(entry, key)
         if (given := getattr(kind, "interface", None)) != INTERFACE:
-            problem = f"{_package(entry)} has it for interface {given} of tailrace.kinds, here is {INTERFACE}"
+            problem = f"{package_of(entry)} has it for interface {given} of kinds, here is {INTERFACE}"
             raise ConfigError(key, name, problem, "install another version of one of them")
         return kind()
     if full not in BUILT_IN:
@@ -85,7 +85,7 @@ def kind_of(section: str, name: str, key: str = "") -> Any:
 def registered(group: str, name: str, key: str, built_in: Mapping[str, object]) -> metadata.EntryPoint | None:
     """Return what another package registers. Raises a ConfigError if two do, this one included."""
     found = entries(group).get(name, ())
-    packages = {*map(_package, found)} | ({"tailrace"} if found and name in built_in else set())
+    packages = {*map(package_of, found)} | ({"tailrace"} if found and name in built_in else set())
     if len(packages) > 1:
         problem = f"{' and '.join(sorted(packages))} register it"
         raise ConfigError(key, name.rpartition(".")[2], problem, "uninstall one of them")
@@ -97,7 +97,7 @@ def load(entry: metadata.EntryPoint, key: str) -> Any:
     try:
         return entry.load()
     except (Exception, SystemExit) as why:
-        problem = f"{_package(entry)} registers it, and cannot be imported ({described(why)})"
+        problem = f"{package_of(entry)} registers it, and cannot be imported ({described(why)})"
         remedy = "install another version of it, or uninstall it"
         raise ConfigError(key, entry.name.rpartition(".")[2], problem, remedy) from why
 
@@ -109,7 +109,8 @@ def entries(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
     return {name: tuple(found.select(name=name)) for name in sorted(found.names)}
 
 
-def _package(entry: metadata.EntryPoint) -> str:
+def package_of(entry: metadata.EntryPoint) -> str:
+    """Return the name and the version of the package that registers an entry."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
