@@ -1,6 +1,7 @@
 """Live runs that an error ends: with exit code 1, its message alone, and in a state that can be resumed."""
 
 import gc
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def trainer(folder):
 def scorer(folder):
     return Stopping(loader_of)
 """
+
+
+def num_rounds_of(folder: Path) -> int:
+    """The rounds that metrics.jsonl has begun."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return max(json.loads(line)["round"] for line in lines) + 1
 
 
 @pytest.fixture
@@ -81,13 +88,14 @@ def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(
     config_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (config_path.parent / "stopped.py").write_text(STOPPED)
-    words = ("--run.rounds", "4", "--run.eval_every", "0", "--host.health_timeout_s", "1")
+    words = ("--run.eval_every", "0", "--host.health_timeout_s", "1")
     sinks = f'["{config_path.parent}/stopped.py:{name}"]'
-    assert train_here(config_path, *words, "--record.sinks", sinks) == 1
+    assert train_here(config_path, *words, "--run.rounds", "1000", "--record.sinks", sinks) == 1
     worker = "trainer" if name == "trainer" else "scorer-0"
     said = f"tailrace: WorkerDied: {worker} was stopped for 1 s (host.health_timeout_s); {worker} (process"
     assert said in capfd.readouterr().err
-    assert train_here(config_path, *words, "--resume") == 0
+    num_rounds = num_rounds_of(config_path.parent / "out") + 2  # it went on for a second
+    assert train_here(config_path, *words, "--run.rounds", f"{num_rounds}", "--resume") == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
