@@ -121,7 +121,7 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
         urls: tuple[str, ...] = ()
         for name, trainer in trainers.items() if vllm_python else ():
             tree = {
-                "run": {"rounds": 1, "group_size": 1},
+                "run": {"rounds": 1, "group_size": NUM_SEQUENCES},
                 "schedule": {"name": "serial"},
                 "model": {"path": str(model)},
                 "data": {"kind": "rows", "path": "none.jsonl", "max_prompt_tokens": MAX_CONTEXT - NUM_TOKENS},

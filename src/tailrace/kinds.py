@@ -1,7 +1,8 @@
 """Kinds: one object for each kind of a section, imported only when a config names it.
 
 A kind has `settings`, the class of its section, and its checks, memory and opening. Another package registers
-one as an entry point SECTION.NAME of the group `tailrace.kinds`, whose class has `interface`, too.
+an engine as an entry point engine.NAME of the group `tailrace.kinds`, whose class has `interface`, too. The
+config takes only kinds of this package in the other sections.
 """
 
 import importlib
@@ -49,8 +50,9 @@ BUILT_IN: Mapping[str, str] = {
     "trainer.torch": "tailrace.drivers.kinds.torch:Torch",
     "trainer.tinker": "tailrace.extras.tinker.kind:ServiceTrainer",
 }
+"""The class of each kind of this package."""
 EXTRAS: Mapping[str, str] = {"engine.tinker": "tinker", "trainer.tinker": "tinker"}
-"""The class of each kind of this package; the extra of the installation that some of them need."""
+"""The extra of the installation that a kind needs."""
 
 
 def built_in(section: str) -> set[str]:

@@ -1,7 +1,7 @@
 """The base class of all config sections: frozen, typed, no unknown keys.
 
-A section is defined in the `base.py` of the room that it configures; `config.py` joins the sections. None of
-these modules imports torch, so a config is checked before torch is loaded.
+A section is defined in the folder that it configures, in `base.py` or `settings.py`; `config.py` joins the
+sections. None of these modules imports torch, so a config is checked before torch is loaded.
 """
 
 from collections.abc import Callable, Collection, Iterator

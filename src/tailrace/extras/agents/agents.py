@@ -1,4 +1,4 @@
-"""`Environment` (base.py) of an agent that talks to the policy as to an OpenAI server.
+"""`Environment` of an agent that talks to the policy as to an OpenAI server.
 
 The agent runs beside the session: in a thread where it is a function, in a process where it is a command.
 When the episode is interrupted, the agent is stopped; it begins again later, and the requests that it repeats
