@@ -1,8 +1,8 @@
 """Kinds: one object for each kind of a section, imported only when a config names it.
 
 A kind has `settings`, the class of its section, and its checks, memory and opening. Another package registers
-an engine as an entry point engine.NAME of the group `tailrace.kinds`, whose class has `interface`, too. The
-config takes only kinds of this package in the other sections.
+an engine or a tracker as an entry point engine.NAME or tracker.NAME of the group `tailrace.kinds`, whose
+class has `interface`, too. The config takes only kinds of this package in the other sections.
 """
 
 import importlib
@@ -47,6 +47,11 @@ BUILT_IN: Mapping[str, str] = {
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
+    "tracker.mlflow": "tailrace.extras.trackers.kinds:MLflow",
+    "tracker.swanlab": "tailrace.extras.trackers.kinds:SwanLab",
+    "tracker.tensorboard": "tailrace.extras.trackers.kinds:TensorBoard",
+    "tracker.trackio": "tailrace.extras.trackers.kinds:Trackio",
+    "tracker.wandb": "tailrace.extras.trackers.kinds:Wandb",
     "trainer.torch": "tailrace.drivers.kinds.torch:Torch",
     "trainer.tinker": "tailrace.extras.tinker.kind:ServiceTrainer",
 }

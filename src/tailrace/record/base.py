@@ -1,12 +1,8 @@
 """The settings of what a run records."""
 
-from typing import Literal, TypeAlias
-
 from pydantic import Field
 
 from tailrace.settings import RunFunction, Settings
-
-TrackerName: TypeAlias = Literal["trackio", "wandb", "tensorboard"]
 
 
 class RecordSettings(Settings):
@@ -16,11 +12,12 @@ class RecordSettings(Settings):
     """Your own sinks: 'package.module:function' or 'file.py:function'. The function gets the output
     directory (a `Path`) and returns an object with `on(event)` and `close()`; `tailrace.record.events` has
     the events."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: tuple[str, ...] = ()
     """Experiment trackers that get the rows of metrics.jsonl, of runs and of simulations: `trackio`, `wandb`,
-    `tensorboard`. Each is an extra of its name."""
+    `tensorboard`, `mlflow`, `swanlab`, each an extra of its name, or one that another package registers."""
     project: str = Field(default="tailrace", min_length=1)
-    """The project in trackio and wandb. The run has the name of the output directory."""
+    """The project in trackio, wandb and swanlab, and the experiment in mlflow. The run has the name of the
+    output directory."""
     token_samples: int = Field(default=16, ge=0)
     """Samples of each step whose tokens and log-probs are recorded for `tailrace view`. At least 0."""
     alarm_kl: float = Field(default=0.1, gt=0)

@@ -33,6 +33,7 @@ from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, 
 from tailrace.drivers.data.open import check_lengths, open_prompts
 from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
+from tailrace.drivers.kinds.tracker import check_trackers
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.reward.kinds import Judge, NoFunctions, WithJudges, judge_kind
@@ -44,7 +45,7 @@ from tailrace.drivers.workers.reward import RewardPool
 from tailrace.errors import BadRow, ConfigError
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
-from tailrace.record.sinks import check_trackers, import_sinks
+from tailrace.record.sinks import import_sinks
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.types import Prompt
 

@@ -39,6 +39,7 @@ from tailrace.drivers.assembly.schedule import (
 )
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.simulation import failure_limit
+from tailrace.drivers.kinds.tracker import TrackedRun, open_trackers
 from tailrace.errors import Interrupted, WorkerDied
 from tailrace.importing import saved_function
 from tailrace.ledger.journal import Journal, commits_on_thread
@@ -49,7 +50,7 @@ from tailrace.record.display import Display
 from tailrace.record.events import Recorder
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
-from tailrace.record.sinks import TrackedRun, open_sinks, open_trackers
+from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 
 STOPPING = "{}: saves a checkpoint when the step under way has ended; a second signal ends it at once"

@@ -16,11 +16,12 @@ from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual, sim_settings
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
+from tailrace.drivers.kinds.tracker import TrackedRun, check_trackers, open_trackers
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.record.events import Sink
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
-from tailrace.record.sinks import TrackedRun, check_trackers, open_sinks, open_trackers
+from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths

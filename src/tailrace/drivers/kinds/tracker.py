@@ -1,0 +1,118 @@
+"""Experiment trackers: what each kind does, and the sink that feeds it.
+
+A tracker gets the objects of metrics.jsonl under the same names, without figures that are not finite. One
+that raises is disabled, and the run goes on without it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
+
+from tailrace.errors import ConfigError
+from tailrace.importing import install
+from tailrace.kinds import kind_of
+from tailrace.record.events import Sink
+from tailrace.record.figures import Row
+from tailrace.record.metrics import JoinedRows
+from tailrace.record.sinks import GuardedSink
+
+TRACKERS = "record.trackers"
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Names of one process of a run in a tracker."""
+
+    project: str
+    folder: Path
+    """The output directory; its name is the name of the run."""
+    config: Mapping[str, Any]
+    life: int = 1
+    step: int = 0
+    """Optimizer steps made before this life."""
+
+    @property
+    def group(self) -> str:
+        """The name of the run, in all its lives."""
+        return self.folder.resolve().name
+
+    @property
+    def name(self) -> str:
+        """The name of this life."""
+        return self.group if self.life == 1 else f"{self.group}-life{self.life}"
+
+
+class Tracker(Protocol):
+    """A run in a tracker."""
+
+    def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
+        """Store the figures of an optimizer step. `wall_time`: seconds since the epoch."""
+
+    def finish(self) -> None:
+        """End the run. Nothing is logged after it."""
+
+
+class TrackerKind:
+    """A kind of tracker."""
+
+    package = ""
+    """The Python package that it needs, and the extra of the installation that brings it; "": none."""
+
+    def check(self) -> None:
+        """Check that the package is installed, without loading it. Raises a ConfigError."""
+        if self.package and find_spec(self.package) is None:
+            remedy = f"{install(self.package)}, or remove it from the list"
+            problem = f"the package {self.package} is not installed"
+            raise ConfigError(TRACKERS, self.package, problem, remedy)
+
+    def begin(self, run: TrackedRun) -> Tracker:
+        """Begin a run in the tracker. May raise anything, for example without a login."""
+        raise NotImplementedError
+
+
+def tracker_kind(name: str) -> TrackerKind:
+    """Return a kind of tracker. Raises as `kind_of`."""
+    kind: TrackerKind = kind_of("tracker", name, TRACKERS)
+    return kind
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises a ConfigError if a tracker does not exist, or its package is not installed."""
+    for name in names:
+        tracker_kind(name).check()
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun, say: Callable[[str], None]) -> list[Sink]:
+    """Begin a run in each tracker. `say` shows the line that tells of a tracker's failure. Raises a
+    ConfigError if a tracker cannot begin, for example without a login."""
+    check_trackers(names)
+    sinks: list[Sink] = []
+    for name in names:
+        try:
+            tracker = tracker_kind(name).begin(run)
+        except Exception as why:
+            problem = f"it cannot begin a run ({type(why).__name__}: {why})"
+            remedy = f"see the documentation of {name}, or remove it"
+            raise ConfigError(TRACKERS, name, problem, remedy) from why
+        sinks.append(GuardedSink(TrackerSink(tracker), name, say))
+    return sinks
+
+
+class TrackerSink(JoinedRows):
+    """Sink: passes the objects of metrics.jsonl to a tracker."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(self._log)
+        self._tracker = tracker
+
+    def close(self) -> None:
+        super().close()
+        self._tracker.finish()
+
+    def _log(self, row: Row) -> None:
+        figures = {key: value for key, value in row.items() if isfinite(value)}
+        step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
+        self._tracker.log(figures, step, wall_time)

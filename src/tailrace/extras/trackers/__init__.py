@@ -1,0 +1,1 @@
+"""For whoever keeps experiments in a tracker: trackio, W&B, TensorBoard, MLflow and SwanLab."""
