@@ -63,6 +63,7 @@ def test_trackio_stores_every_figure_in_its_own_database(
     assert [step for step, _ in rows] == [1, 2] and b"completions/mean_length" in rows[0][1]
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages of MLflow
 def test_mlflow_stores_every_figure_by_step_and_the_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
