@@ -14,6 +14,7 @@ order       rolloutpipe, which trains short groups first, against serial
 rollpacker  serial against tail batching that races prompts, or prompts and responses
 lagcurve    accuracy and reward after equal samples over the mean lag, of fifteen schedules
 kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
+critic      pipelinerl with the group's mean against a learned value function as its baseline
 episodes    pipelinerl against serial: updates within episodes of several turns
 groups      groups of 8 against the first 4 of 8 to end, and against one sample a prompt
 real        ten schedules on SmolLM2-135M and sums with a long tail of lengths

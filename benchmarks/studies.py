@@ -148,6 +148,13 @@ STUDIES = {
         {f"kv={kv}": {"name": "pipelinerl", **RING, "kv": kv} for kv in ("keep", "recompute", 0.01)},
         samples=4096,
     ),
+    "critic": Study(
+        "PipelineRL, eq. 4: a learned value function as the baseline (later version), in place of the mean "
+        "of the group (earlier version)",
+        REINFORCE,
+        {f"pipelinerl {baseline}": {**IN_FLIGHT, **BLOCK} for baseline in ("mean", "value")},
+        own={"pipelinerl value": {"algorithm.advantage": "gae", "trainer.critic_learning_rate": "1e-3"}},
+    ),
     "episodes": Study(
         "PipelineRL, 7: agents may gain most",
         {"trainer.learning_rate": "2e-4"},
