@@ -303,14 +303,24 @@ def test_a_full_ring_holds_generation_but_for_what_is_in_flight_until_somebody_t
         run.pool.feed(run.prompts, room=3, full="block")
         async for _ in run.rounds():
             await asyncio.sleep(100)
-            sizes.append(len(run.pool.ready))
+            sizes.extend((len(run.pool.ready), len(run.pool.scoring)))
             assert run.pool.num_requests == 0
             groups = await run.pool.take(2)
             assert run.pool.num_requests == 2
             await run.train(groups)
 
     outcome = simulate(schedule, RunSettings(rounds=1, group_size=2), EXACT)
-    assert sizes == [4] and outcome.totals.groups == {"trained": 2}
+    assert sizes == [3, 1] and outcome.totals.groups == {"trained": 2}
+
+
+def test_a_take_of_more_groups_than_have_room_says_so_and_does_not_wait_for_ever() -> None:
+    async def schedule(run: Run) -> None:
+        run.pool.feed(run.prompts, room=3, full="block")
+        async for _ in run.rounds():
+            await run.train(await run.pool.take(4))
+
+    with pytest.raises(NeverComes, match=r"4 groups are wanted, and 3 have room; raise the room"):
+        simulate(schedule, ONE_ROUND, EXACT)
 
 
 def test_a_dropping_ring_throws_the_oldest_out_and_counts_it() -> None:

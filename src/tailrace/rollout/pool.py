@@ -11,7 +11,8 @@
 
 A group may be parked or dropped at any stage. `Pool._in_flight` has the groups of the first four stages. A
 group goes back to serving if a member that failed or is late is replaced. Finished samples of a group in
-service are scored early while no generated group waits.
+service are scored early while no generated group waits. If the next stage is full and blocks, a group stays
+where it is: a complete one in `scoring`, a generated one in service, out of its slots.
 
 The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it to its next
 stage. It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and
@@ -307,6 +308,8 @@ class Pool:
         """Called before a group enters the empty pool."""
         self.is_held = False
         """No request goes to an engine until `release`."""
+        self.replaces_dropped = True
+        """Another prompt is launched for a group that is filtered or dropped."""
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = rewards(self)
@@ -315,6 +318,7 @@ class Pool:
         self._deadlines = Deadlines(deadline_s, self._on_deadline)
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
+        self._held: dict[Group, None] = {}  # generated ones that `generated` has no room for
         self._source: Draw | None = None
         self._places, self._to_score = inf, False  # of a race: how many more groups win it, and when
         self._parking: asyncio.Task[None] | None = None
@@ -345,8 +349,10 @@ class Pool:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
 
         Args:
-            room: generated groups that may wait for the scorers, and complete ones for the trainer.
-            full: when so many wait, "block": nothing is drawn; "drop_oldest": the oldest one is dropped.
+            room: generated groups that may wait for the scorers, and complete ones for the trainer; at least
+                as many as a take wants.
+            full: when so many wait, "block": nothing is drawn, and groups in flight stay where they are;
+                "drop_oldest": the oldest one is dropped.
             scoring: generated groups that are scored at a time.
         """
         self.generated.room = self.ready.room = room
@@ -482,12 +488,15 @@ class Pool:
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
             if group not in self.scoring and group not in self.generated:
-                (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(group)
+                if self._held or self.generated.is_full:
+                    self._held[group] = None
+                else:
+                    (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(group)
         if group in self.scoring or not (group.serving_complete or len(self.generated)):
             for sample in group.kept:
                 if not sample.scored and sample not in self._samples and not self._shut:
                     self._samples.score(sample, self._tasks.create_task(self._score(sample)))
-        if group.complete and group in self.scoring:
+        if group.complete and group in self.scoring and not self.ready.is_full:
             self._complete(group)
             if len(self.generated):
                 self._score_next()
@@ -525,6 +534,7 @@ class Pool:
         if sample in sample.group.kept:
             sample.group.kept.remove(sample)
             self.progress.num_finished -= 1
+        self._held.pop(sample.group, None)
         for queue in (self.generated, self.scoring):
             if sample.group in queue:
                 queue.remove(sample.group)
@@ -540,12 +550,18 @@ class Pool:
         return bool(sample)
 
     def _score_next(self) -> None:
-        """Hand generated groups to the scorers while these have room."""
-        while len(self.generated) and not self.scoring.is_full:
-            group = self.generated.groups[0]
-            self.generated.remove(group)
-            self.scoring.put(group)
-            self._advance(group)
+        """Hand generated groups on, to the ring and to the scorers, while these have room."""
+        while self._held or len(self.generated):
+            if self._held and not self.generated.is_full:
+                self._held.pop(group := next(iter(self._held)))
+                self.generated.put(group)
+            elif not self.scoring.is_full:
+                group = self.generated.groups[0]
+                self.generated.remove(group)
+                self.scoring.put(group)
+                self._advance(group)
+            else:
+                break
         if not len(self.generated):  # finished samples of the others need not wait any more
             for group in [each for each in self._in_flight if not each.serving_complete]:
                 self._advance(group)
@@ -553,7 +569,7 @@ class Pool:
 
     def _remove(self, group: Group) -> None:
         """Remove a group from every stage before `ready`."""
-        for stage in (self._in_flight, self._frontier):
+        for stage in (self._in_flight, self._frontier, self._held):
             stage.pop(group, None)
         self._deadlines.end(group)
         for queue in (self.generated, self.scoring):
@@ -591,12 +607,14 @@ class Pool:
 
     def _draw_replacement(self, group: Group) -> None:
         """Draw another prompt for a group that was filtered or dropped."""
-        if self._source is None:
+        if self._source is None and self.replaces_dropped:
             self.launch(self._replace(group))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
     def _on_taken(self, groups: Iterable[Group]) -> None:
         self.ages.remove(groups)
+        for group in [each for each in self.scoring.groups if each.complete]:  # they lacked room
+            self._advance(group)
         self._dispatch()
 
     def _dispatch(self) -> None:

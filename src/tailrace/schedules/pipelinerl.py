@@ -6,8 +6,8 @@
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
 Every stage is bounded (section 4, ring buffers). Generated groups wait in a ring for the scorers, and
-complete ones in a ring for the trainer. A full ring blocks the generation of new prompts or drops its oldest
-group.
+complete ones in a ring for the trainer. A full ring drops its oldest group, or it blocks: no prompt is drawn,
+and the groups in flight that end meanwhile wait in the stage before, so no ring ever holds more than its size.
 
 The rings bound the lag, if rewards come in the order in which they are asked for. From the moment at which a
 group is drawn, at most 2 ring_groups + scoring_groups + n groups are trained before it: those that are
