@@ -111,6 +111,8 @@ class Sample:
     """Each token is the most likely one. There is no sampling noise."""
     temperature: float | None = None
     """Sampling temperature in place of the engine's, for evaluations. None: the engine's."""
+    top_p: float | None = None
+    """Top-p in place of the engine's, for evaluations. None: the engine's."""
     sampling: SamplingParams | None = None
     """Sampling in place of the engine's settings, for the embedded engine only. None: the engine's."""
     completion_ids: list[int] = field(default_factory=list)

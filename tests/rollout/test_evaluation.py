@@ -89,7 +89,7 @@ def test_one_sample_of_each_prompt_has_figures_of_named_sources_alone() -> None:
     assert metrics_of_sets(named, 1.0) == {"a/avg@1": 1.0, "a/pass@1": 1.0}
 
 
-@pytest.mark.parametrize("setting", [{"eval_samples": 4}, {"eval_temperature": 0.6}])
+@pytest.mark.parametrize("setting", [{"eval_samples": 4}, {"eval_temperature": 0.6}, {"eval_top_p": 0.7}])
 def test_what_needs_sampling_is_refused_for_greedy_evaluations(setting: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"needs eval_greedy = false"):
         RunSettings.model_validate({"rounds": 1, "group_size": 2, **setting})

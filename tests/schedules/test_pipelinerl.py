@@ -101,7 +101,7 @@ def test_no_token_is_older_than_the_rings_imply(ring: int, scoring: int | None, 
 
 
 def test_no_blocking_ring_holds_more_groups_than_its_size_and_none_is_stuck_or_lost() -> None:
-    """The trainer is four times as slow as four engines, whose 16 groups in flight end while a ring is full."""
+    """The trainer is slower than four engines, whose 16 groups in flight end while a ring is full."""
     sim = SimSettings(
         engines=SimEngineSettings(count=4, slots=64),
         rewards=SimRewardSettings(median_s=0.0),

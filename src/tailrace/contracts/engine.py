@@ -35,7 +35,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         seed: token t of the completion is a function of the weights, the tokens before t, and (seed, t).
         greedy: take the most likely token at each position; the seed then has no effect.
         sampling: None: as the engine's settings say.
-        temperature, max_completion_tokens: in place of those of `sampling`.
+        temperature, top_p, max_completion_tokens: in place of those of `sampling`.
         pin: the version of the weights; an engine that does not have it refuses. None: always the newest.
     """
 
@@ -46,6 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     greedy: bool = False
     sampling: SamplingParams | None = None
     temperature: float | None = None
+    top_p: float | None = None
     max_completion_tokens: int | None = None
     pin: int | None = None
 
@@ -165,6 +166,8 @@ class Capabilities:
     tokens could be drawn."""
     scores: bool = False
     """Whether it scores the probe of a publication."""
+    top_p: bool = False
+    """Whether a sample may have a top-p of its own."""
 
 
 class EngineVerbs(Protocol):

@@ -39,6 +39,8 @@ class RunSettings(Settings):
     """Whether evaluations take the most likely token; false: they sample."""
     eval_temperature: Resumable[float | None] = Field(default=None, gt=0, le=100, allow_inf_nan=False)
     """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
+    eval_top_p: Resumable[float | None] = Field(default=None, gt=0, le=1)
+    """Top-p of evaluations. None: that of training. It needs `eval_greedy = false`."""
     checkpoint_every: Resumable[int] = Field(default=0, ge=0)
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
     keep_checkpoints: Resumable[int] = Field(default=2, ge=0)
@@ -61,8 +63,9 @@ class RunSettings(Settings):
     def _check_samples(self) -> "RunSettings":
         if self.num_trained > self.group_size:
             raise ValueError(f"groups.keep = {self.groups.keep} is more than group_size = {self.group_size}")
-        if self.eval_temperature is not None and self.eval_greedy:
-            raise ValueError("eval_temperature needs eval_greedy = false")
+        for key in ("eval_temperature", "eval_top_p"):
+            if getattr(self, key) is not None and self.eval_greedy:
+                raise ValueError(f"{key} needs eval_greedy = false")
         if self.eval_samples > 1 and self.eval_greedy:
             raise ValueError(
                 "eval_samples above 1 needs eval_greedy = false: greedy samples are all the same"

@@ -182,6 +182,7 @@ class Evaluations:
             round,
             greedy=settings.eval_greedy,
             temperature=settings.eval_temperature,
+            top_p=settings.eval_top_p,
             per_prompt=settings.eval_samples,
             skipped=self.recorder.emit,
         )

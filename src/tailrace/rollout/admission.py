@@ -248,7 +248,9 @@ class ReadyQueue(StageQueue):
 
     async def _wait_for_more(self, n: int) -> None:
         if n > self.room:
-            raise NeverComes(f"the pool: {n} groups are wanted, and {self.room:.0f} have room; raise the room")
+            raise NeverComes(
+                f"the pool: {n} groups are wanted, and {self.room:.0f} have room; raise the room"
+            )
         self._check_can_come(n)
         await self.changed.wait(f"the pool: {n} complete groups ({len(self)} there)")
 

@@ -33,6 +33,7 @@ def held_out_samples(
     *,
     greedy: bool = False,
     temperature: float | None = None,
+    top_p: float | None = None,
     per_prompt: int = 1,
     skipped: Callable[[RowSkipped], None] = lambda skipped: None,
 ) -> list[Sample]:
@@ -41,7 +42,7 @@ def held_out_samples(
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
         greedy: the engine takes the most likely token at each position.
-        temperature: in place of the engine's.
+        temperature, top_p: in place of the engine's.
         per_prompt: samples of each prompt.
         skipped: is told of each row without a usable prompt.
     """
@@ -59,7 +60,7 @@ def held_out_samples(
         first = 0 if greedy else attempt * per_prompt  # the noise of samples that no other evaluation has
         seeds = [noise_seed(seed, id._replace(number=first + id.number)) for id in ids]
         group.samples = [
-            Sample(id, group, seed=seed_of_id, greedy=greedy, temperature=temperature)
+            Sample(id, group, seed=seed_of_id, greedy=greedy, temperature=temperature, top_p=top_p)
             for id, seed_of_id in zip(ids, seeds, strict=True)
         ]
         samples += group.samples

@@ -491,7 +491,9 @@ class Pool:
                 if self._held or self.generated.is_full:
                     self._held[group] = None
                 else:
-                    (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(group)
+                    (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(
+                        group
+                    )
         if group in self.scoring or not (group.serving_complete or len(self.generated)):
             for sample in group.kept:
                 if not sample.scored and sample not in self._samples and not self._shut:

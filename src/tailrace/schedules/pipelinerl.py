@@ -6,8 +6,8 @@
     earlier version, lines 20-24: the guard                          run.ess, run.drop
 
 Every stage is bounded (section 4, ring buffers). Generated groups wait in a ring for the scorers, and
-complete ones in a ring for the trainer. A full ring drops its oldest group, or it blocks: no prompt is drawn,
-and the groups in flight that end meanwhile wait in the stage before, so no ring ever holds more than its size.
+complete ones in a ring for the trainer. No ring ever holds more than its size. A full one drops its oldest
+group, or it blocks: no prompt is drawn, and the groups in flight that end meanwhile wait in the stage before.
 
 The rings bound the lag, if rewards come in the order in which they are asked for. From the moment at which a
 group is drawn, at most 2 ring_groups + scoring_groups + n groups are trained before it: those that are
@@ -41,7 +41,7 @@ async def pipelinerl(
         in_flight_per_engine: sequences in flight on each engine (H).
         ring_groups: generated groups that may wait for the scorers, and as many complete ones for the
             trainer; at least groups_per_step.
-        ring_full: "drop_oldest" group, or "block": draw no new prompts.
+        ring_full: "drop_oldest" group, or "block": draw no new prompts; groups in flight wait for room.
         scoring_groups: generated groups that the scorers have at a time. None: as ring_groups. At least what
             they score in the time that a reward takes.
         kv: "keep" or "recompute" the KV cache of sequences in flight when the weights change; a number:

@@ -149,7 +149,7 @@ class SimEngine:
     ) -> None:
         self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions or 1
         self._set_width(1)
-        self.capabilities = Capabilities(exact_versions=True, sleep=True)
+        self.capabilities = Capabilities(exact_versions=True, sleep=True, top_p=True)
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self.on_arrival: Callable[[Arrival], None] = lambda arrival: None

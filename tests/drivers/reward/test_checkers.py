@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.data.settings import ProceduralSettings, RowsSettings
 from tailrace.drivers.reward import checkers
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
@@ -14,11 +14,39 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import install
 
 ROWS = RowsSettings(path=Path("rows.jsonl"))
+CHAIN = ProceduralSettings(task="chain_sum", answer=r"(-?\d+)$")
 
 
 def checked(name, completion, row, **arguments):
     settings = RewardSettings(functions=(FunctionSettings(function=name, arguments=arguments),))
     return Scorer.load(settings, ROWS)(Call("", completion, [], "stop", row)).reward
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "row"),
+    [
+        ("math", r"\boxed{72}", {"answer": "72"}),
+        ("exact_match", "72", {"answer": "72"}),
+        ("json_schema", "[72]", {"schema": {"type": "array"}}),
+        (None, "1 + 2 = 3", {"question": "", "answer": "3", "metadata": {}}),
+    ],
+)
+def test_a_response_that_was_cut_off_gets_nothing_unless_a_setting_asks_for_it(function, completion, row):
+    for completed_only, finish_reason, reward in (
+        (True, "stop", 1.0),
+        (True, "length", 0.0),
+        (False, "length", 1.0),
+    ):
+        settings = RewardSettings(function=function, completed_only=completed_only)
+        scorer = Scorer.load(settings, CHAIN if function is None else ROWS)
+        assert scorer(Call("", completion, [], finish_reason, row)).reward == reward
+
+
+def test_a_function_of_the_users_decides_itself_about_a_response_that_was_cut_off(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def half(completion, finish_reason): return 0.5 if finish_reason == 'length' else 1.0")
+    scorer = Scorer.load(RewardSettings(function=f"{file}:half"), ROWS)
+    assert scorer(Call("", "72", [], "length", {})).reward == 0.5
 
 
 @pytest.mark.parametrize(

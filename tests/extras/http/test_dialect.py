@@ -1,8 +1,16 @@
 """What a request to a server asks for."""
 
+import httpx
 import pytest
 
-from tailrace.extras.http.dialect import Attempt
+from tailrace.contracts.engine import Capabilities
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.extras.http.dialect import Attempt, Dialect
+from tailrace.extras.http.sglang import Sglang
+from tailrace.extras.http.vllm import Vllm
+
+SAMPLING = SamplingSettings(top_p=0.9)
+CAN = Capabilities()
 
 
 @pytest.mark.parametrize(
@@ -11,3 +19,17 @@ from tailrace.extras.http.dialect import Attempt
 def test_a_sample_may_have_a_temperature_of_its_own(greedy: bool, own: float | None, asked: float) -> None:
     attempt = Attempt("a", [1], 5, seed=0, greedy=greedy, salt="", temperature=own)
     assert attempt.temperature_or(0.8) == asked
+
+
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        Vllm(httpx.AsyncClient(), SAMPLING, [2], "vLLM", "m", None, None, CAN, ()),
+        Sglang(httpx.AsyncClient(), SAMPLING, [2], "SGLang", None, None, "salt", True, CAN, ()),
+    ],
+    ids=["vllm", "sglang"],
+)
+def test_a_sample_may_have_a_top_p_of_its_own(dialect: Dialect) -> None:
+    for own, asked in ((None, 0.9), (0.7, 0.7), (1.0, 1.0)):
+        _, body = dialect.request(Attempt("a", [1], 5, seed=0, greedy=False, salt="", top_p=own))
+        assert body["sampling_params"]["top_p"] == asked

@@ -9,10 +9,10 @@ import pytest
 from helpers.bubblewrap import needs_bubblewrap
 from helpers.episodes import two_turns
 from tailrace.contracts.reward import Rewards, TimeoutSettings
-from tailrace.drivers.reward.settings import CodeSettings
+from tailrace.drivers.reward.settings import CodeSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
 from tailrace.extras.sandbox import code as module
-from tailrace.extras.sandbox.code import CodeRewards, check_cases, extract_code
+from tailrace.extras.sandbox.code import CodeKind, CodeRewards, check_cases, extract_code
 from tailrace.extras.sandbox.sandbox import Execution, Sandbox
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -55,6 +55,20 @@ def test_the_last_block_of_a_completion_is_its_program() -> None:
     assert extract_code(text) == "print(2)\n"
     assert extract_code("print(3)") == "print(3)"
     assert extract_code("```python\nprint(1)") == "```python\nprint(1)"
+
+
+@needs_bubblewrap
+def test_a_program_that_was_cut_off_passes_nothing_unless_a_setting_asks_for_it() -> None:
+    for completed_only, finish_reason, reward in (
+        (True, "stop", 1.0),
+        (True, "length", 0.0),
+        (False, "length", 1.0),
+    ):
+        settings = RewardSettings(code=CodeSettings(), completed_only=completed_only)
+        sample = saying("print(int(input()) ** 2)")
+        sample.finish_reason = finish_reason
+        rewards = asyncio.run(CodeKind().open(settings, Anchors(), decode, None))
+        assert asyncio.run(rewards.score(sample)) == sample.reward_metrics["passed_cases"] == reward
 
 
 def test_the_program_is_the_policys_and_the_text_has_the_environments_too() -> None:

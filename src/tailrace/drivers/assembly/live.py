@@ -307,7 +307,7 @@ async def open_parts(
 
 
 def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
-    """Raises a ConfigError if the placement needs engines that sleep, and one cannot."""
+    """Raises a ConfigError if the placement or the evaluations need what an engine cannot do."""
     if inexact := [engine.name for engine in engines if not engine.capabilities.exact_versions]:
         problem = f"{', '.join(inexact)} cannot say which weights generated a token"
         effect = "after an update in flight, some tokens may count as one version newer than they are"
@@ -318,6 +318,11 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
         problem = f"{mute} cannot prove that weights have arrived: it does not score a given sequence"
         remedy = "set it to 0; the embedded engine can, and vLLM with sampling.temperature = 1"
         raise ConfigError("weights.probe_every", config.weights.probe_every, problem, remedy)
+    whole = next((engine.name for engine in engines if not engine.capabilities.top_p), None)
+    if config.run.eval_top_p is not None and whole:
+        problem = f"{whole} takes no top-p of a request's own"
+        remedy = "remove it; the embedded engine can, vLLM, SGLang and Tinker"
+        raise ConfigError("run.eval_top_p", config.run.eval_top_p, problem, remedy)
     awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
     if awake and config.placement.kind != "disaggregated":
         problem = f"{awake} cannot give the memory of its devices back"

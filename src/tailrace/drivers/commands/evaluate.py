@@ -116,6 +116,7 @@ async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
             0,
             greedy=config.run.eval_greedy,
             temperature=config.run.eval_temperature,
+            top_p=config.run.eval_top_p,
             per_prompt=config.run.eval_samples,
         )
         return await evaluate(samples, Router(parts.engines, Recorder(), parts.run_episode), parts.rewards)

@@ -200,13 +200,22 @@ class RewardFunction:
             takes the columns that no parameter names.
         settings: how it is called.
         key: the config key that names it, for messages.
+        completed_only: a completion that was cut off gets 0, without a call.
 
     Raises:
         TypeError, ValueError: its parameters cannot be known.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: FunctionSettings, key: str) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        settings: FunctionSettings,
+        key: str,
+        *,
+        completed_only: bool = False,
+    ) -> None:
         self.settings, self._function, self._key = settings, function, key
+        self._completed_only = completed_only
         self.name = settings.name or str(getattr(function, "__name__", type(function).__name__))
         described = inspect.signature(function)
         kind = recognise(described) if settings.signature == "auto" else settings.signature
@@ -255,6 +264,8 @@ class RewardFunction:
         `wait` returns the result of an awaitable. Raises a RewardFailed ("raised", "not a number", "nan",
         "infinite" or "not a list of one")."""
         report = FunctionReport()
+        if self._completed_only and call.finish_reason == "length":
+            return 0.0, report
         try:
             arguments = self._signature.arguments(call, report)
             takes_all = self._takes_rest and self._signature.gives_rest
@@ -280,12 +291,13 @@ class Scorer:
     def load(cls, settings: RewardSettings, data: DataSettings) -> "Scorer":
         """Import the functions that the config names, or else take the scorer that the data bring. Raises a
         ConfigError if one cannot be imported or called, two have one name, or the data bring none."""
-        key = "reward.function"
+        key, completed_only = "reward.function", settings.completed_only
         if settings.function is not None:
-            loaded = [_load(FunctionSettings(function=settings.function), key)]
+            loaded = [_load(FunctionSettings(function=settings.function), key, completed_only)]
             return cls(loaded, has_judges=bool(settings.judges))
         if settings.functions:
-            loaded = [_load(each, f"{key}s[{i}].function") for i, each in enumerate(settings.functions)]
+            named = enumerate(settings.functions)
+            loaded = [_load(each, f"{key}s[{i}].function", completed_only) for i, each in named]
             for name, number in Counter(each.name for each in loaded).items():
                 if number > 1:
                     problem = f"{number} functions have this name"
@@ -293,7 +305,7 @@ class Scorer:
             mixed = [each.source_name for each in data.sources if each.source_name]
             check_sources("function", settings.functions, mixed, others=settings.judges)
             return cls(loaded, has_judges=bool(settings.judges))
-        scorers = [_scorer_of(source) for source in data.sources if source.brings_scorer]
+        scorers = [_scorer_of(source, completed_only) for source in data.sources if source.brings_scorer]
         if len(scorers) < len(data.sources):
             raise ConfigError(key, None, "rows bring no scorer of their own", UNUSABLE)
         return cls(scorers)
@@ -344,21 +356,22 @@ class Scorer:
         return self._runner.run(wait())
 
 
-def _load(settings: FunctionSettings, key: str) -> RewardFunction:
+def _load(settings: FunctionSettings, key: str, completed_only: bool) -> RewardFunction:
     spec = settings.function
-    function = import_checker(spec, key) or import_function(spec, key)
+    checker = import_checker(spec, key)
+    function, completed_only = checker or import_function(spec, key), completed_only and bool(checker)
     try:
-        return RewardFunction(function, settings, key)
+        return RewardFunction(function, settings, key, completed_only=completed_only)
     except (TypeError, ValueError) as why:
         problem = f"its parameters cannot be known ({why})"
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
 
 
-def _scorer_of(data: PromptSettings) -> RewardFunction:
+def _scorer_of(data: PromptSettings, completed_only: bool) -> RewardFunction:
     task, score = data_kind(data).scorer(data)
     source = (data.source_name,) if data.source_name else None
     settings = FunctionSettings(function=task, name=source[0] if source else "task", sources=source)
-    return RewardFunction(score, settings, "data.task")
+    return RewardFunction(score, settings, "data.task", completed_only=completed_only)
 
 
 def _listed(names: Collection[str]) -> str:

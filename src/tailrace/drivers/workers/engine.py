@@ -302,7 +302,7 @@ class RemoteEngine(EngineClient):
     Once the process has ended, every method raises EngineDied.
     """
 
-    capabilities = Capabilities(exact_versions=True, sleep=True, scores=True)
+    capabilities = Capabilities(exact_versions=True, sleep=True, scores=True, top_p=True)
 
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         super().__init__(worker, job)
@@ -326,6 +326,7 @@ class RemoteEngine(EngineClient):
                 sample.greedy,
                 sampling=sample.sampling,
                 temperature=sample.temperature,
+                top_p=sample.top_p,
                 max_completion_tokens=len(ids) + self.job.sampling.room(sample),
                 pin=sample.pin,
             )

@@ -32,7 +32,7 @@ class Attempt:
         seed: of this request; a resumed request has another one, because servers count draws from its start.
         greedy: take the most likely token; the seed then has no effect.
         salt: requests with different salts share no prefix cache.
-        temperature: in place of that of the settings.
+        temperature, top_p: in place of those of the settings.
         version: of the weights that it is for, where a server has several; None: the newest.
     """
 
@@ -43,6 +43,7 @@ class Attempt:
     greedy: bool
     salt: str
     temperature: float | None = None
+    top_p: float | None = None
     version: int | None = None
 
     def temperature_or(self, default: float) -> float:

@@ -131,7 +131,13 @@ class Connection:
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""
         asked = self.probe(sample.context_ids, max_tokens, seed=sample.request_seed, salt=str(version))
-        return replace(asked, greedy=sample.greedy, temperature=sample.temperature, version=version)
+        return replace(
+            asked,
+            greedy=sample.greedy,
+            temperature=sample.temperature,
+            top_p=sample.top_p,
+            version=version,
+        )
 
     def probe(self, ids: Sequence[int], max_tokens: int, *, seed: int, salt: str) -> Attempt:
         """Any request, with an id that was not used before."""

@@ -64,7 +64,7 @@ class Sglang(Dialect):
         sampling: dict[str, Any] = {
             "max_new_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
-            "top_p": self.sampling.top_p,
+            "top_p": attempt.top_p or self.sampling.top_p,
             "top_k": self.sampling.top_k or -1,
             "sampling_seed": attempt.seed,
             "stop_token_ids": self.stop_token_ids,
@@ -200,6 +200,7 @@ async def detect(
         capabilities=Capabilities(
             exact_versions="WeightVersionSpan" in schemas,
             sleep=bool(config.get("enable_memory_saver")),
+            top_p=True,
             sampling_mask=True,  # its log-probs are those before top_p and top_k
         ),
         missing=tuple(missing),

@@ -102,7 +102,7 @@ class Vllm(Dialect):
         sampling: dict[str, Any] = {
             "max_tokens": attempt.max_tokens,
             "temperature": attempt.temperature_or(self.sampling.temperature),
-            "top_p": self.sampling.top_p,
+            "top_p": attempt.top_p or self.sampling.top_p,
             "top_k": self.sampling.top_k,
             "logprobs": 1,
             "stop_token_ids": self.stop_token_ids,
@@ -241,6 +241,7 @@ async def detect(
             exact_versions=True,
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
             sampling_mask=raw and sampling.temperature == 1,
+            top_p=True,
             scores=_numbers(version) is not None and sampling.temperature == 1 and fits,
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),

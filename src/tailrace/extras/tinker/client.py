@@ -355,7 +355,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 class TinkerEngine(OnOtherDevices, Engine):
     """All samplers of a service as one engine."""
 
-    capabilities = Capabilities(exact_versions=True)
+    capabilities = Capabilities(exact_versions=True, top_p=True)
     state: EngineState = "open"
     width = 1
 
@@ -428,7 +428,7 @@ class TinkerEngine(OnOtherDevices, Engine):
             max_tokens=num_tokens,
             seed=sample.request_seed >> 32,
             temperature=0.0 if sample.greedy else temperature,
-            top_p=given.top_p,
+            top_p=sample.top_p or given.top_p,
             top_k=given.top_k or -1,
             stop=list(given.stop or given.stop_token_ids) or None,
         )

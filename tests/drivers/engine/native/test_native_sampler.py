@@ -164,6 +164,18 @@ def test_a_request_may_have_a_temperature_of_its_own(make_engine):
     assert min(ended["plain"].behavior_logprobs) < -0.01
 
 
+def test_a_request_may_have_a_top_p_of_its_own(make_engine):
+    engine = make_engine(max_completion_tokens=20)
+    for id, top_p in (("plain", None), ("whole", 1.0), ("likeliest", 1e-6)):
+        engine.submit(GenerationRequest(id, PROMPTS["17"], (), 7, top_p=top_p))
+    engine.submit(GenerationRequest("greedy", PROMPTS["17"], (), 7, greedy=True))
+    ended = finish(engine)
+    assert ended["whole"].ids == ended["plain"].ids != ended["likeliest"].ids == ended["greedy"].ids
+    assert (
+        ended["likeliest"].behavior_logprobs == ended["greedy"].behavior_logprobs
+    )  # of the whole vocabulary
+
+
 def test_a_request_may_have_a_limit_of_its_own(make_engine):
     engine = make_engine(max_completion_tokens=20)
     engine.submit(GenerationRequest("plain", PROMPTS["17"], (), 7))

@@ -134,7 +134,7 @@ class NativeEngine:
         its limit, finishes at the next step ("length"). Raises ValueError if its id is being served."""
         tokens = [*request.prompt_ids, *request.completion_ids]
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
-        own = {"temperature": request.temperature, "max_completion_tokens": request.max_completion_tokens}
+        own = {name: getattr(request, name) for name in ("temperature", "top_p", "max_completion_tokens")}
         if changes := {name: value for name, value in own.items() if value is not None}:
             sampling = msgspec.structs.replace(sampling, **changes)
         num_prompt = len(request.prompt_ids)
