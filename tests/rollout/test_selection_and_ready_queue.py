@@ -49,26 +49,39 @@ def test_a_trainer_computes_the_environments_tokens_too() -> None:
 SIZES = st.lists(st.integers(1, 60), max_size=30)
 
 
-@given(SIZES, st.integers(1, 100))
+def fullest(groups: list[Group], replicas: int) -> int:
+    """Tokens of the replica with the most, if each group in turn goes to the one with the fewest."""
+    shares = [0] * replicas
+    for group in groups:
+        shares = [min(shares) + trained_tokens(group), *sorted(shares)[1:]]
+    return max(shares)
+
+
+@given(SIZES, st.integers(1, 100), st.integers(1, 3))
 def test_feasible_batches_are_the_largest_prefixes_of_whole_groups_and_lose_nothing(
-    sizes: list[int], tokens: int
+    sizes: list[int], tokens: int, replicas: int
 ) -> None:
     groups = [group_of(index, [size]) for index, size in enumerate(sizes)]
-    batches = list(feasible(groups, tokens))
+    batches = list(feasible(groups, tokens, replicas))
     assert [group for batch in batches for group in batch] == groups
     for batch, following in zip(batches, [*batches[1:], []], strict=False):
-        total = sum(map(trained_tokens, batch))
-        assert total <= tokens or len(batch) == 1  # one over the budget goes alone
-        if following:
-            assert total + trained_tokens(following[0]) > tokens  # and no larger prefix would have fitted
+        assert fullest(batch, replicas) <= tokens or trained_tokens(batch[0]) > tokens
+        if following:  # no larger prefix would have fitted
+            assert fullest([*batch, following[0]], replicas) > tokens
 
 
-@given(SIZES, st.integers(1, 100), st.integers(1, 10))
+def test_the_budget_of_a_feasible_batch_is_that_of_a_replica_not_of_all_together() -> None:
+    groups = [group_of(index, [size]) for index, size in enumerate((50, 50, 40, 40))]
+    sizes = [[len(batch) for batch in feasible(groups, 60, replicas)] for replicas in (1, 2, 4)]
+    assert sizes == [[1, 1, 1, 1], [2, 2], [4]]
+
+
+@given(SIZES, st.integers(1, 100), st.integers(1, 10), st.integers(1, 3))
 def test_the_selection_is_the_first_feasible_batch_of_what_is_wanted(
-    sizes: list[int], tokens: int, wanted: int
+    sizes: list[int], tokens: int, wanted: int, replicas: int
 ) -> None:
     groups = [group_of(index, [size]) for index, size in enumerate(sizes)]
-    assert fits(tokens)(groups, wanted) == next(feasible(groups[:wanted], tokens), [])
+    assert fits(tokens, replicas)(groups, wanted) == next(feasible(groups[:wanted], tokens, replicas), [])
     assert earliest(groups, wanted) == groups[:wanted]
 
 

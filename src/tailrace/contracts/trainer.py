@@ -57,7 +57,7 @@ class OffloadSettings(Settings):
     optimizer: Place = "host"
     """AdamW's moments. Training that goes on during the rollout (elastic) does not load them (RollPacker
     5)."""
-    early_gradients: bool = False
+    early_gradients: bool = True
     """Training that goes on during the rollout (elastic) adds its gradients to the sum where that is, and
     does not load it (RollPacker 5)."""
 
@@ -175,6 +175,9 @@ class StepStats:
 
 class Trainer(Protocol):
     """One logical trainer of one or several ranks. It executes calls in the order in which they are made."""
+
+    replicas: int = 1
+    """Replicas, which share the units of a call."""
 
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None

@@ -293,6 +293,10 @@ class Run:
         return self._parts.engines
 
     @property
+    def trainer_replicas(self) -> int:
+        return self._parts.trainer.replicas
+
+    @property
     def round(self) -> int:
         return self._state.round
 

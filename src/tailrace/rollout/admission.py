@@ -97,29 +97,31 @@ def earliest(ready: Collection[Group], wanted: int) -> list[Group]:
     return list(islice(ready, wanted))
 
 
-def fits(max_tokens: int) -> Select:
+def fits(max_tokens: int, replicas: int) -> Select:
     """The feasible batch (RolloutPipe 4): the largest prefix of whole groups within a token budget.
 
     A single group over the budget goes alone; the trainer splits it into micro-batches.
     """
 
     def feasible_batch(ready: Collection[Group], wanted: int) -> list[Group]:
-        return next(feasible(islice(ready, wanted), max_tokens), [])
+        return next(feasible(islice(ready, wanted), max_tokens, replicas), [])
 
     return feasible_batch
 
 
-def feasible(groups: Iterable[Group], max_tokens: int) -> Iterator[list[Group]]:
-    """Split groups, in order, into feasible batches of at most `max_tokens` tokens, prompts included."""
+def feasible(groups: Iterable[Group], max_tokens: int, replicas: int) -> Iterator[list[Group]]:
+    """Split groups, in order, into feasible batches: each replica of the trainer gets at most `max_tokens`
+    tokens, prompts included. A group goes to the replica with the fewest. The paper packs groups before they
+    wait for a step, which moves the borders of batches, and not those of steps."""
     batch: list[Group] = []
-    total = 0
+    shares = [0] * replicas
     for group in groups:
         size = trained_tokens(group)
-        if batch and total + size > max_tokens:
+        if batch and min(shares) + size > max_tokens:
             yield batch
-            batch, total = [], 0
+            batch, shares = [], [0] * replicas
         batch.append(group)
-        total += size
+        shares[shares.index(min(shares))] += size
     if batch:
         yield batch
 

@@ -59,7 +59,8 @@ class RolloutProgress:
 
     @property
     def share(self) -> float:
-        """Share of the needed responses that are finished, at most 1."""
+        """Share of the needed responses that are finished, at most 1. In a race more are launched (RollPacker
+        4.4 has no word on them), and the losers never finish."""
         return min(1.0, self.num_finished / self.num_needed) if self.num_needed else 0.0
 
     @property

@@ -29,7 +29,7 @@ async def rolloutpipe(
     Args:
         groups_per_round: groups of a rollout (R).
         groups_per_step: complete groups of an optimizer step (U = B/K).
-        max_tokens_per_batch: tokens, prompts included, that are handed to the trainer at once (section 4).
+        max_tokens_per_batch: tokens, prompts included, that a replica of the trainer gets at once (4).
         admission: which requests may be served: kind "at_most", "frontier" or "frontier_first".
     """
     require_divisible(groups_per_round, groups_per_step)
@@ -39,7 +39,8 @@ async def rolloutpipe(
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
         for _ in range(groups_per_round // groups_per_step):
-            for batch in feasible(await run.pool.take(groups_per_step), max_tokens_per_batch):
+            groups = await run.pool.take(groups_per_step)
+            for batch in feasible(groups, max_tokens_per_batch, run.trainer_replicas):
                 await run.accumulate(batch)
             await run.step()
         await run.publish()
@@ -64,7 +65,8 @@ async def rolloutpipe_eager(
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_per_round))
         for _ in range(groups_per_round // groups_per_step):
-            async for batch in run.pool.stream(groups_per_step, fits(max_tokens_per_batch)):
+            select = fits(max_tokens_per_batch, run.trainer_replicas)
+            async for batch in run.pool.stream(groups_per_step, select):
                 await run.accumulate(batch)
             await run.step()
         await run.publish()

@@ -29,7 +29,7 @@ class SimTrainer:
     def __init__(
         self, cost: SimTrainerSettings, replicas: int = 1, host: Host | None = None, *, asleep: bool = False
     ) -> None:
-        self._cost, self._replicas = cost, replicas
+        self._cost, self.replicas = cost, replicas
         self._host = host
         self._accumulated: list[Sample] = []
         self._log_weights: list[tuple[int, float]] = []  # tokens, and the variance of their log-weights
@@ -43,7 +43,7 @@ class SimTrainer:
     ) -> None:
         samples = [sample for unit in units for sample in unit]
         self._check("accumulate", self._awake != "asleep")
-        rate = self._cost.tokens_per_s * (replicas or self._replicas) / self._replicas
+        rate = self._cost.tokens_per_s * (replicas or self.replicas) / self.replicas
         await self._work(self._cost.pass_s + _num_positions(samples) / rate)
         self._accumulated += samples
         self._log_weights += self._variances(samples, version)

@@ -85,7 +85,9 @@ def test_an_engine_that_cannot_say_which_weights_generated_a_token_is_warned_of(
     _check_capabilities(load_config(config_path), [engine])
     assert capsys.readouterr().err == ""
     nucleus = load_config(config_path, {"run.eval_greedy": "false", "run.eval_top_p": "0.7"})
-    with pytest.raises(ConfigError, match=r"run.eval_top_p = 0.7: engine-0 takes no top-p of a request's own"):
+    with pytest.raises(
+        ConfigError, match=r"run.eval_top_p = 0.7: engine-0 takes no top-p of a request's own"
+    ):
         _check_capabilities(nucleus, [engine])
     engine.capabilities = Capabilities(exact_versions=True, top_p=True)
     _check_capabilities(nucleus, [engine])

@@ -395,7 +395,8 @@ class RemoteTrainer:
         self._first, self._job = workers[0], job
         size = job.trainer.ranks
         self._replicas = [self.workers[start : start + size] for start in range(0, len(workers), size)]
-        self._given = [0] * job.trainer.replicas
+        self.replicas = job.trainer.replicas
+        self._given = [0] * self.replicas
         """Tokens of divided units that each replica was given since the last step."""
         self._stranded: dict[RemoteWorker, str] = {}
         """The error of each process that lost another one in a collective."""

@@ -153,7 +153,7 @@ class ObservedTrainer:
     keeps a checkpoint of each publication in a folder, if it has one."""
 
     def __init__(self, trainer: RemoteTrainer, folder: Path | None) -> None:
-        self._trainer, self._folder = trainer, folder
+        self._trainer, self._folder, self.replicas = trainer, folder, trainer.replicas
         self.current: dict[Sample, list[float]] = {}
         self.step, self.ess, self.sleep, self.wake = trainer.step, trainer.ess, trainer.sleep, trainer.wake
         self.save, self.restore = trainer.save, trainer.restore
