@@ -16,6 +16,7 @@ from tailrace.record.figures import (
     mean,
     ordered,
     over_tokens,
+    over_wall_time,
     standard_deviation,
 )
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -157,3 +158,13 @@ def test_a_mean_over_tokens_weighs_steps_by_what_they_trained() -> None:
     rows: list[Row] = [{"tokens/trained": 30, "ess": 1.0}, {"tokens/trained": 10, "ess": 0.6}, {"time": 1.0}]
     assert over_tokens(rows, "ess") == pytest.approx(0.9)
     assert over_tokens([], "ess") == 0.0
+
+
+def test_effective_training_time_counts_what_stayed_over_all_that_passed_on_the_wall() -> None:
+    """Steps of 10 s, 6 s of them computed. A restart undid a step that ended at 1,030, and took 30 s."""
+    ends_s = (1010.0, 1020.0, 1070.0, 1080.0)
+    rows: list[Row] = [
+        {"loss": 0.0, "wall_time": wall_time, "time/step": 10.0, "time/train": 6.0} for wall_time in ends_s
+    ]
+    assert over_wall_time(rows, "time/train") == 4 * 6 / 80
+    assert TRIAL_FIGURES["ettr"].total is over_wall_time

@@ -7,11 +7,11 @@ import pytest
 
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SETTINGS, SIM, change, simulate
 from tailrace import clock
-from tailrace.record.events import EngineStateChanged
+from tailrace.record.events import EngineStateChanged, Stepped
 from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.reward import SimRewards
-from tailrace.sim.settings import SimFaultSettings, SimHostSettings, SimRewardSettings
+from tailrace.sim.settings import SimFaultSettings, SimHostSettings, SimRewardSettings, SimTrainerSettings
 from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import SimPrompts
 from tailrace.types import Group, Sample, SampleId
@@ -87,7 +87,7 @@ def test_engines_die_with_the_rate_of_the_settings() -> None:
     async def main() -> None:
         engine = SimEngine("engine-0", EXACT.engines, lambda _: 10)
         engine.on_state = lambda why: states.append((clock.now(), engine.state))
-        let_die(engine, 0, SimFaultSettings(mean_life_s=100.0, restart_s=10.0), seed=0)
+        let_die(engine, 0, SimFaultSettings(restart_s=10.0), 100.0, seed=0)
         await asyncio.sleep(110_000)
 
     clock.run(main(), virtual=True)
@@ -107,3 +107,36 @@ def test_faults_are_the_same_for_the_same_seed_and_cost_no_token() -> None:
     assert first.ended_s == again.ended_s > simulate(SCHEDULES_BY_NAME["serial"]).ended_s
     assert len(first.of(EngineStateChanged)) > 4
     assert not any("engine" in reason for reason in first.totals.wasted_tokens)
+
+
+def test_a_trainer_that_dies_computes_again_what_it_had_since_its_checkpoint_and_the_call_under_way() -> None:
+    """Calls of 10 s; it dies in the second one and is back after 20 s. With a checkpoint after each step 4 s
+    are lost; without one 10 s of the first step, too."""
+    found = []
+
+    async def main(checkpoint_steps: int) -> None:
+        trainer = SimTrainer(SimTrainerSettings(step_s=10.0))
+        trainer.checkpoint_steps = checkpoint_steps
+        await trainer.step()
+        asyncio.get_running_loop().call_later(4.0, trainer.die, 20.0)
+        stats = await trainer.step()
+        found.append((clock.now(), stats.num_steps, stats.compute_s))
+        asyncio.get_running_loop().call_later(1.0, trainer.die, 20.0)
+        await asyncio.sleep(15.0)  # it is restarted meanwhile, before anybody asks
+        await trainer.step()
+        found.append((clock.now(), 3))
+
+    for checkpoint_steps in (1, 10):
+        clock.run(main(checkpoint_steps), virtual=True)
+    assert found == [(44.0, 2, 10.0), (75.0, 3), (54.0, 2, 10.0), (105.0, 3)]
+
+
+def test_engines_that_generate_while_the_trainer_restarts_leave_it_more_of_the_time() -> None:
+    faults = SimFaultSettings(trainer_mean_life_s=20.0, trainer_restart_s=5.0)
+    ratios = []
+    for changed in (None, faults, faults.model_copy(update={"trainer_alone": False})):
+        sim = SIM.model_copy(update={"faults": changed})
+        outcome = simulate(SCHEDULES_BY_NAME["tailrace"], SETTINGS, sim)
+        assert outcome.totals.wasted_tokens.total() == 0
+        ratios.append(sum(step.stats.compute_s for step in outcome.of(Stepped)) / outcome.ended_s)
+    assert ratios[0] > ratios[1] > ratios[2] > 0

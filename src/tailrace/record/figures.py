@@ -75,6 +75,14 @@ def over_time(rows: Rows, name: str) -> float:
     return summed(rounds, name) / whole_s
 
 
+def over_wall_time(rows: Rows, name: str) -> float:
+    """Sum of the steps' figure over the time on the clock of the wall. Restarts are in it, and so are steps
+    that a restart has undone, whose own rows are gone."""
+    steps = steps_of(rows)
+    whole_s = steps[-1]["wall_time"] - steps[0]["wall_time"] + steps[0]["time/step"]
+    return summed(steps, name) / whole_s if whole_s else 0.0
+
+
 def over_rollouts(rows: Rows, name: str) -> float:
     """Sum of the rounds' figure over the time of the rollouts; over the whole time if one never stops."""
     rounds = rounds_of(rows)
@@ -291,6 +299,8 @@ round/num_tokens | tokens/s | over_rollouts | trial.rollout_tokens_per_s | Train
     rollouts; over the whole time if the rollout never stops.
 round/main_time_s | s | per_thousand_samples | trial.main_s_per_1000_samples | Main time of all rounds over
     the thousands of trained samples.
+time/train | share | over_wall_time | trial.ettr | Effective training time ratio (RobustRL, 2512.22492): the
+    trainer's computation of the steps that count over the time on the clock, restarts included.
 round/cost | currency | per_thousand_samples | trial.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | trial.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | trial.length_max | The longest trained sample.
@@ -326,7 +336,8 @@ LENGTHS = ("mean", "min", "p50", "p90", "p99", "max", "std")
 TOTALS: Mapping[str, Total] = {
     total.__name__: total
     for total in (
-        summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_rollouts,
+        summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_wall_time,
+        over_rollouts,
         per_sample, per_thousand_samples, of_generated, over_control, less_control,
     )
 }  # fmt: skip

@@ -107,6 +107,8 @@ class RunSummary:
     """The median of figures over the rounds; None where no round has one."""
     bound: BoundSummary | None
     """Distance to the lower bound; None: no round trained."""
+    ettr: float | None = None
+    """Effective training time ratio; None: no round trained."""
     bias: dict[str, float] = field(default_factory=dict)
     """Bias of the rules of groups; empty without control groups."""
     cost: float | None = None
@@ -184,6 +186,7 @@ class Summary:
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
+            ettr=_totals(rows, ("ettr",))["ettr"] if rounds else None,
             bias=_totals(rows, BIASES),
             cost=next((row["cost/total"] for row in reversed(rows) if "cost/total" in row), None),
             advisories=dict(self._advisor.found),

@@ -446,7 +446,9 @@ FAULT = 7
 """Key of a random stream; world.py and reward.py have the others."""
 
 
-def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: int) -> None:
+def let_die(
+    engine: SimEngine, number: int, settings: SimFaultSettings, mean_life_s: float, seed: int
+) -> None:
     """Let an engine die after exponential times, as machines with a constant rate of faults do.
 
     An engine that sleeps does not die. Each number has its own random stream. Call it inside
@@ -455,7 +457,7 @@ def let_die(engine: SimEngine, number: int, settings: SimFaultSettings, seed: in
     loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
 
     def schedule_death() -> None:
-        loop.call_later(-settings.mean_life_s * math.log(chance.uniform()), die)
+        loop.call_later(-mean_life_s * math.log(chance.uniform()), die)
 
     def die() -> None:
         if engine.state != "open":

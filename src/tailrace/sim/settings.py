@@ -308,12 +308,21 @@ class SimHostSettings(Settings):
 
 
 class SimFaultSettings(Settings):
-    """Engines die at random and are started again. Their requests go on elsewhere from their tokens."""
+    """Engines and the trainer die at random and are started again. Requests go on from their tokens."""
 
-    mean_life_s: float = Field(gt=0)
-    """Mean seconds until an engine dies; the times are exponential."""
+    mean_life_s: float | None = Field(default=None, gt=0)
+    """Mean seconds until an engine dies; the times are exponential. None: it lives."""
     restart_s: float = Field(default=60.0, ge=0)
     """Seconds from its death until it serves again."""
+    trainer_mean_life_s: float | None = Field(default=None, gt=0)
+    """Mean seconds until the trainer dies; the times are exponential. None: it lives."""
+    trainer_restart_s: float = Field(default=120.0, ge=0)
+    """Seconds from its death until it computes again what it had computed since its newest checkpoint."""
+    trainer_checkpoint_steps: int = Field(default=1, ge=1)
+    """Optimizer steps between two checkpoints."""
+    trainer_alone: bool = True
+    """Whether the engines generate while the trainer restarts (`trainer.restarts`). False: they restart with
+    it (`host.restarts`)."""
 
 
 class SimSettings(Settings):

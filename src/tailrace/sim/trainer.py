@@ -6,11 +6,14 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from tailrace.clock import now
 from tailrace.contracts.trainer import StepStats
 from tailrace.contracts.weights import Weights
 from tailrace.errors import CheckpointError, ScheduleError
+from tailrace.sim.engine import FAULT, SimEngine
 from tailrace.sim.host import Host
-from tailrace.sim.settings import SimReferenceSettings, SimTrainerSettings
+from tailrace.sim.settings import SimFaultSettings, SimReferenceSettings, SimTrainerSettings
+from tailrace.sim.world import Chance
 from tailrace.types import Sample
 
 Awake = Literal["asleep", "early", "whole"]
@@ -37,6 +40,16 @@ class SimTrainer:
         self._num_steps = 0
         self._awake: Awake = "asleep" if asleep else "whole"
         self._one_after_another = asyncio.Lock()
+        self.checkpoint_steps = 1
+        """Optimizer steps between two checkpoints."""
+        self._unsaved_s, self._num_deaths, self._back_s = 0.0, 0, 0.0
+
+    def die(self, restart_s: float) -> float:
+        """End it. New processes compute again what was computed since the newest checkpoint, and the call
+        under way. Return the seconds until they have done the former."""
+        self._num_deaths += 1
+        self._back_s = now() + restart_s + self._unsaved_s
+        return restart_s + self._unsaved_s
 
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
@@ -55,6 +68,7 @@ class SimTrainer:
         log_weights, self._log_weights = self._log_weights, []
         busy_s, self._busy_s = self._busy_s, 0.0
         self._num_steps += 1
+        self._unsaved_s *= self._num_steps % self.checkpoint_steps > 0
         return StepStats(
             num_steps=self._num_steps,
             samples=tuple(sample.id for sample in samples),
@@ -77,6 +91,7 @@ class SimTrainer:
 
     async def publish(self, version: int) -> Weights:
         async with self._one_after_another:
+            await self._started_again()
             await asyncio.sleep(self._cost.publish_s)
         return Weights(version)
 
@@ -114,12 +129,45 @@ class SimTrainer:
             raise CheckpointError(f"{folder / STEPS_FILE} cannot be read; remove {folder}") from None
 
     async def _work(self, seconds: float) -> None:
+        num_deaths = None
         async with self._one_after_another:
-            if self._host:
-                seconds = await self._host.work("trainer", seconds)
-            else:
-                await asyncio.sleep(seconds)
-        self._busy_s += seconds
+            while num_deaths != self._num_deaths:
+                num_deaths = await self._started_again()
+                if self._host:
+                    took_s = await self._host.work("trainer", seconds)
+                else:
+                    await asyncio.sleep(took_s := seconds)
+        self._busy_s += took_s
+        self._unsaved_s += took_s
+
+    async def _started_again(self) -> int:
+        """Wait until it is not dead. Return how often it died."""
+        if (rest_s := self._back_s - now()) > 0:
+            await asyncio.sleep(rest_s)
+        return self._num_deaths
+
+
+def let_trainer_die(
+    trainer: SimTrainer, engines: Sequence[SimEngine], faults: SimFaultSettings, mean_life_s: float, seed: int
+) -> None:
+    """Let a trainer die after exponential times, and engines with it. Call it inside the virtual loop."""
+    loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, TRAINER)
+    trainer.checkpoint_steps = faults.trainer_checkpoint_steps
+
+    def schedule_death() -> None:
+        loop.call_later(-mean_life_s * math.log(chance.uniform()), die)
+
+    def die() -> None:
+        loop.call_later(trainer.die(faults.trainer_restart_s), schedule_death)
+        for engine in [each for each in engines if each.state == "open"]:
+            engine.die()
+            loop.call_later(faults.trainer_restart_s, engine.revive)
+
+    schedule_death()
+
+
+TRAINER = 2**32
+"""Number of its random stream; engines have the small ones."""
 
 
 def _num_positions(samples: Sequence[Sample]) -> int:

@@ -31,7 +31,7 @@ from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
-from tailrace.sim.trainer import SimReference, SimTrainer
+from tailrace.sim.trainer import SimReference, SimTrainer, let_trainer_die
 from tailrace.sim.world import Lengths, SimPrompts, law_of
 
 OF_DEVICES = {
@@ -140,14 +140,18 @@ def simulated_parts(
         _engine(f"engine-{number}", settings.engines, lengths, max_tokens, host)
         for number, host in enumerate(hosts)
     ]
-    if settings.faults:
-        for number, engine in enumerate(engines):
-            let_die(engine, number, settings.faults, seed)
     anchors, judge, host = Anchors(), settings.rewards.judge, None if settings.rewards.judge else hosts[0]
+    trainer = SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated")
+    if (faults := settings.faults) and faults.mean_life_s:
+        for number, engine in enumerate(engines):
+            let_die(engine, number, faults, faults.mean_life_s, seed)
+    if faults and faults.trainer_mean_life_s:
+        with_it = () if faults.trainer_alone else engines
+        let_trainer_die(trainer, with_it, faults, faults.trainer_mean_life_s, seed)
     judges = kind_of("judge", "local").simulated(settings, hosts) if judge else ()
     return RunComponents(
         engines=engines,
-        trainer=SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated"),
+        trainer=trainer,
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
         prompts=prompts,
         held_out=prompts,
