@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from tailrace.contracts.weights import Weights
-from tailrace.settings import CHOSEN, Settings
+from tailrace.settings import CHOSEN, Resumable, Settings
 from tailrace.types import Sample, SampleId
 
 MAX_TOKENS = 2**31 - 1
@@ -115,6 +115,9 @@ class TrainerSettings(Settings):
     """Seconds that a rank waits for the others in one collective, at most. It must be more than the slowest
     rank takes for one pass, than rank 0 takes to read the model, and than a rank takes to write its part of a
     checkpoint, while the others wait."""
+    restarts: Resumable[int] = Field(default=0, ge=0, le=1000)
+    """How often a trainer that dies is started again while engines generate, on devices of its own. It gets
+    the calls since the newest checkpoint again, whose samples are kept for that. 0 to 1000."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights (`[trainer.lora]`). None: all weights are trained."""
 

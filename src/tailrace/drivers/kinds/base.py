@@ -80,11 +80,15 @@ class Opening:
         return probe_ids(self.config.engine.kind, vocabulary, context_length(self.model))
 
     async def start(
-        self, kind: type[Worker], name: str, job: Job, devices: Devices | None = None
+        self, kind: type[Worker], name: str, job: Job, devices: Devices | None = None, *, watched: bool = True
     ) -> RemoteWorker:
-        """Start a worker whose death ends the run."""
+        """Start a worker. `watched`: its death ends the run."""
         job = job.model_copy(update={"health_timeout_s": self.config.host.health_timeout_s})
-        self.started.append(worker := await self.spawner.start(name, kind, job, devices))
+        worker = await self.spawner.start(name, kind, job, devices)
+        if watched:
+            self.started.append(worker)
+        else:
+            self.closing.append(worker.close)
         return worker
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:

@@ -16,7 +16,9 @@ from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, Reference, Tr
 from tailrace.devices import check_device
 from tailrace.drivers.kinds.base import Opening, TrainerKind
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
+from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
+from tailrace.drivers.workers.restarting import RestartingTrainer
 from tailrace.drivers.workers.trainer import (
     AdapterOff,
     RemoteTrainer,
@@ -24,6 +26,7 @@ from tailrace.drivers.workers.trainer import (
     TrainerWorker,
     trainer_jobs,
 )
+from tailrace.errors import ConfigError
 from tailrace.types import ITEM_BYTES
 
 
@@ -38,6 +41,14 @@ class Torch(TrainerKind):
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)
+        for kept, key, only in (
+            (config.placement.kind, "placement.kind", "disaggregated"),
+            (config.weights.transport, "weights.transport", "shared_memory"),
+        ):
+            if config.trainer.restarts and kept not in (only, "filesystem"):
+                problem = f"a trainer starts again beside its engines with {key} = {only!r}, not {kept!r}"
+                remedy = "set it to 0; host.restarts starts all workers again"
+                raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
 
     @override
     def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:
@@ -73,9 +84,19 @@ class Torch(TrainerKind):
             probe_dtype=engine.dtype,
             seed=config.run.seed,
         )
-        ranks = zip(trainer_jobs(job), opening.devices.trainer, strict=True)
-        workers = [await opening.start(TrainerWorker, name, each, devices) for (name, each), devices in ranks]
-        remote = RemoteTrainer(workers, job)
+        ranks = [*zip(trainer_jobs(job), opening.devices.trainer, strict=True)]
+
+        async def start(*, watched: bool = False) -> list[RemoteWorker]:
+            return [
+                await opening.start(TrainerWorker, *of_rank, devices, watched=watched)
+                for of_rank, devices in ranks
+            ]
+
+        if trainer.restarts:
+            remote: RemoteTrainer = (restarting := RestartingTrainer(await start(), job, start))
+            opening.watches.append(restarting.watch)
+        else:
+            remote = RemoteTrainer(await start(watched=True), job)
         opening.closing.append(remote.close)
         return remote
 

@@ -391,16 +391,18 @@ class RemoteTrainer:
     """
 
     def __init__(self, workers: Sequence[RemoteWorker], job: TrainerJob) -> None:
-        self.workers = tuple(workers)
-        self._first, self._job = workers[0], job
-        size = job.trainer.ranks
+        self._job, self.replicas = job, job.trainer.replicas
+        self._published: Weights | None = None
+        self._adopt(workers)
+
+    def _adopt(self, workers: Sequence[RemoteWorker]) -> None:
+        self.workers, self._first = tuple(workers), workers[0]
+        size = self._job.trainer.ranks
         self._replicas = [self.workers[start : start + size] for start in range(0, len(workers), size)]
-        self.replicas = job.trainer.replicas
         self._given = [0] * self.replicas
         """Tokens of divided units that each replica was given since the last step."""
         self._stranded: dict[RemoteWorker, str] = {}
         """The error of each process that lost another one in a collective."""
-        self._published: Weights | None = None
         for each in workers:
             each.subscribe(partial(self._on_event, each))
 
