@@ -72,6 +72,7 @@ def killing(*at_steps: int) -> Callable[[Path], None]:
     return kill
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_starts_again_beside_its_engines_and_the_weights_have_the_same_bits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,7 @@ class RestartingTrainer(RemoteTrainer):
         self._start, self._restarting, self._num_restarts = start, asyncio.Lock(), 0
         self._checkpoint: Path | None = None
         self._calls: list[_Call] = []
-        """Those since the checkpoint, or since the start."""
+        """The calls since the checkpoint, or since the start."""
 
     async def watch(self) -> None:
         """Restart whenever a process dies. Raises a WorkerDied if one does so before it is ready, or too
