@@ -63,7 +63,6 @@ def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its
 
 PLACED = {"engine.replicas": "2", "trainer.replicas": "2", "placement.kind": "elastic"}
 PLACED |= {"placement.engines": "[[0], [1]]", "placement.trainer": "[[1], [0]]"}
-PLACED |= {"trainer.offload.early_gradients": "true"}
 
 
 def test_an_elastic_run_moves_requests_in_mid_round_and_regenerates_nothing(tmp_path: Path) -> None:

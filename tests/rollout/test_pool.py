@@ -319,7 +319,7 @@ def test_a_take_of_more_groups_than_have_room_says_so_and_does_not_wait_for_ever
         async for _ in run.rounds():
             await run.train(await run.pool.take(4))
 
-    with pytest.raises(NeverComes, match=r"4 groups are wanted, and 3 have room; raise the room"):
+    with pytest.raises(NeverComes, match=r"4 groups are wanted, and 3 have room; raise it"):
         simulate(schedule, ONE_ROUND, EXACT)
 
 

@@ -113,7 +113,6 @@ def test_devices_in_turn_serve_both_sides_at_the_cost_of_a_switch() -> None:
     ("offload", "quarters", "early"),
     [
         ({}, 4, 1),
-        ({"early_gradients": False}, 4, 2),
         ({"optimizer": "device"}, 2, 1),
         ({"weights": "device", "gradients": "device", "optimizer": "device"}, 0, 0),
     ],

@@ -87,7 +87,7 @@ def test_engines_die_with_the_rate_of_the_settings() -> None:
     async def main() -> None:
         engine = SimEngine("engine-0", EXACT.engines, lambda _: 10)
         engine.on_state = lambda why: states.append((clock.now(), engine.state))
-        let_die(engine, 0, SimFaultSettings(restart_s=10.0), 100.0, seed=0)
+        let_die(partial(engine.fail, 10.0), 100.0, seed=0, number=0)
         await asyncio.sleep(110_000)
 
     clock.run(main(), virtual=True)

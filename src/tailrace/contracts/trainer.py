@@ -53,13 +53,11 @@ class OffloadSettings(Settings):
     weights: Place = "host"
     """The weights in float32, those of a critic, and the published ones of a recomputed old policy."""
     gradients: Place = "host"
-    """The sum of gradients."""
+    """The sum of gradients. Training that goes on during the rollout (elastic) adds to it where it is
+    (RollPacker 5)."""
     optimizer: Place = "host"
     """AdamW's moments. Training that goes on during the rollout (elastic) does not load them (RollPacker
     5)."""
-    early_gradients: bool = True
-    """Training that goes on during the rollout (elastic) adds its gradients to the sum where that is, and
-    does not load it (RollPacker 5)."""
 
     def places(self) -> dict[str, Place]:
         """The place of each part."""
@@ -219,8 +217,8 @@ class Trainer(Protocol):
         """Take the parts back.
 
         Args:
-            replicas: only so many, the first ones, and only to accumulate: the optimizer state, and with
-                `early_gradients` the gradients, stay where they are. None: all replicas, whole.
+            replicas: only so many, the first ones, and only to accumulate: optimizer state and gradients stay
+                where they are. None: all replicas, whole.
         """
 
     async def save(self, folder: Path) -> Awaitable[None]:

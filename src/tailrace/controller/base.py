@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -58,6 +59,12 @@ class RunSettings(Settings):
     def num_trained(self) -> int:
         """Samples of one prompt that are trained."""
         return self.groups.keep or self.group_size
+
+    @property
+    def eval_sampling(self) -> dict[str, Any]:
+        """How evaluations sample, as `held_out_samples` takes it."""
+        how = {"greedy": self.eval_greedy, "temperature": self.eval_temperature, "top_p": self.eval_top_p}
+        return {**how, "per_prompt": self.eval_samples}
 
     @model_validator(mode="after")
     def _check_samples(self) -> "RunSettings":

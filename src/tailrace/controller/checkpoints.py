@@ -175,17 +175,8 @@ class Evaluations:
         every = settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
-        samples = held_out_samples(
-            parts.held_out,
-            settings.eval_prompts,
-            settings.seed,
-            round,
-            greedy=settings.eval_greedy,
-            temperature=settings.eval_temperature,
-            top_p=settings.eval_top_p,
-            per_prompt=settings.eval_samples,
-            skipped=self.recorder.emit,
-        )
+        asked = (parts.held_out, settings.eval_prompts, settings.seed, round)
+        samples = held_out_samples(*asked, **settings.eval_sampling, skipped=self.recorder.emit)
         try:
             rewards = chain_of_rewards(parts.rewards, max_failures=parts.max_failures)
             result = await evaluate(samples, self.router, rewards)

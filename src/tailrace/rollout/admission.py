@@ -102,11 +102,7 @@ def fits(max_tokens: int, replicas: int) -> Select:
 
     A single group over the budget goes alone; the trainer splits it into micro-batches.
     """
-
-    def feasible_batch(ready: Collection[Group], wanted: int) -> list[Group]:
-        return next(feasible(islice(ready, wanted), max_tokens, replicas), [])
-
-    return feasible_batch
+    return lambda ready, wanted: next(feasible(islice(ready, wanted), max_tokens, replicas), [])
 
 
 def feasible(groups: Iterable[Group], max_tokens: int, replicas: int) -> Iterator[list[Group]]:
@@ -250,9 +246,7 @@ class ReadyQueue(StageQueue):
 
     async def _wait_for_more(self, n: int) -> None:
         if n > self.room:
-            raise NeverComes(
-                f"the pool: {n} groups are wanted, and {self.room:.0f} have room; raise the room"
-            )
+            raise NeverComes(f"the pool: {n} groups are wanted, and {self.room:.0f} have room; raise it")
         self._check_can_come(n)
         await self.changed.wait(f"the pool: {n} complete groups ({len(self)} there)")
 

@@ -311,8 +311,7 @@ class _Setup:
         write_s = self._send_s() if cluster.transport == "filesystem" else 0.0
         # gradients in float32, weights in bfloat16
         exchange_s = 3 * self.weight_bytes / self.link(num) if num > 1 else 0.0
-        early = ("weights",) if self.offload.early_gradients else ("weights", "gradients")
-        swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s(*early)}
+        swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s("weights")}
         return ({} if cluster.rollout_devices else swaps) | {
             "tokens_per_s": num * device.flops * cluster.training_efficiency / flops,
             "step_s": optimizer_s + exchange_s,

@@ -46,7 +46,7 @@ from tailrace.contracts.engine import (
 from tailrace.contracts.weights import Weights
 from tailrace.errors import EngineDied, Evicted, VersionGone
 from tailrace.sim.host import Host
-from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings, SimFaultSettings
+from tailrace.sim.settings import DEFAULT_SLOTS, SimEngineSettings
 from tailrace.sim.world import Chance
 from tailrace.types import KV, FinishReason, Group, Sample
 
@@ -281,6 +281,14 @@ class SimEngine:
         if not self._asleep:
             self._open("it was started again")
 
+    def fail(self, restart_s: float) -> float:
+        """Die, and come back after some seconds, which are returned. While it sleeps it does not."""
+        if self.state != "open":
+            return 0.0
+        self.die()
+        asyncio.get_running_loop().call_later(restart_s, self.revive)
+        return restart_s
+
     # -- inside ------------------------------------------------------------------------------------
 
     def _close(self, state: EngineState, error: Evicted, why: str) -> None:
@@ -446,27 +454,15 @@ FAULT = 7
 """Key of a random stream; world.py and reward.py have the others."""
 
 
-def let_die(
-    engine: SimEngine, number: int, settings: SimFaultSettings, mean_life_s: float, seed: int
-) -> None:
-    """Let an engine die after exponential times, as machines with a constant rate of faults do.
-
-    An engine that sleeps does not die. Each number has its own random stream. Call it inside
-    the virtual loop.
-    """
+def let_die(die: Callable[[], float], mean_life_s: float, seed: int, number: int) -> None:
+    """Call `die` after exponential times, inside the virtual loop. It returns the seconds until the next life
+    begins. Each number has its own random stream."""
     loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, number)
 
-    def schedule_death() -> None:
-        loop.call_later(-mean_life_s * math.log(chance.uniform()), die)
+    def live() -> None:
+        loop.call_later(-mean_life_s * math.log(chance.uniform()), end)
 
-    def die() -> None:
-        if engine.state != "open":
-            return schedule_death()
-        engine.die()
-        loop.call_later(settings.restart_s, restart)
+    def end() -> None:
+        loop.call_later(die(), live)
 
-    def restart() -> None:
-        engine.revive()
-        schedule_death()
-
-    schedule_death()
+    live()

@@ -10,10 +10,9 @@ from tailrace.clock import now
 from tailrace.contracts.trainer import StepStats
 from tailrace.contracts.weights import Weights
 from tailrace.errors import CheckpointError, ScheduleError
-from tailrace.sim.engine import FAULT, SimEngine
+from tailrace.sim.engine import SimEngine
 from tailrace.sim.host import Host
-from tailrace.sim.settings import SimFaultSettings, SimReferenceSettings, SimTrainerSettings
-from tailrace.sim.world import Chance
+from tailrace.sim.settings import SimReferenceSettings, SimTrainerSettings
 from tailrace.types import Sample
 
 Awake = Literal["asleep", "early", "whole"]
@@ -44,9 +43,11 @@ class SimTrainer:
         """Optimizer steps between two checkpoints."""
         self._unsaved_s, self._num_deaths, self._back_s = 0.0, 0, 0.0
 
-    def die(self, restart_s: float) -> float:
-        """End it. New processes compute again what was computed since the newest checkpoint, and the call
-        under way. Return the seconds until they have done the former."""
+    def die(self, restart_s: float, engines: Sequence[SimEngine] = ()) -> float:
+        """End it, and engines with it. New processes compute again what was computed since the newest
+        checkpoint, and the call under way. Return the seconds until they have done the former."""
+        for engine in engines:
+            engine.fail(restart_s)
         self._num_deaths += 1
         self._back_s = now() + restart_s + self._unsaved_s
         return restart_s + self._unsaved_s
@@ -145,29 +146,6 @@ class SimTrainer:
         if (rest_s := self._back_s - now()) > 0:
             await asyncio.sleep(rest_s)
         return self._num_deaths
-
-
-def let_trainer_die(
-    trainer: SimTrainer, engines: Sequence[SimEngine], faults: SimFaultSettings, mean_life_s: float, seed: int
-) -> None:
-    """Let a trainer die after exponential times, and engines with it. Call it inside the virtual loop."""
-    loop, chance = asyncio.get_running_loop(), Chance(FAULT, seed, TRAINER)
-    trainer.checkpoint_steps = faults.trainer_checkpoint_steps
-
-    def schedule_death() -> None:
-        loop.call_later(-mean_life_s * math.log(chance.uniform()), die)
-
-    def die() -> None:
-        loop.call_later(trainer.die(faults.trainer_restart_s), schedule_death)
-        for engine in [each for each in engines if each.state == "open"]:
-            engine.die()
-            loop.call_later(faults.trainer_restart_s, engine.revive)
-
-    schedule_death()
-
-
-TRAINER = 2**32
-"""Number of its random stream; engines have the small ones."""
 
 
 def _num_positions(samples: Sequence[Sample]) -> int:

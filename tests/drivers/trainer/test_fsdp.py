@@ -57,7 +57,7 @@ LAYOUTS: Mapping[Layout, Sequence[str]] = {
 """The cases of each layout."""
 SLOW = ((4, 1), (2, 2))
 """Layouts that `make test` leaves to `make test-slow`: two cores run four processes in turn."""
-ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk") | {"early_gradients": True}
+ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
 CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
 """The checkpoint that so many ranks resume from."""
 

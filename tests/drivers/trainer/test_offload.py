@@ -42,14 +42,10 @@ def trained(trainer: TorchTrainer, *, sleeps: bool) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_weights()}
 
 
-@pytest.mark.parametrize("early_gradients", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_training_with_sleep_between_all_calls_gives_the_same_bits(
-    make_trainer: Make, case: str, early_gradients: bool
-) -> None:
+def test_training_with_sleep_between_all_calls_gives_the_same_bits(make_trainer: Make, case: str) -> None:
     settings = {"learning_rate": 1e-3, "min_tokens_per_microbatch": 1, **CASES[case]}
-    offload = DISK | {"early_gradients": early_gradients}
-    slept = trained(make_trainer(**settings, offload=offload), sleeps=True)
+    slept = trained(make_trainer(**settings, offload=DISK), sleeps=True)
     awake = trained(make_trainer(**settings), sleeps=False)
     assert slept.keys() == awake.keys()
     assert all(torch.equal(slept[name], awake[name]) for name in awake)
@@ -68,21 +64,17 @@ def test_a_part_that_stays_is_held_and_the_others_are_not(make_trainer: Make, pa
     assert {name: held_bytes(trainer, name) for name in DISK} == sizes
 
 
-def test_training_during_the_rollout_loads_no_optimizer_state_and_no_gradients_unless_it_is_told(
-    make_trainer: Make,
-) -> None:
-    for early_gradients, setting in ((False, {"early_gradients": False}), (True, {})):
-        trainer = make_trainer(offload=DISK | setting)
-        trainer.accumulate(UNITS[:1])
+def test_training_during_the_rollout_loads_no_optimizer_state_and_no_gradients(make_trainer: Make) -> None:
+    trainer = make_trainer(offload=DISK)
+    trainer.accumulate(UNITS[:1])
+    trainer.step()
+    trainer.sleep()
+    trainer.wake(early=True)
+    assert held_bytes(trainer, "weights") > 0
+    assert held_bytes(trainer, "optimizer") == held_bytes(trainer, "gradients") == 0
+    trainer.accumulate(UNITS[1:2])
+    with pytest.raises(ScheduleError, match=r"^step: .*away are: .*trainer\.offload\.optimizer; wake"):
         trainer.step()
-        trainer.sleep()
-        trainer.wake(early=True)
-        assert held_bytes(trainer, "weights") > 0
-        assert held_bytes(trainer, "optimizer") == 0
-        assert (held_bytes(trainer, "gradients") == 0) == early_gradients
-        trainer.accumulate(UNITS[1:2])
-        with pytest.raises(ScheduleError, match=r"^step: .*away are: .*trainer\.offload\.optimizer; wake"):
-            trainer.step()
 
 
 def test_a_trainer_asleep_does_not_train_and_says_which_parts_are_away(make_trainer: Make) -> None:

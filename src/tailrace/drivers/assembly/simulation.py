@@ -31,7 +31,7 @@ from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
 from tailrace.sim.reward import rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
-from tailrace.sim.trainer import SimReference, SimTrainer, let_trainer_die
+from tailrace.sim.trainer import SimReference, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts, law_of
 
 OF_DEVICES = {
@@ -144,10 +144,11 @@ def simulated_parts(
     trainer = SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated")
     if (faults := settings.faults) and faults.mean_life_s:
         for number, engine in enumerate(engines):
-            let_die(engine, number, faults, faults.mean_life_s, seed)
+            let_die(partial(engine.fail, faults.restart_s), faults.mean_life_s, seed, number)
     if faults and faults.trainer_mean_life_s:
-        with_it = () if faults.trainer_alone else engines
-        let_trainer_die(trainer, with_it, faults, faults.trainer_mean_life_s, seed)
+        trainer.checkpoint_steps = faults.trainer_checkpoint_steps
+        die = partial(trainer.die, faults.trainer_restart_s, () if faults.trainer_alone else engines)
+        let_die(die, faults.trainer_mean_life_s, seed, number=-1)
     judges = kind_of("judge", "local").simulated(settings, hosts) if judge else ()
     return RunComponents(
         engines=engines,

@@ -109,14 +109,6 @@ def _check_config(folder: RunFolder) -> None:
 
 async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
     async with open_parts(config, scratch) as parts:
-        samples = held_out_samples(
-            parts.held_out,
-            config.run.eval_prompts,
-            config.run.seed,
-            0,
-            greedy=config.run.eval_greedy,
-            temperature=config.run.eval_temperature,
-            top_p=config.run.eval_top_p,
-            per_prompt=config.run.eval_samples,
-        )
+        asked = (parts.held_out, config.run.eval_prompts, config.run.seed, 0)
+        samples = held_out_samples(*asked, **config.run.eval_sampling)
         return await evaluate(samples, Router(parts.engines, Recorder(), parts.run_episode), parts.rewards)

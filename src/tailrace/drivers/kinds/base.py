@@ -85,10 +85,8 @@ class Opening:
         """Start a worker. `watched`: its death ends the run."""
         job = job.model_copy(update={"health_timeout_s": self.config.host.health_timeout_s})
         worker = await self.spawner.start(name, kind, job, devices)
-        if watched:
-            self.started.append(worker)
-        else:
-            self.closing.append(worker.close)
+        self.started += [worker] if watched else []
+        self.closing += [] if watched else [worker.close]
         return worker
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:

@@ -41,14 +41,11 @@ class Torch(TrainerKind):
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)
-        for kept, key, only in (
-            (config.placement.kind, "placement.kind", "disaggregated"),
-            (config.weights.transport, "weights.transport", "shared_memory"),
-        ):
-            if config.trainer.restarts and kept not in (only, "filesystem"):
-                problem = f"a trainer starts again beside its engines with {key} = {only!r}, not {kept!r}"
-                remedy = "set it to 0; host.restarts starts all workers again"
-                raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
+        apart = config.placement.kind == "disaggregated" and config.weights.transport != "process_group"
+        if config.trainer.restarts and not apart:
+            problem = 'it needs placement.kind = "disaggregated", and no weights.transport = "process_group"'
+            remedy = "change them, or set host.restarts, with which all workers start again"
+            raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
 
     @override
     def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:
@@ -87,10 +84,7 @@ class Torch(TrainerKind):
         ranks = [*zip(trainer_jobs(job), opening.devices.trainer, strict=True)]
 
         async def start(*, watched: bool = False) -> list[RemoteWorker]:
-            return [
-                await opening.start(TrainerWorker, *of_rank, devices, watched=watched)
-                for of_rank, devices in ranks
-            ]
+            return [await opening.start(TrainerWorker, *each, on, watched=watched) for each, on in ranks]
 
         if trainer.restarts:
             remote: RemoteTrainer = (restarting := RestartingTrainer(await start(), job, start))

@@ -200,22 +200,15 @@ class RewardFunction:
             takes the columns that no parameter names.
         settings: how it is called.
         key: the config key that names it, for messages.
-        completed_only: a completion that was cut off gets 0, without a call.
 
     Raises:
         TypeError, ValueError: its parameters cannot be known.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        settings: FunctionSettings,
-        key: str,
-        *,
-        completed_only: bool = False,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], settings: FunctionSettings, key: str) -> None:
         self.settings, self._function, self._key = settings, function, key
-        self._completed_only = completed_only
+        self.completed_only = False
+        """A completion that was cut off gets 0, without a call."""
         self.name = settings.name or str(getattr(function, "__name__", type(function).__name__))
         described = inspect.signature(function)
         kind = recognise(described) if settings.signature == "auto" else settings.signature
@@ -264,7 +257,7 @@ class RewardFunction:
         `wait` returns the result of an awaitable. Raises a RewardFailed ("raised", "not a number", "nan",
         "infinite" or "not a list of one")."""
         report = FunctionReport()
-        if self._completed_only and call.finish_reason == "length":
+        if self.completed_only and call.finish_reason == "length":
             return 0.0, report
         try:
             arguments = self._signature.arguments(call, report)
@@ -359,19 +352,22 @@ class Scorer:
 def _load(settings: FunctionSettings, key: str, completed_only: bool) -> RewardFunction:
     spec = settings.function
     checker = import_checker(spec, key)
-    function, completed_only = checker or import_function(spec, key), completed_only and bool(checker)
     try:
-        return RewardFunction(function, settings, key, completed_only=completed_only)
+        loaded = RewardFunction(checker or import_function(spec, key), settings, key)
     except (TypeError, ValueError) as why:
         problem = f"its parameters cannot be known ({why})"
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
+    loaded.completed_only = completed_only and checker is not None
+    return loaded
 
 
 def _scorer_of(data: PromptSettings, completed_only: bool) -> RewardFunction:
     task, score = data_kind(data).scorer(data)
     source = (data.source_name,) if data.source_name else None
     settings = FunctionSettings(function=task, name=source[0] if source else "task", sources=source)
-    return RewardFunction(score, settings, "data.task", completed_only=completed_only)
+    loaded = RewardFunction(score, settings, "data.task")
+    loaded.completed_only = completed_only
+    return loaded
 
 
 def _listed(names: Collection[str]) -> str:

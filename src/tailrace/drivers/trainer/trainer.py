@@ -238,9 +238,8 @@ class TorchTrainer:
 
     def wake(self, *, early: bool = False) -> None:
         """Take the parts back. `early`: only those that `accumulate` needs (base.Trainer.wake)."""
-        skipped = {"optimizer"} | ({"gradients"} if self._settings.offload.early_gradients else set())
         for name, part in self._parts.items():
-            if not (early and name in skipped):
+            if not early or name == "weights":
                 part.come_back()
         self._asleep = False
 

@@ -8,9 +8,11 @@ schedule waits in its next call, and engines generate as far as the bound on sta
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
@@ -25,17 +27,16 @@ from tailrace.types import Sample
 T = TypeVar("T")
 
 
-class _Call:
-    """A call that changes the trainer, and its results: of the first processes, then of those after them."""
+@dataclass(eq=False)
+class _Call(Generic[T]):
+    """A call, and its results: of the first processes, then of those after them."""
 
-    def __init__(self, make: Callable[[], Awaitable[Any]]) -> None:
-        self.make = make
-        self.results: list[Any] = []
+    make: Callable[[], Awaitable[T]]
+    results: list[T] = field(default_factory=list)
 
 
 class RestartingTrainer(RemoteTrainer):
-    """A RemoteTrainer that starts its processes again, at most `job.trainer.restarts` times. `start`: starts
-    new ones."""
+    """A RemoteTrainer that starts its processes again. `start`: starts new ones."""
 
     def __init__(
         self,
@@ -46,55 +47,47 @@ class RestartingTrainer(RemoteTrainer):
         super().__init__(workers, job)
         self._start, self._restarting, self._num_restarts = start, asyncio.Lock(), 0
         self._checkpoint: Path | None = None
-        self._calls: list[_Call] = []
+        self._calls: list[_Call[Any]] = []
         """The calls since the checkpoint, or since the start."""
 
     async def watch(self) -> None:
-        """Restart whenever a process dies. Raises a WorkerDied if one does so before it is ready, or too
-        often."""
+        """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often."""
         await self.ready()
         while True:
             ends = [asyncio.ensure_future(each.exit_reason()) for each in self.workers]
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for each in ends:
-                    each.cancel()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._restart()
 
     @override
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None
     ) -> None:
-        await self._changed(partial(super().accumulate, units, version=version, replicas=replicas))
+        make = partial(super().accumulate, units, version=version, replicas=replicas)
+        await self._result(_Call(make))
 
     @override
     async def step(self) -> StepStats:
-        return await self._changed(super().step)
+        return await self._result(_Call(super().step))
 
     @override
     async def publish(self, version: int) -> Weights:
-        return await self._changed(partial(super().publish, version))
+        return await self._result(_Call(partial(super().publish, version)))
 
     @override
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         self._checkpoint, self._calls = None, []
-        await self._changed(partial(super().restore, folder, optimizer=optimizer))
+        await self._result(_Call(partial(super().restore, folder, optimizer=optimizer)))
 
     @override
     async def save(self, folder: Path) -> Awaitable[None]:
-        self._calls.append(call := _Call(partial(super().save, folder)))
-        await self._result(call)
+        await self._result(call := _Call(partial(super().save, folder)))
 
         async def complete() -> None:
-            while True:
-                written = call.results[-1]
-                try:
-                    await written
-                    break
-                except WorkerDied:
-                    await self._restart()  # which begins it again, after the calls before it
-            self._checkpoint = folder
+            while self._checkpoint != folder:
+                await self._restart()  # which begins it again, after the calls before it
+                with suppress(WorkerDied):
+                    await call.results[-1]
+                    self._checkpoint = folder
             del self._calls[: self._calls.index(call) + 1]
 
         completed = asyncio.ensure_future(complete())
@@ -103,42 +96,21 @@ class RestartingTrainer(RemoteTrainer):
 
     @override
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        return await self._asked(partial(super().ess, units, version=version))
-
-    @override
-    async def logprobs(self, sample: Sample) -> list[float]:
-        return await self._asked(partial(super().logprobs, sample))
+        return await self._result(_Call(partial(super().ess, units, version=version)), is_kept=False)
 
     @override
     async def reference_logprobs(self, sample: Sample) -> list[float]:
-        return await self._asked(partial(super().reference_logprobs, sample))
+        return await self._result(_Call(partial(super().reference_logprobs, sample)), is_kept=False)
 
-    async def _changed(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Make a call that changes the trainer."""
-        self._calls.append(call := _Call(make))
-        result: T = await self._result(call)
-        return result
-
-    async def _result(self, call: _Call) -> Any:
-        """The first result of a call, which a restart may make in its turn."""
+    async def _result(self, call: _Call[T], *, is_kept: bool = True) -> T:
+        """The first result of a call. A restart makes those that are kept in their turn."""
+        self._calls += [call] if is_kept else []
         while not call.results:
-            if self._restarting.locked():
-                await self._restart()
-                continue
-            try:
-                call.results.append(await call.make())
-            except WorkerDied:
-                await self._restart()
-        return call.results[0]
-
-    async def _asked(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Make a call that changes nothing."""
-        while True:
             await self._restart()
-            try:
-                return await make()
-            except WorkerDied:
-                continue
+            if not call.results:
+                with suppress(WorkerDied):
+                    call.results.append(await call.make())
+        return call.results[0]
 
     async def _restart(self) -> None:
         """Wait for a restart under way; start again if a process has died. Raises a WorkerDied if that was
@@ -150,19 +122,14 @@ class RestartingTrainer(RemoteTrainer):
                 if self._num_restarts == limit:
                     raise WorkerDied(why)
                 self._num_restarts += 1
-                print(f"tailrace: {why}\ntailrace: restart {self._num_restarts} of {limit}", file=sys.stderr)
-                try:
-                    with waiting("the trainer to start again"):
-                        await self._start_again()
-                except WorkerDied:
-                    continue
-                print(f"tailrace: the trainer is back after {now() - began_s:.1f} s", file=sys.stderr)
-
-    async def _start_again(self) -> None:
-        await asyncio.gather(*(each.close() for each in self.workers))
-        self._adopt(await self._start())
-        await self.ready()
-        if self._checkpoint:
-            await super().restore(self._checkpoint)
-        for call in self._calls:  # also those that are added meanwhile
-            call.results.append(await call.make())
+                with suppress(WorkerDied), waiting("the trainer to start again"):
+                    await asyncio.gather(*(each.close() for each in self.workers))
+                    self._adopt(await self._start())
+                    await self.ready()
+                    if self._checkpoint:
+                        await super().restore(self._checkpoint)
+                    for call in self._calls:  # also those that are added meanwhile
+                        call.results.append(await call.make())
+                with suppress(OSError, ValueError):  # the output may be closed
+                    took = f"{self._num_restarts} of {limit}, after {now() - began_s:.1f} s"
+                    print(f"tailrace: {why}\ntailrace: restart {took}", file=sys.stderr)

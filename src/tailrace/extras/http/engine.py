@@ -131,13 +131,8 @@ class Connection:
     def attempt(self, sample: Sample, max_tokens: int, version: int) -> Attempt:
         """A request for the rest of a sample's present turn, with an id that was not used before."""
         asked = self.probe(sample.context_ids, max_tokens, seed=sample.request_seed, salt=str(version))
-        return replace(
-            asked,
-            greedy=sample.greedy,
-            temperature=sample.temperature,
-            top_p=sample.top_p,
-            version=version,
-        )
+        asked = replace(asked, greedy=sample.greedy, version=version)
+        return replace(asked, temperature=sample.temperature, top_p=sample.top_p)
 
     def probe(self, ids: Sequence[int], max_tokens: int, *, seed: int, salt: str) -> Attempt:
         """Any request, with an id that was not used before."""

@@ -151,7 +151,6 @@ class CodeRewards:
         text_of: turns token ids into text.
         workers: test cases that run at a time. The runs of a sample that ended first come first.
         others: scores rows without test cases; None: they fail.
-        completed_only: a completion that was cut off passes no test case, and is not run.
     """
 
     def __init__(
@@ -163,10 +162,11 @@ class CodeRewards:
         *,
         workers: int,
         others: Rewards | None = None,
-        completed_only: bool = True,
     ) -> None:
         self._settings, self._sandbox, self._anchors = settings, sandbox, anchors
-        self._text_of, self._others, self._completed_only = text_of, others, completed_only
+        self._text_of, self._others = text_of, others
+        self.completed_only = True
+        """A completion that was cut off passes no test case, and is not run."""
         self._workers = asyncio.Semaphore(workers)
 
     async def score(self, sample: Sample) -> float:
@@ -178,7 +178,7 @@ class CodeRewards:
         sample.text = self._text_of(sample.scored_ids)
         cases = parse_cases(value)
         program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
-        is_cut_off = self._completed_only and sample.finish_reason == "length"
+        is_cut_off = self.completed_only and sample.finish_reason == "length"
         if is_cut_off or not program.strip():
             return self._reward(sample, Counter(), len(cases))
         verdicts, seconds = await self._run_all(sample, program, cases)
@@ -295,9 +295,6 @@ class CodeKind:
         assert reward.code
         sandbox = Sandbox(reward.sandbox, reward.code)
         await sandbox.check()
-        return CodeRewards(
-            *(reward.code, sandbox, anchors, text_of),
-            workers=reward.workers,
-            others=others,
-            completed_only=reward.completed_only,
-        )
+        rewards = CodeRewards(reward.code, sandbox, anchors, text_of, workers=reward.workers, others=others)
+        rewards.completed_only = reward.completed_only
+        return rewards
