@@ -308,8 +308,7 @@ class Pool:
         """Called before a group enters the empty pool."""
         self.is_held = False
         """No request goes to an engine until `release`."""
-        self.replaces_dropped = True
-        """Another prompt is launched for a group that is filtered or dropped."""
+        self.replaces_dropped = True  # a group that is filtered or dropped, by another prompt
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
         self._rewards = rewards(self)

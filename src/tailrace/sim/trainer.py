@@ -39,8 +39,7 @@ class SimTrainer:
         self._num_steps = 0
         self._awake: Awake = "asleep" if asleep else "whole"
         self._one_after_another = asyncio.Lock()
-        self.checkpoint_steps = 1
-        """Optimizer steps between two checkpoints."""
+        self.checkpoint_steps = 1  # optimizer steps between two checkpoints
         self._unsaved_s, self._num_deaths, self._back_s = 0.0, 0, 0.0
 
     def die(self, restart_s: float, engines: Sequence[SimEngine] = ()) -> float:

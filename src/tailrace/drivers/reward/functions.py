@@ -207,8 +207,7 @@ class RewardFunction:
 
     def __init__(self, function: Callable[..., Any], settings: FunctionSettings, key: str) -> None:
         self.settings, self._function, self._key = settings, function, key
-        self.completed_only = False
-        """A completion that was cut off gets 0, without a call."""
+        self.completed_only = False  # a completion that was cut off gets 0, without a call
         self.name = settings.name or str(getattr(function, "__name__", type(function).__name__))
         described = inspect.signature(function)
         kind = recognise(described) if settings.signature == "auto" else settings.signature

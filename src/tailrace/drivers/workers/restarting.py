@@ -47,8 +47,7 @@ class RestartingTrainer(RemoteTrainer):
         super().__init__(workers, job)
         self._start, self._restarting, self._num_restarts = start, asyncio.Lock(), 0
         self._checkpoint: Path | None = None
-        self._calls: list[_Call[Any]] = []
-        """The calls since the checkpoint, or since the start."""
+        self._calls: list[_Call[Any]] = []  # since the checkpoint, or since the start
 
     async def watch(self) -> None:
         """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often."""

@@ -165,8 +165,7 @@ class CodeRewards:
     ) -> None:
         self._settings, self._sandbox, self._anchors = settings, sandbox, anchors
         self._text_of, self._others = text_of, others
-        self.completed_only = True
-        """A completion that was cut off passes no test case, and is not run."""
+        self.completed_only = True  # a completion that was cut off passes no test case, and is not run
         self._workers = asyncio.Semaphore(workers)
 
     async def score(self, sample: Sample) -> float:
