@@ -33,8 +33,6 @@ relative to the file. An unknown key or a value outside its range is refused bef
 
 A default of *machine* is chosen from the machine and printed with its reason before a run starts. *none*: the
 key is not set. Tables written as `[[section]]` may occur several times.
-
-This page is generated: `make docs` writes it.
 """
 HEADER = "|key|default|values|meaning|\n|---|---|---|---|"
 SCHEDULES_HEADER = """\

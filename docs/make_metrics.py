@@ -21,9 +21,7 @@ generation of a token and its training; lag counts optimizer steps.
 
 *Over rows* says what a figure comes to over several rows. `summary.json` has it for the whole run under
 `ages`, and medians over the rounds under `round`. A trial is one run of a schedule in
-`tailrace compare --json` (its `laps`) and in the planner; the comparison has medians over trials.
-
-This page is generated: `make docs` writes it.
+`tailrace compare --json` (its `laps`) and in the planner.
 """
 GROUPS = {
     "row": "Every row",

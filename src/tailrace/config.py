@@ -102,8 +102,8 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     path: Annotated[PlainPath, InFolder(_model_folder)]
-    """A Hugging Face folder with config.json, safetensors files and a tokenizer, or the id of such a model on
-    the hub, `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
+    """A Hugging Face folder, or the id of a model on the hub, `organisation/name`: it is taken from the cache
+    ($HF_HOME), or downloaded into it."""
 
 
 class CompareSettings(Settings):

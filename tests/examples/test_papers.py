@@ -22,7 +22,7 @@ SHORT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["april_dapo", "pipelinerl", "rollpacker"])
+@pytest.mark.parametrize("name", ["april_dapo", "critic", "pipelinerl", "rollpacker"])
 def test_the_example_of_a_paper_trains_and_its_books_close(name: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["train", str(EXAMPLES / f"{name}.toml"), "--output-dir", str(run), *SHORT]) == 0

@@ -87,8 +87,7 @@ class TrainerSettings(Settings):
     set: the largest power of two that fits the memory, at most 1,024 on a CPU and 16,384 on a GPU."""
     min_tokens_per_microbatch: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Fewer tokens, of each rank, wait for the next groups, at most until the optimizer step. Default: 512 on
-    a CPU, which more tokens do not make faster; on CUDA 16,384, or `max_tokens_per_microbatch` if that is
-    less."""
+    a CPU; on CUDA 16,384, or `max_tokens_per_microbatch` if that is less."""
     threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
     """CPU threads of each process of the trainer. Not set: its share of all cores where the schedule never
     trains while engines generate, and of half of them otherwise."""

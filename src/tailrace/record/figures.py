@@ -163,21 +163,21 @@ rewards/ | - | - | - | Mean of each of several reward functions by its name, and
 reward/source/ | - | - | - | Mean reward of each data source that has a name.
 reward_std | - | - | - | Standard deviation of the rewards in a group, mean over groups.
 frac_reward_zero_std | share | - | - | Groups whose rewards are all equal: they have no gradient.
-completions/mean_length | tokens | - | - | Mean length of the completions of the step.
-completions/min_length | tokens | - | - | The shortest completion of the step.
-completions/p50_length | tokens | - | - | Median length of the completions of the step.
-completions/p90_length | tokens | - | - | 90th percentile of their lengths.
-completions/p99_length | tokens | - | - | 99th percentile of their lengths.
-completions/max_length | tokens | - | - | The longest completion of the step.
-completions/std_length | tokens | - | - | Standard deviation of the lengths of the step (APRIL, Fig. 5a).
+completions/mean_length | tokens | - | - | Mean length of the completions.
+completions/min_length | tokens | - | - | The shortest completion.
+completions/p50_length | tokens | - | - | Their median length.
+completions/p90_length | tokens | - | - | 90th percentile.
+completions/p99_length | tokens | - | - | 99th percentile.
+completions/max_length | tokens | - | - | The longest completion.
+completions/std_length | tokens | - | - | Standard deviation of their lengths (APRIL, Fig. 5a).
 completions/std_length_in_group | tokens | - | - | The same within a group, mean over groups (Fig. 5b).
 completions/clipped_ratio | share | over_samples | trial.truncated_share | Samples that ended at the length
     limit.
 num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
-num_turns/max | turns | - | - | The most turns of a sample.
+num_turns/max | turns | - | - | The most.
 num_branches/mean | branches | - | - | Branches of a sample, mean: 1, and 1 more for each time that its
     history was rewritten.
-num_branches/max | branches | - | - | The most branches of a sample.
+num_branches/max | branches | - | - | The most.
 environment_tokens/mean | tokens | - | - | Tokens of the environment in a sample: context that is not trained.
     A new branch counts whole.
 tools/call_frequency | calls | - | - | Calls of the environment in a sample, mean, as TRL counts.
@@ -281,13 +281,13 @@ round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num
     rollout_time_s; over the whole round where that is left out.
 round/cost | currency | over_rounds | trial.round_cost | Spent since the last round.
 round/reward | - | over_rounds | trial.reward | Mean over samples.
-round/completions/mean_length | tokens | - | - | Mean length of the completions of the round.
-round/completions/min_length | tokens | - | - | The shortest completion of the round.
-round/completions/p50_length | tokens | - | - | Median length of the completions of the round.
-round/completions/p90_length | tokens | - | - | 90th percentile of their lengths.
-round/completions/p99_length | tokens | - | - | 99th percentile of their lengths.
-round/completions/max_length | tokens | - | - | The longest completion of the round.
-round/completions/std_length | tokens | - | - | Standard deviation of their lengths.
+round/completions/mean_length | tokens | - | - | Of the round.
+round/completions/min_length | tokens | - | - | Of the round.
+round/completions/p50_length | tokens | - | - | Of the round.
+round/completions/p90_length | tokens | - | - | Of the round.
+round/completions/p99_length | tokens | - | - | Of the round.
+round/completions/max_length | tokens | - | - | Of the round.
+round/completions/std_length | tokens | - | - | Of the round.
 round/first_step_length | tokens | - | - | Mean length of the first step's samples. Training in order of
     completion takes the short ones first.
 round/last_step_length | tokens | - | - | Mean length of the last step's samples.
@@ -299,8 +299,8 @@ round/num_tokens | tokens/s | over_rollouts | trial.rollout_tokens_per_s | Train
     rollouts; over the whole time if the rollout never stops.
 round/main_time_s | s | per_thousand_samples | trial.main_s_per_1000_samples | Main time of all rounds over
     the thousands of trained samples.
-time/train | share | over_wall_time | trial.ettr | Effective training time ratio (RobustRL, 2512.22492): the
-    trainer's computation of the steps that count over the time on the clock, restarts included.
+time/train | share | over_wall_time | trial.ettr | Effective training time ratio (RobustRL, 2512.22492) of
+    the steps that count, over the time on the clock.
 round/cost | currency | per_thousand_samples | trial.cost_per_1000_samples | Cost of trained samples.
 round/num_tokens | tokens | per_sample | trial.length_mean | Length of a trained sample.
 round/completions/max_length | tokens | largest | trial.length_max | The longest trained sample.

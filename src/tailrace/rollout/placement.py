@@ -126,9 +126,9 @@ class PlacementSettings(Settings):
     """Which devices generate and which train."""
 
     kind: Kind = "disaggregated"
-    """"disaggregated": engines and trainer have devices of their own. "colocated": they have the same
-    devices, in turn. "elastic": as colocated, but in mid-round half of the engines give their devices to the
-    first half of the trainer's replicas (RollPacker's stream trainer)."""
+    """"disaggregated": engines and trainer have devices of their own. "colocated": the same, in turn.
+    "elastic": so, and in mid-round half of the engines give theirs to the first half of the trainer's
+    replicas (RollPacker's stream trainer)."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """Devices that `engines` and `trainer` number: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()

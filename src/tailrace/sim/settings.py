@@ -315,14 +315,13 @@ class SimFaultSettings(Settings):
     restart_s: float = Field(default=60.0, ge=0)
     """Seconds from its death until it serves again."""
     trainer_mean_life_s: float | None = Field(default=None, gt=0)
-    """Mean seconds until the trainer dies; the times are exponential. None: it lives."""
+    """The same of the trainer."""
     trainer_restart_s: float = Field(default=120.0, ge=0)
-    """Seconds from its death until it computes again what it had computed since its newest checkpoint."""
+    """Seconds from its death until it begins to compute again what its newest checkpoint lacks."""
     trainer_checkpoint_steps: int = Field(default=1, ge=1)
     """Optimizer steps between two checkpoints."""
     trainer_alone: bool = True
-    """Whether the engines generate while the trainer restarts (`trainer.restarts`). False: they restart with
-    it (`host.restarts`)."""
+    """Whether engines generate meanwhile (`trainer.restarts`), or restart with it (`host.restarts`)."""
 
 
 class SimSettings(Settings):

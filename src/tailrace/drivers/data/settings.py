@@ -30,9 +30,9 @@ class PromptSettings(Settings):
     """Whether the data score completions themselves."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """Whether a plain string becomes one user message of the model's chat template. `auto`: where the
-    tokenizer has a template. `always`: a tokenizer without a template is an error. `never`: the string is
-    encoded as it stands. Rows that are chat messages use the template in each case."""
+    """Whether a plain string becomes one user message of the chat template. `auto`: if there is a template.
+    `always`: a missing one is an error. `never`: it is encoded as it stands. Rows that are chat messages use
+    the template in each case."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """Content of a system message placed before each prompt. Rows of messages that begin with a system
     message keep their own. It needs the chat template."""
@@ -121,8 +121,8 @@ class RowsSettings(PromptSettings):
     split: str = "train"
     """Training split of a dataset folder that has several splits."""
     eval_path: RunPath | None = None
-    """File or folder of the evaluation set. Without it the evaluation set is the split `eval_split` of
-    `path`, or else one sixteenth of the different prompts of `path`, which is then not trained on."""
+    """File or folder of the evaluation set. Without it: the split `eval_split` of `path`, or else one
+    sixteenth of its different prompts, which is then not trained on."""
     eval_split: str | None = None
     """Evaluation split of a dataset folder that has several splits. Without it: `test`, or else
     `validation`."""

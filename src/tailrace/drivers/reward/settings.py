@@ -210,9 +210,8 @@ class RewardSettings(Settings):
     timeout_s: Resumable[float] = Field(default=10.0, gt=0, le=86_400, allow_inf_nan=False)
     """Seconds after which a call is stopped together with the processes that it started."""
     completed_only: bool = True
-    """Whether a response that is cut off at the length limit gets 0 from checkers, from the scorers of the
-    data and as a program: only a completed one can be correct (PipelineRL 5). Functions of yours get
-    `finish_reason`."""
+    """Whether a response cut off at the length limit gets 0 from checkers, scorers of the data and test cases
+    (PipelineRL 5). Functions of yours get `finish_reason`."""
     on_timeout: Literal["zero", "drop"] = "zero"
     """Result of a call that is stopped: a reward of zero, which is counted as a timeout (RollPacker), or a
     failure, which drops the sample."""

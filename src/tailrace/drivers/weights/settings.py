@@ -14,9 +14,8 @@ class ProbeSettings(Settings):
     """How publications are proven."""
 
     probe_every: int = Field(default=1, ge=0)
-    """Every so many publications each engine proves that it has the new weights: by a checksum of each
-    tensor, where it can read them, and by its log-probs of a fixed sequence, with its prefix cache and
-    without. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
+    """Every so many publications each engine proves that it has the new weights, by checksums and log-probs
+    of a fixed sequence. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
 
     one_host: ClassVar[bool] = False
     """Whether trainer and engines must be on one host."""
