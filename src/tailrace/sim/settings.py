@@ -315,7 +315,7 @@ class SimFaultSettings(Settings):
     restart_s: float = Field(default=60.0, ge=0)
     """Seconds from its death until it serves again."""
     trainer_mean_life_s: float | None = Field(default=None, gt=0)
-    """The same of the trainer."""
+    """Mean seconds until the trainer dies. None: it lives."""
     trainer_restart_s: float = Field(default=120.0, ge=0)
     """Seconds from its death until it begins to compute again what its newest checkpoint lacks."""
     trainer_checkpoint_steps: int = Field(default=1, ge=1)
