@@ -1,10 +1,13 @@
-"""Writes docs/scorecard.md from the predictions and measurements in docs/scorecard.toml.
+"""Writes docs/scorecard.md: each printed or measured figure beside what a release predicts.
 
+    python -m reproductions NAME --seeds 5 --json reproductions/results/0.1.0/NAME.json
     python docs/make_scorecard.py docs/scorecard.md
 
-A test compares the committed file with the output.
+The papers' rows come from reproductions/results/RELEASE/NAME.json, the others from docs/scorecard.toml. A new
+paper is a new file, a new release a new folder. A test compares the committed page with the output.
 """
 
+import json
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -13,12 +16,44 @@ from statistics import median
 from typing import Any
 
 DATA = Path(__file__).parent / "scorecard.toml"
+RESULTS = Path(__file__).parents[1] / "reproductions" / "results"
+KINDS = ("predicted", "determined", "definition", "fitted")
 INTRODUCTION = """\
 # Scorecard
 
-Predictions against measurements, with the error: a column a release. Of ranges, over seeds or settings, the
-middles count. No row is fitted to its measurement. Papers: `python -m reproductions NAME --seeds 5`.
+Each printed or measured figure beside ours, with the error: a column a release, the worst first. *Predicted*:
+nothing was chosen to meet it. *Determined*: it follows from fitted figures or from other rows by arithmetic.
+*Fitted*: a parameter was chosen to meet it. Of a range the middle counts; *inside*: ours is in the range.
 """
+
+
+def read_data() -> dict[str, Any]:
+    """Return the releases and the parts, as docs/scorecard.toml explains them."""
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    data["releases"] = sorted({*data["releases"], *(folder.name for folder in RESULTS.iterdir())})
+    parts: dict[str, dict[str, Any]] = {}
+    for release in data["releases"]:
+        for path in sorted((RESULTS / release).glob("*.json")):
+            _add(parts, json.loads(path.read_text(encoding="utf-8")), release)
+    return data | {"part": [*data["part"], *parts.values()]}
+
+
+def _add(parts: dict[str, dict[str, Any]], paper: dict[str, Any], release: str) -> None:
+    """Add a release's figures of a paper, in the form of the rows of docs/scorecard.toml."""
+    name = paper["paper"]
+    command = f"python -m reproductions {name} --seeds {paper['seeds']}"
+    part = parts.setdefault(name, {"title": name, "row": []}) | {"command": command}
+    rows = {row["what"]: row for row in part["row"]}
+    for number, figures in paper["tables"].items():
+        for figure in figures:
+            if figure["printed"] is None:
+                continue
+            what = ", ".join(filter(None, (number, figure["row"], figure["what"])))
+            unit = figure["unit"] if figure["unit"] in ("", "%", "x") else f" {figure['unit']}"
+            row = rows.setdefault(what, {"what": what})
+            row |= {"measured": figure["printed"], "unit": unit, "kind": figure["kind"]}
+            row[release] = figure["ours"]
+    parts[name] = part | {"row": list(rows.values())}
 
 
 def scorecard(data: dict[str, Any]) -> str:
@@ -28,30 +63,63 @@ def scorecard(data: dict[str, Any]) -> str:
 
 
 def _part(part: dict[str, Any], releases: list[str]) -> str:
-    lines = [f"## {part['title']}", "", *([f"`{part['command']}`", ""] if "command" in part else [])]
-    lines += [_line("", "measured", *releases), "|---" * (2 + len(releases)) + "|"]
-    lines += [_row(row, releases) for row in part["row"]]
-    middle = [median([abs(error(row, each)) for row in part["row"] if each in row]) for each in releases]
-    lines.append(_line("median error", "", *(f"{each:.1f}%" for each in middle)))
+    lines = [f"## {part['title']}", "", f"`{part['command']}`", ""]
+    lines += [_line("", "", "measured", *releases), "|---" * (3 + len(releases)) + "|"]
+    for kind in KINDS:
+        of_kind = [row for row in part["row"] if _kind(row) == kind]
+        lines += [_row(row, releases) for row in sorted(of_kind, key=lambda row: _badness(row, releases))]
+    predicted = [row for row in part["row"] if _kind(row) == "predicted"]
+    single = [row for row in predicted if not isinstance(row.get("measured"), list)]
+    lines.append(_medians("median error, predicted", predicted, releases))
+    if 0 < len(single) < len(predicted):
+        lines.append(_medians("the same without ranges", single, releases))
     return "\n".join([*lines, *(["", part["note"]] if "note" in part else [])])
+
+
+def _medians(what: str, rows: list[dict[str, Any]], releases: list[str]) -> str:
+    cells = []
+    for release in releases:
+        errors = [abs(each) for row in rows if (each := error(row, release)) is not None]
+        cells.append(f"{median(errors):.1f}% of {len(errors)}" if errors else "")
+    return _line("", what, "", *cells)
+
+
+def _badness(row: dict[str, Any], releases: list[str]) -> float:
+    """The key of the worst row first: by the newest release that has the row."""
+    newest = next(each for each in reversed(releases) if each in row)
+    return -abs(error(row, newest) or 0.0)
 
 
 def _row(row: dict[str, Any], releases: list[str]) -> str:
     cells = [_cell(row, each) if each in row else "" for each in releases]
-    return _line(row["what"], _value(row["measured"], row) if "measured" in row else "", *cells)
+    return _line(_kind(row), row["what"], _value(row["measured"], row) if "measured" in row else "", *cells)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return str(row.get("kind", "predicted"))
 
 
 def _cell(row: dict[str, Any], release: str) -> str:
-    found = f"{round(error(row, release)):+d}%"
-    return f"{_value(row[release], row)}: {found}" if "measured" in row else found
+    off = error(row, release)
+    found = "" if off is None else f"{round(off):+d}%"
+    if "measured" not in row:
+        return found
+    measured, ours = row["measured"], row[release]
+    is_inside = (
+        isinstance(measured, list) and not isinstance(ours, list) and measured[0] <= ours <= measured[1]
+    )
+    return f"{_value(ours, row)}: {found}".removesuffix(": ") + ", inside" * is_inside
 
 
-def error(row: dict[str, Any], release: str) -> float:
+def error(row: dict[str, Any], release: str) -> float | None:
     """Of a prediction, in % of what was measured; of ranges, the middles count. A row without a measurement
-    has the error itself."""
+    has the error itself. None: the release does not predict the row, or nothing was measured."""
+    if release not in row:
+        return None
     if "measured" not in row:
         return float(row[release])
-    return 100 * (_middle(row[release]) / _middle(row["measured"]) - 1)
+    measured = _middle(row["measured"])
+    return 100 * (_middle(row[release]) / measured - 1) if measured else None
 
 
 def _middle(value: Any) -> float:
@@ -60,7 +128,11 @@ def _middle(value: Any) -> float:
 
 def _value(value: Any, row: dict[str, Any]) -> str:
     numbers = value if isinstance(value, list) else [value]
-    return " to ".join(f"{each:g}" for each in numbers) + str(row.get("unit", ""))
+    return " to ".join(_number(each) for each in numbers) + str(row.get("unit", ""))
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def _line(*cells: str) -> str:
@@ -70,7 +142,7 @@ def _line(*cells: str) -> str:
 def main(arguments: Iterable[str]) -> None:
     """Write the page to each path given."""
     for path in arguments:
-        Path(path).write_text(scorecard(tomllib.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
+        Path(path).write_text(scorecard(read_data()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from tailrace.errors import ConfigError
 
 PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker", "verl", "staleness")
 """Files beside this one."""
+INNERMOST = re.compile(r"\{[^{}]+\}")
 COUNTED = (
     "Of the parameters, {printed} are printed, {fitted} fitted and {assumed} assumed.",
     "Of the {printed} printed figures, {predicted} are predicted ({predicted_ranges} of these are ranges),"
@@ -57,7 +59,9 @@ def simulate_paper(name: str, number: str | None, json_path: Path | None, seeds:
     say(*paper.contradictions, f"Not attempted: {paper.not_attempted}")
     if json_path:
         written = {"seeds": seeds, "counts": {"parameters": paper.num_parameters, "figures": figures}}
-        json_path.write_text(json.dumps(written | _json(paper, tables), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(written | _json(paper, tables), indent=1)
+        text = INNERMOST.sub(lambda found: " ".join(found[0].split()), text)  # a figure is a line
+        json_path.write_text(text + "\n", encoding="utf-8")
 
 
 def _printed(table: Table) -> RichTable:
@@ -66,7 +70,9 @@ def _printed(table: Table) -> RichTable:
     for figure in table.figures:
         verdict = {None: "", True: "holds", False: "misses"}[figure.holds]
         bar = "" if figure.tolerance is None else f"within {figure.tolerance:.3g} {figure.unit}: {verdict}"
-        ours = _range(figure.ours, figure.unit) + (f" ({_range(figure.spread, '')})" if figure.spread else "")
+        ours = _range(figure.ours, figure.unit)
+        ours += "" if figure.deviation is None else f" \N{PLUS-MINUS SIGN} {_range(figure.deviation, '')}"
+        ours += f" ({_range(figure.spread, '')})" if figure.spread else ""
         rich.add_row(figure.row, figure.what, _range(figure.printed, figure.unit), ours, figure.kind, bar)
     return rich
 

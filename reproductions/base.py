@@ -57,6 +57,8 @@ class Figure:
         ours: of the simulation, the mean over seeds.
         tolerance: how far ours may lie from the printed number or range, in the unit; None: no bar.
         spread: the smallest and the largest over seeds; None: one seed.
+        deviation: sample standard deviation over the rounds of a run, which the paper draws as an error bar;
+            the mean over seeds. None: the paper draws none.
     """
 
     row: str
@@ -67,6 +69,7 @@ class Figure:
     kind: Kind = "predicted"
     tolerance: float | None = None
     spread: Span | None = None
+    deviation: float | None = None
 
     @property
     def holds(self) -> bool | None:
@@ -114,7 +117,9 @@ def over_seeds(simulated: Callable[[int], Table], seeds: Sequence[int]) -> Table
     figures = []
     for same in zip(*(table.figures for table in tables), strict=True):
         ours = [figure.ours for figure in same]
-        figures.append(replace(same[0], ours=fmean(ours), spread=(min(ours), max(ours))))
+        deviations = [figure.deviation for figure in same if figure.deviation is not None]
+        deviation = fmean(deviations) if deviations else None
+        figures.append(replace(same[0], ours=fmean(ours), spread=(min(ours), max(ours)), deviation=deviation))
     return replace(first, figures=tuple(figures))
 
 

@@ -84,11 +84,12 @@ class Model:
     def __str__(self) -> str:
         return f"{self.name}/{self.max_tokens // 1024}k"
 
-    def sim(self, sharing: Sharing | None = None) -> SimSettings:
+    def sim(self, sharing: Sharing | None = None, answer_tokens: int = 0) -> SimSettings:
         """Devices and lengths.
 
         Args:
             sharing: how a judge shares the devices of the engines.
+            answer_tokens: that the judge writes.
         """
         sim = SimSettings(
             cluster=SimClusterSettings(
@@ -112,7 +113,7 @@ class Model:
             return sim
         num_requests = ceil(ETA * self.groups) * ceil(ETA * R0) * self.width // self.devices
         tokens = PROMPT_TOKENS + MEDIAN_OF_LIMIT * self.max_tokens * exp(SIGMA**2 / 2)
-        judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens))
+        judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens, answer_tokens))
         host = interference(sharing, rates(sim).engines, num_requests, tokens)
         return sim.model_copy(update={"rewards": judge, "host": host})
 
@@ -124,8 +125,27 @@ MODELS = (SMALL, MEDIUM, LARGE)
 
 
 @dataclass(frozen=True, slots=True)
+class Programs:
+    """The responses to prompts of code.
+
+    Args:
+        solvable: parameters of the beta distribution of the prompts' solve rates.
+        cases: test cases of a program.
+        median_s: of the time of a test case.
+        workers: test cases that run at the same time.
+        rows: of the data, which come again in the next epoch; 0: no row comes again.
+    """
+
+    solvable: tuple[float, float] = SimRewardSettings().solvable
+    cases: int = 4
+    median_s: float = 0.2
+    workers: int = 256
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
-    """What of RollPacker is switched on.
+    """What of RollPacker is switched on, and where its set-up differs.
 
     Args:
         asynchronous: rewards run while the rollout goes on.
@@ -134,6 +154,10 @@ class Variant:
         placement: "elastic": the stream trainer.
         sharing: how a judge shares the devices of the engines. None: its times are those fitted to Table 1,
             and it takes no time of the engines.
+        reserved: a quarter of the devices is the judge's (section 4.3), so that they neither generate nor
+            train.
+        answer_tokens: that the judge writes.
+        slower: the factor by which training takes longer.
     """
 
     schedule: ScheduleOf = serial_of
@@ -142,6 +166,10 @@ class Variant:
     planner: bool = False
     placement: PlacementKind = "colocated"
     sharing: Sharing | None = None
+    reserved: bool = False
+    answer_tokens: int = 0
+    slower: float = 1.0
+    programs: Programs = Programs()
 
 
 VERL = Variant()
@@ -167,7 +195,7 @@ class MixedRewards:
         return await self._rewards[sample.prompt.index % len(self._rewards)].score(sample)
 
 
-def rewards_of(task: Task, adaptive: bool, anchors: Anchors, seed: int) -> Rewards:
+def rewards_of(task: Task, variant: Variant, anchors: Anchors, seed: int) -> Rewards:
     """The rewards of a task. Programs have a limit of 30 s and rules one of 2 s (section 5)."""
     first = seed * len(TASKS)
     if (task,) == NO_TIME:
@@ -177,8 +205,20 @@ def rewards_of(task: Task, adaptive: bool, anchors: Anchors, seed: int) -> Rewar
     if task == "LLM-as-a-Judge":
         return SimRewards(SimRewardSettings(workers=64, median_s=0.8, timeout_s=60.0), first + 1)
     # Of 8 responses one or more never ends for 5% of the prompts (section 4.3): 1 - (1 - 0.0064)^8.
-    code = SimCodeSettings(cases=4, median_s=0.2, endless=0.0064, timeout=TimeoutSettings(adaptive=adaptive))
-    return SimCodeRewards(SimRewardSettings(workers=256), code, first + 2, anchors)
+    programs, timeout = variant.programs, TimeoutSettings(adaptive=variant.adaptive)
+    code = SimCodeSettings(cases=programs.cases, median_s=programs.median_s, endless=0.0064, timeout=timeout)
+    cost = SimRewardSettings(workers=programs.workers, solvable=programs.solvable)
+    return SimCodeRewards(cost, code, first + 2, anchors)
+
+
+def set_up(model: Model, variant: Variant) -> SimSettings:
+    """The model's devices and lengths, with what the variant changes."""
+    used = replace(model, devices=3 * model.devices // 4) if variant.reserved else model
+    sim = used.sim(variant.sharing, variant.answer_tokens)
+    assert sim.cluster
+    cluster = sim.cluster.model_copy(update={"training_efficiency": TRAINING_EFFICIENCY / variant.slower})
+    lengths = sim.lengths.model_copy(update={"rows": variant.programs.rows or None})
+    return sim.model_copy(update={"cluster": cluster, "lengths": lengths})
 
 
 @cache
@@ -190,12 +230,12 @@ def run(
     sharing = DeviceSharing(variant.placement, max_width=NODE // model.width if variant.planner else 1)
     replicas = 2 if elastic else 1
     settings = RunSettings(rounds=rounds, group_size=R0, seed=seed)
-    sim = model.sim(variant.sharing)
+    sim = set_up(model, variant)
 
     def parts() -> RunComponents:
         parts = simulated_parts(sim, seed, replicas=replicas, sharing=sharing)
         given = {"LLM-as-a-Judge": parts.rewards} if variant.sharing else {}
-        each = [given.get(task) or rewards_of(task, variant.adaptive, parts.anchors, seed) for task in tasks]
+        each = [given.get(task) or rewards_of(task, variant, parts.anchors, seed) for task in tasks]
         return replace(parts, rewards=MixedRewards(each), synchronous_rewards=not variant.asynchronous)
 
     return simulate(variant.schedule(model.groups), sim, settings, parts=parts)

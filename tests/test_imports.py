@@ -89,8 +89,13 @@ MAX_PRODUCT_LINES = {
     "extras.diagnose": 305,
     "extras.http": 2_312,
     "extras.judges": 1_085,
+<<<<<<< HEAD
     "extras.plan": 2_258,
     "extras.sandbox": 798,
+=======
+    "extras.plan": 2_285,
+    "extras.sandbox": 794,
+>>>>>>> fe18dcaa (The scorecard has every printed figure with its kind, the worst first; FGD's width from rates; where RollPacker's reward factors hold)
     "extras.serve": 1_736,
     "extras.tinker": 1_476,
     "extras.trackers": 126,

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name != "configuration.md"]
 MAX_PICTURE_BYTES = 60_000
-MAX_WORDS = 20_000
+MAX_WORDS = 19_650
+"""Without docs/scorecard.md, whose rows are data that a command writes."""
 PARTS_OF_A_RUN = ("pool", "parked", "history")
 LEAST_CONFIG = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
 
@@ -175,6 +176,7 @@ def test_pictures_are_small_and_a_page_shows_each() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    words = [re.findall(r"\S*\w\S*", page.read_text()) for page in PAGES]  # without the bars of tables
+    pages = [page for page in PAGES if page.name != "scorecard.md"]
+    words = [re.findall(r"\S*\w\S*", page.read_text()) for page in pages]  # without the bars of tables
     assert sum(map(len, words)) <= MAX_WORDS
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200

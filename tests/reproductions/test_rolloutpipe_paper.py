@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
-from reproductions import rolloutpipe
+from reproductions import rolloutpipe, rolloutpipe_width
 from reproductions.__main__ import main
-from reproductions.rolloutpipe import CGP_SHARE, PAPER, REDUCTION, SYSTEMS, run, waiting
+from reproductions.rolloutpipe import CGP_SHARE, PAPER, REDUCTION, SYSTEMS, main_times, run, waiting
 from tailrace.rollout.admission import Frontier
 
 
@@ -62,3 +62,33 @@ def test_the_waiting_ratio_of_the_table_is_the_metric_of_runs(monkeypatch: pytes
     rounds = run("LSAT-AR", 32, "CGP").rounds
     assert rows["waiting ratio, CGP"].ours == 100 * fmean(row["round/waiting_ratio"] for row in rounds)
     assert rows["with 37 s a round, CGP"].ours > rows["waiting ratio, CGP"].ours
+
+
+def test_a_main_time_has_the_sample_deviation_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolloutpipe, "SIZES", (32,))
+    monkeypatch.setattr(rolloutpipe, "MEDIANS", {"LSAT-AR": rolloutpipe.MEDIANS["LSAT-AR"]})
+    rows = {figure.what: figure for figure in main_times(0).figures}
+    first, second = (row["round/main_time_s"] for row in run("LSAT-AR", 32, "CGP").rounds)
+    assert rows["main time, CGP"].deviation == pytest.approx(stdev([first, second]))
+    assert rows["main time, CGP"].deviation == pytest.approx(abs(first - second) / 2**0.5)
+    assert rows["reduction against Slime"].deviation is None
+
+
+def test_the_printed_width_lengthens_a_round_and_the_one_from_rates_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rolloutpipe_width, "LOADS", (1.5,))
+    sims = rolloutpipe_width.set_ups()
+    kept = {row: sims[row] for row in (next(iter(sims)), list(sims)[-1])}
+    monkeypatch.setattr(rolloutpipe_width, "set_ups", lambda: kept)
+    devices, growing = (
+        {
+            figure.what: figure.ours
+            for figure in rolloutpipe_width.widths(0).figures
+            if figure.row.startswith(row)
+        }
+        for row in kept
+    )
+    assert devices["F_w = U, more main time"] > 10 and growing["F_w = U, more main time"] > 10
+    assert (devices["F_w from rates"], devices["F_w from rates, more main time"]) == (48, 0.0)
+    assert growing["F_w from rates"] < 16 and growing["F_w from rates, more main time"] < -5

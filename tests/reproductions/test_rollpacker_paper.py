@@ -16,20 +16,23 @@ from reproductions.rollpacker import (
     PARTS,
     SCALED,
     fetching,
-    seconds_in_turn,
     table_1,
     table_2,
+    triggered,
 )
 from reproductions.rollpacker_judge import interference
+from reproductions.rollpacker_rewards import ASYNCHRONOUS, SOLVED, seconds_in_turn
 from reproductions.rollpacker_runs import (
     LARGE,
     PERIOD,
     REWARDS,
     SMALL,
+    TAIL_BATCHING,
     VERL,
     growing_rollouts,
     long_rounds,
     run,
+    set_up,
     short_rounds,
     speed,
 )
@@ -99,6 +102,36 @@ def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming_the_longer_
     assert streamed < half < fifth
 
 
+def test_devices_that_change_hands_later_train_all_groups_and_make_a_long_round_longer() -> None:
+    small = replace(SMALL, groups=16)
+    schedules = [SCALED.schedule, triggered(0.2), triggered(0.8)]
+    runs = [run(small, replace(SCALED, schedule=schedule), ("Math",), PERIOD) for schedule in schedules]
+    assert [[row["round/num_groups"] for row in each.rounds] for each in runs] == [[16] * PERIOD] * 3
+    adaptive, early, late = (long_rounds(each)[0]["round/time_s"] for each in runs)
+    assert max(adaptive, early) < late
+
+
+def test_an_adaptive_timeout_cuts_short_rounds_where_prompts_have_correct_responses() -> None:
+    fixed, assumed, solved = (
+        [row["round/wait_s"] for row in run(SMALL, variant, ("Code",), 2).rounds[:2]]
+        for variant in (ASYNCHRONOUS, REWARDS, replace(REWARDS, programs=SOLVED))
+    )
+    assert min(fixed) > 30 and min(assumed) > 30
+    assert max(solved) < 20
+
+
+def test_a_variant_changes_the_devices_the_training_and_the_judge_of_its_set_up() -> None:
+    reserved, whole = (set_up(SMALL, replace(TAIL_BATCHING, reserved=each)) for each in (True, False))
+    assert reserved.cluster and whole.cluster
+    assert (reserved.cluster.devices, whole.cluster.devices) == (12, 16)
+    slower = set_up(SMALL, replace(TAIL_BATCHING, slower=2.0))
+    assert slower.cluster and slower.cluster.training_efficiency == whole.cluster.training_efficiency / 2
+    writes, scores = (forward_pass(set_up(SMALL, replace(REWARDS, answer_tokens=n))) for n in (32, 0))
+    assert (writes.answer_tokens, scores.answer_tokens) == (32, 0)
+    assert writes.seconds(1, 1000) > scores.seconds(1, 1000)
+    assert writes.budget.resident_layers(SMALL.max_tokens + 200 + 32) == 14
+
+
 def test_each_part_has_a_bar_of_its_own_and_the_unexplained_seconds_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -149,7 +182,9 @@ def test_its_tables_are_those_of_the_paper() -> None:
         "Fig. 11",
         "Fig. 12a",
         "Fig. 12b",
-        "Fig. 13",
+        "Fig. 13a",
+        "Fig. 13b",
+        "Fig. 13c",
         "Fig. 14",
         "Section 6.5",
     ]

@@ -60,12 +60,13 @@ class AtMost(Settings):
 class Frontier(Settings):
     """Frontier-group dispatch as printed (RolloutPipe eq. 5 and 6).
 
-    Only the `groups` groups launched first that still lack samples are served. All other requests wait.
+    Only the `groups` groups launched first that still lack samples are served. All others wait. The
+    printed width of U groups (5.1) leaves slots free: rounds get longer.
     """
 
     kind: Literal["frontier"] = "frontier"
     groups: int = Field(ge=1)
-    """Width of the frontier (F_w)."""
+    """Width (F_w). The planner's `Workload.frontier_width` estimates one from rates."""
 
     def admits(self, group: Group, service: Service) -> bool:
         return service.serves(group) or service.num_groups < self.groups

@@ -71,7 +71,7 @@ class SimRewards:
             return 0.0
         if fault < cost.hanging + cost.failing:
             raise RewardFailed("raised")
-        return float(chance.uniform() < _solve_rate(cost.solvable, self._seed, sample.prompt.index))
+        return float(chance.uniform() < _solve_rate(cost.solvable, self._seed, row_of(sample.prompt)))
 
 
 class SimJudgedRewards:
@@ -83,7 +83,7 @@ class SimJudgedRewards:
     async def score(self, sample: Sample) -> float:
         await min(self._judges, key=lambda judge: judge.num_waiting).score(sample.num_sequence_tokens)
         chance = Chance(REWARD, self._seed, *sample.id)
-        return float(chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index))
+        return float(chance.uniform() < _solve_rate(self._cost.solvable, self._seed, row_of(sample.prompt)))
 
 
 class SimCodeRewards:
@@ -101,7 +101,7 @@ class SimCodeRewards:
         median_s = code.median_s * math.exp(code.sigma * of_cases.normal())
         medians_s = [median_s * math.exp(code.case_sigma * of_cases.normal()) for _ in range(code.cases)]
         times = [each_s * math.exp(code.own_sigma * chance.normal()) for each_s in medians_s]
-        is_correct = chance.uniform() < _solve_rate(self._cost.solvable, self._seed, sample.prompt.index)
+        is_correct = chance.uniform() < _solve_rate(self._cost.solvable, self._seed, row_of(sample.prompt))
         if chance.uniform() < code.endless:
             is_correct, times[chance.below(code.cases)] = False, math.inf
         wrong = None if is_correct or math.inf in times else chance.below(code.cases)
@@ -128,5 +128,5 @@ class SimCodeRewards:
 
 
 @lru_cache(MANY_PROMPTS)
-def _solve_rate(solvable: tuple[float, float], seed: int, prompt: int) -> float:
-    return random.Random(Chance(RATE, seed, prompt).bits()).betavariate(*solvable)
+def _solve_rate(solvable: tuple[float, float], seed: int, row: int) -> float:
+    return random.Random(Chance(RATE, seed, row).bits()).betavariate(*solvable)

@@ -172,3 +172,15 @@ def test_what_the_planner_knows_of_a_schedule_is_what_the_schedule_does(name: st
 def test_every_bound_of_lag_is_tried_and_also_the_limit() -> None:
     sim = SimSettings(cluster=SimClusterSettings(devices=2), engines=SimEngineSettings(slots=64))
     assert {each.work.lag for each in candidates(sim, 4, 2, max_lag=2)} == {0, 1, 2, 3, inf}
+
+
+@pytest.mark.parametrize(("slope_s", "expected"), [(0.001, 1), (0.0, 8)])
+def test_a_frontier_is_narrow_only_where_a_decode_step_grows_with_its_requests(
+    slope_s: float, expected: int
+) -> None:
+    """Eight groups of two responses of 100 tokens, trained in 4 s. With steps of 1 ms a request a group takes
+    0.2 s alone and 1.6 s among eight; with constant steps it takes as long."""
+    load = Workload([[100, 100]] * 8, prompt_tokens=100)
+    engines = SimEngineSettings(count=1, slots=16, base_s=1e-6 if slope_s else 0.01, slope_s=slope_s)
+    sim = SimSettings(engines=engines, trainer=SimTrainerSettings(tokens_per_s=800.0, step_s=0.0))
+    assert load.frontier_width(sim, groups_per_round=8, groups_per_step=1) == expected

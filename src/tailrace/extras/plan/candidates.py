@@ -16,6 +16,7 @@ from typing import Any
 from tailrace.contracts.data import Epochs
 from tailrace.rollout.placement import Kind
 from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimClusterSettings, SimSettings
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
@@ -36,6 +37,8 @@ ROUNDS_SORTED = 8
 """Rounds whose prompts `tailrace_on_policy` sorts by length."""
 WIDTHS = (1.5, 2, 3, 4)
 """Groups in flight, as multiples of those of a step."""
+LEAST_GAIN = 0.98
+"""A frontier's estimated main time over that of FIFO, at most."""
 PARTS = 16
 """Divisions of more devices than this differ by one part of so many."""
 
@@ -95,6 +98,32 @@ class Workload:
         step starts the rest again; mean over steps."""
         ordered = [sorted(rollout) for rollout in self._rollouts(num_groups)]
         return fmean(fmean(rollout[groups_per_step - 1 :: groups_per_step]) for rollout in ordered)
+
+    def frontier_width(self, sim: SimSettings, groups_per_round: int, groups_per_step: int) -> int:
+        """Return the width F of a strict frontier (RolloutPipe 3.3) with the least estimated main time, or R:
+        FIFO. `sim`: with all rates.
+
+        F groups serve F K mean / longest requests: the slots of samples that have ended stay free. A narrow
+        frontier has short decode steps, and the first U groups sooner; too narrow a one starves the trainer.
+        """
+        R, U, K, trainer = groups_per_round, groups_per_step, len(self.groups[0]), sim.trainer
+        num_engines, longest = sim.engines.count or 1, self.longest_of_group
+        slots = num_engines * (sim.engines.slots or R * K)
+        train_s = K * (self.prompt_tokens + self.mean_tokens) / trainer.tokens_per_s + trainer.step_s / U
+
+        def step_s(num_requests: float) -> float:
+            running = ceil(min(num_requests, slots) / num_engines)
+            return Steps.of(sim.engines, running, int(running * self.mean_context)).first_s
+
+        def main_time_s(width: int) -> float:
+            served = width * K * self.mean_tokens / longest
+            groups = min(1.0, slots / served) * width
+            first_s = sorted(self._longest[:width])[U - 1] * step_s(width * K)
+            last_s = (R - groups) * longest / groups * step_s(served)
+            last_s += self.longest(ceil(groups)) * step_s(served / 2)
+            return max(first_s + R * train_s, last_s + U * train_s)
+
+        return min(range(U, R + 1), key=lambda F: main_time_s(F) * (LEAST_GAIN if F == R else 1.0))
 
     @cached_property
     def _longest(self) -> list[int]:
