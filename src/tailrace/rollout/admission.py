@@ -61,12 +61,12 @@ class Frontier(Settings):
     """Frontier-group dispatch as printed (RolloutPipe eq. 5 and 6).
 
     Only the `groups` groups launched first that still lack samples are served. All others wait. The
-    printed width of U groups (5.1) leaves slots free: rounds get longer.
+    printed width of U groups (5.1) leaves slots free: rounds get longer. See `Workload.frontier_width`.
     """
 
     kind: Literal["frontier"] = "frontier"
     groups: int = Field(ge=1)
-    """Width (F_w). The planner's `Workload.frontier_width` estimates one from rates."""
+    """Width of the frontier (F_w)."""
 
     def admits(self, group: Group, service: Service) -> bool:
         return service.serves(group) or service.num_groups < self.groups
