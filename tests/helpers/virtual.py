@@ -116,7 +116,9 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "windowed_fifo": partial(SCHEDULES["windowed_fifo"], groups_per_step=8, groups_in_flight=20, window=6),
     "dora": partial(SCHEDULES["dora"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "laminar": partial(SCHEDULES["laminar"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "laminar_unbounded": partial(SCHEDULES["laminar"], groups_per_step=8, groups_in_flight=16),
     "trl_async": partial(SCHEDULES["trl_async"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "tinker_async": partial(SCHEDULES["tinker_async"], groups_per_step=8, steps_off_policy=1),
     "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8, rounds_sorted=3),
 }
@@ -143,7 +145,9 @@ NEVER_STOP = (
     "windowed_fifo",
     "dora",
     "laminar",
+    "laminar_unbounded",
     "trl_async",
+    "tinker_async",
     "tailrace",
 )
 """Those that generate while they publish: their trainer needs devices of its own."""

@@ -8,7 +8,7 @@ import pytest
 from helpers.virtual import SETTINGS, SIM, ZERO_VARIANCE, change, simulate
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
-from tailrace.schedules.window import due_counts, window
+from tailrace.schedules.window import Window, due_counts
 from tailrace.types import Group
 
 U = 4
@@ -54,7 +54,7 @@ def test_the_choice_and_the_counts_are_those_of_looking_at_every_group(bound: in
     async def schedule(run: Run) -> None:
         run.declare(staleness=bound)
         in_flight = (bound + 1) * U
-        select = checked(run, window(run, U, in_flight, bound))
+        select = checked(run, Window(run, U, in_flight, bound).select)
         async for number in run.rounds():
             run.pool.launch(run.parked.pop(len(run.parked)))
             run.pool.launch(run.prompts(in_flight - len(run.pool)))

@@ -12,7 +12,8 @@ a resumed run starts. What it carries from one round to the next is in the run (
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from math import inf, isfinite
@@ -119,14 +120,20 @@ class WeightUpdate:
         self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
         self._router.newest = weights.version
         chosen = engines if to is None else () if to == "idle" else to
-        for number, engine in enumerate(engines):
-            if engine in chosen:
-                self._begin_load(number)
-            else:
+        self.pull(chosen)
+        for engine in engines:
+            if engine not in chosen:
                 engine.report()  # its tokens are a publication older now
         self._load_idle_engines()
         loads = list(self._loads)
         self._ages.published(lambda: all(load.done() for load in loads))
+
+    def pull(self, engines: Collection[Engine]) -> None:
+        """Begin to load the newest version into engines that do not serve it."""
+        for number, engine in enumerate(self._router.engines):
+            is_behind = self._router.newest not in self._router.versions[number]
+            if engine in engines and is_behind and number not in self._under_way:
+                self._begin_load(number)
 
     async def arrived(self) -> None:
         """Wait until the engines have loaded what they are loading."""
@@ -191,6 +198,7 @@ class Run:
         """The bound on staleness that the schedule has declared, in publications."""
         self._bound, self._lags = inf, Lags()
         self._drift = 0.0  # since the KV cache was last recomputed
+        self._is_in_round = False
         self._accumulated: dict[SampleId, Sample] = {}
         self._advantages, self._waiting = compute_advantages, list[list[Sample]]()
         self._ledger = Ledger(recorder, start.totals, journal)
@@ -276,7 +284,9 @@ class Run:
         while not self.overtime or (while_parked and len(self.parked)):
             await self._between_rounds()
             self._recorder.emit(events.RoundStarted(clock.now(), self.round, self.version))
+            self._is_in_round = True
             yield self.round
+            self._is_in_round = False
             if self._accumulated:
                 raise ScheduleError(
                     f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
@@ -428,6 +438,26 @@ class Run:
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
         await self._placement.published()
+
+    def pull(self, engines: Collection[Engine]) -> None:
+        """Let engines load the published weights now. Others go on with pinned samples of older versions."""
+        self._update.pull(engines)
+
+    @contextmanager
+    def every(self, seconds: float, call: Callable[[], None]) -> Iterator[None]:
+        """Call a function every so many seconds of the rounds inside the block."""
+
+        async def keep_calling() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                if self._is_in_round:
+                    call()
+
+        timer = self._tasks.create_task(keep_calling())
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def serving(self, engine: Engine) -> list[Sample]:
         """The samples that an engine serves now."""

@@ -8,7 +8,7 @@ Beside it, the reference stage: log-probs of finished samples under the referenc
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -114,6 +114,10 @@ class Router:
         self.pinned = 0
         """An engine serves the last so many versions that it loaded, and every sample ends on the version
         that it began with. 0: samples go on with new weights."""
+        self.begins_on_older: Callable[[Sample, Engine], bool] = lambda sample, engine: False
+        """Whether a pinned sample may begin on an engine of an older version, if the newest has no slot."""
+        self.num_begun = [0] * len(engines)
+        """Samples that began on each engine since it loaded its newest version."""
         self.newest = version
         """The published version."""
         self.versions: list[tuple[int, ...]] = [(version,) for _ in engines]
@@ -192,10 +196,24 @@ class Router:
         """Whether a pinned sample may be served now. `num_requests`: how many the pool has sent."""
         if not self.pinned or sample.spans:
             return True
+        on_the_way = max(0, num_requests - sum(self._loads.requests))
+        room = self._room(self._of_version(self.newest))
+        return room > on_the_way or room + self._room(self._older(sample)) > on_the_way
+
+    def _of_version(self, version: int) -> list[int]:
+        return [number for number, versions in enumerate(self.versions) if version in versions]
+
+    def _older(self, sample: Sample) -> list[int]:
+        """The engines of older versions on which a sample may begin; none while an engine loads."""
+        shares = self._loads.shares
+        served = {n: versions for n, versions in enumerate(self.versions) if shares[n] < inf}
+        free = [n for n, versions in served.items() if self.newest not in versions and shares[n] < 1]
+        return [n for n in free if all(served.values()) and self.begins_on_older(sample, self.engines[n])]
+
+    def _room(self, numbers: Iterable[int]) -> int:
+        """The free slots of engines that are open."""
         taken, shares = self._loads.requests, self._loads.shares
-        able = [n for n, versions in enumerate(self.versions) if self.newest in versions and shares[n] < inf]
-        room = sum(max(0, self.engines[number].slots - taken[number]) for number in able)
-        return room > max(0, num_requests - sum(taken))
+        return sum(max(0, self.engines[n].slots - taken[n]) for n in numbers if shares[n] < inf)
 
     def move(self, sample: Sample, number: int | None) -> None:
         """Move a request to another engine: its own gives it back."""
@@ -220,6 +238,7 @@ class Router:
         """Note that an engine has loaded a version, or will before it opens."""
         before = self.versions[number] if self.engines[number].state == "open" else ()
         self.versions[number] = with_version(before, version, max(1, self.pinned))
+        self.num_begun[number] = 0
         if self.pinned:
             self.changed.fire()
             self.on_changed()
@@ -227,10 +246,14 @@ class Router:
     async def _serve_turn(self, sample: Sample) -> None:
         """Generate the rest of a turn, on one engine after another if it is moved or given back."""
         target: int | None = None
+        source: Engine | None = None  # that had its KV cache before it moved
         while sample.finish_reason is None:
             while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
+            self.num_begun[number] += not sample.spans
+            if source and source is not engine:
+                engine.take_over(sample, source)
             sample.engine = engine.name
             if not self._loads.requests[number]:
                 self._busy_since_s[number] = now()
@@ -264,8 +287,7 @@ class Router:
                 )
                 self._report_decoding(number)
             target = self.moves.pop(sample, None)
-            if outcome == "moved" and target is not None:
-                self.engines[target].take_over(sample, engine)
+            source = engine if outcome == "moved" else None
 
     def _choose_engine(self, sample: Sample, target: int | None) -> int | None:
         """Return the number of the engine for a sample; None: no engine is open. `target`: where it moves.
@@ -274,14 +296,16 @@ class Router:
         last = self._numbers.get(sample.engine or "")
         if self.pinned:
             version = self.version_of(sample)
-            able = [n for n, versions in enumerate(self.versions) if version in versions]
+            able = self._of_version(version)
             if not able and sample.spans:
                 raise VersionGone(f"no engine serves version {version} any more")
+            able = able if sample.spans or self._room(able) else self._older(sample) or able
             least = min(able, key=shares.__getitem__, default=None)
             if least is None or shares[least] == inf:
                 return None
-            sample.pin = version
-            sample.group.begun(version)
+            sample.pin = version if version in self.versions[least] else self.versions[least][-1]
+            sample.group.begun(sample.pin)
+            able = [number for number in able if sample.pin in self.versions[number]]
             last, target = (each if each in able else None for each in (last, target))
         if target is not None and shares[target] < inf:
             return target

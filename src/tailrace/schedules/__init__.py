@@ -21,7 +21,7 @@ from tailrace.schedules.streamrl import streamrl, streamrl_async
 from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
 from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
 from tailrace.schedules.trl_async import trl_async
-from tailrace.schedules.windowed_fifo import windowed_fifo
+from tailrace.schedules.windowed_fifo import tinker_async, windowed_fifo
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
@@ -52,6 +52,7 @@ SCHEDULES: dict[str, Schedule] = {
     "dora": dora,
     "laminar": laminar,
     "trl_async": trl_async,
+    "tinker_async": tinker_async,
     "tailrace": tailrace,
     "tailrace_on_policy": tailrace_on_policy,
 }

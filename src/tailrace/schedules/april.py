@@ -14,7 +14,7 @@ from math import inf
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import earliest
 from tailrace.schedules.parameters import Bound, Count, KVRule, require
-from tailrace.schedules.window import window
+from tailrace.schedules.window import Window
 from tailrace.types import Group
 
 
@@ -42,7 +42,7 @@ async def april(
     N = groups_per_round
     require(groups_launched >= N, "groups_launched", groups_launched, f"{N} groups are trained", "raise it")
     run.declare(staleness=inf if staleness is None else staleness)
-    select = earliest if staleness is None else window(run, N, groups_launched, staleness)
+    select = earliest if staleness is None else Window(run, N, groups_launched, staleness).select
     async for _ in run.rounds():
         groups = run.parked.pop(groups_launched)
         run.pool.launch(groups + run.prompts(groups_launched - len(groups)))

@@ -1,61 +1,86 @@
-"""DORA (2026, arXiv 2604.26256): multi-version streaming rollout.
+"""DORA (Hu et al. 2026, arXiv 2604.26256): multi-version streaming rollout, sections 4.2 and 4.3.
 
-    a sample ends on its version (intra-trajectory policy consistency)    run.declare(pinned=1)
-    no sample is discarded, staleness is bounded (data integrity)         window
-    engines are divided among the versions again at each publication      divide, run.move
-    the freed engines serve the new version                               run.publish(to=freed)
+    a sample ends on its version                                          run.declare(pinned=1)
+    K versions; the window moves on when the oldest has no group left     Window, staleness = K - 1
+    Algorithm 1: 1. top-up, on the newest version first                   run.pool.launch
+    2. DP_w = Round(DP_total R_w / sum R) engines for version w           divide
+    3. the others load the newest version, their requests move            run.pull
+    4. prompts for the idle slots of older versions                       begins_on_older, divide
+    triggers: an update, a timer, a full KV cache                         run.every
 
-We read the abstract of the paper and summaries of it. A central balancer divides the engines among the
-versions, and moves samples between engines of one version, whose KV caches are equal. The rule of the
-division is ours: an old version keeps the fewest engines whose slots hold its samples. New samples begin on
-the newest version only. The paper also gives new samples to older versions where the bound allows it.
+Engines load the newest version only. A sample gets its version when it begins; the paper tags prompts that
+wait. All steps have as many groups, so the trainer waits earlier for those that are due. A KV cache moves
+with its request, without prefill, in simulations only; no cache is copied to the host's memory.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from math import ceil
+from collections import Counter
+from math import inf
 
 from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
-from tailrace.schedules.parameters import Bound, Count
-from tailrace.schedules.window import in_flight
+from tailrace.schedules.parameters import Bound, Count, Seconds, Share
+from tailrace.schedules.window import Window
 
 
-async def dora(run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound) -> None:
-    """Several versions are served at a time; the engines of an old one become fewer as its samples end.
+async def dora(
+    run: Run,
+    groups_per_step: Count,
+    groups_in_flight: Count,
+    staleness: Bound,
+    rebalance_s: Seconds = 30.0,
+    kv_pressure: Share = 0.9,
+) -> None:
+    """Several versions are served at a time; engines are divided among them by the requests that they have.
 
     Args:
-        groups_per_step, groups_in_flight, staleness: as in tailrace.
+        groups_per_step, groups_in_flight, staleness: as in tailrace; idle slots of older versions get more
+            groups, if the bound allows it.
+        rebalance_s: seconds between two divisions of the engines, beside that after each update.
+        kv_pressure: share of a KV cache above which the engines are divided within a second, too.
     """
-    publish = partial(divide_and_publish, run)
-    await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=1, publish=publish)
+    window = Window(run, groups_per_step, groups_in_flight, staleness)
+
+    def rebalance() -> None:
+        missing = max(0, min(groups_in_flight - len(run.pool), window.room))
+        num_idle = divide(run, missing * run.group_size)
+        run.pool.launch(run.prompts(missing))
+        run.pool.launch(run.prompts(max(0, min(num_idle // run.group_size, window.room))))
+
+    def check() -> None:
+        usages = [engine.usage() for engine in run.engines]
+        if any(usage.kv_tokens > kv_pressure * (usage.kv_capacity or inf) for usage in usages):
+            rebalance()
+
+    run.declare(staleness=staleness, pinned=1)
+    run.router.begins_on_older = window.allows
+    with run.every(rebalance_s, rebalance), run.every(1.0, check):
+        async for _ in run.rounds():
+            groups_of_step = window.stream()
+            rebalance()
+            async for groups in groups_of_step:
+                await run.accumulate(groups)
+            await run.step()
+            await run.publish(to="idle")
 
 
-async def divide_and_publish(run: Run) -> None:
-    await run.publish(to=divide(run) or "idle")
+def divide(run: Run, num_new: int) -> int:
+    """Give each older version the engines of its share of the requests, those that have most of them, and the
+    newest all others. `num_new`: requests to be launched. Returns the slots of older versions left idle."""
+    own = Counter(sample.pin for engine in run.engines for sample in run.serving(engine))
+    unfinished = sum(not sample.ended for group in run.pool.groups for sample in group.samples)
+    engines, num_idle = [engine for engine in run.engines if engine.state == "open"], 0
+    for version, older in of_one_version(run).items():
+        if version != run.version:
+            share = len(engines) * own[version] / max(1, unfinished + num_new)
+            num_kept = max(round(share), min(own[version], 1))
+            older.sort(key=lambda engine: -len(run.serving(engine)))
+            run.pull(older[num_kept:])
+            num_idle += sum(engine.slots for engine in older[:num_kept]) - own[version]
+    return min(num_idle, sum(engine.slots for engine in engines) - unfinished - num_new)
 
 
-def divide(run: Run) -> list[Engine]:
-    """The engines that the served versions do not need. Their samples move to others of the same version."""
-    return [engine for group in of_one_version(run) for engine in pack(run, group)]
-
-
-def of_one_version(run: Run) -> list[list[Engine]]:
-    """The open engines by the version that they serve."""
+def of_one_version(run: Run) -> dict[int, list[Engine]]:
+    """The open engines by the version that they serve, without those that load another one."""
     engines = [engine for engine in run.engines if engine.state == "open" and run.served(engine)]
-    versions = dict.fromkeys(run.served(engine) for engine in engines)
-    return [[engine for engine in engines if run.served(engine) == version] for version in versions]
-
-
-def pack(run: Run, engines: Sequence[Engine]) -> list[Engine]:
-    """Move the samples of engines of one version onto as few of them as have the slots, and return the
-    others. The engines with most samples stay, so the fewest move."""
-    engines = sorted(engines, key=lambda engine: -len(run.serving(engine)))
-    num_samples = sum(len(run.serving(engine)) for engine in engines)
-    num_kept = ceil(num_samples / min(engine.slots for engine in engines))
-    kept, freed = engines[:num_kept], engines[num_kept:]
-    room = [engine for engine in kept for _ in range(engine.slots - len(run.serving(engine)))]
-    leaving = [sample for engine in freed for sample in run.serving(engine)]
-    for sample, engine in zip(leaving, room, strict=False):
-        run.move(sample, engine)
-    return freed
+    versions = sorted({run.served(engine)[-1] for engine in engines})
+    return {each: [engine for engine in engines if run.served(engine)[-1] == each] for each in versions}

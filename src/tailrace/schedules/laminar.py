@@ -1,44 +1,87 @@
-"""Laminar (Sheng et al. 2025, arXiv 2510.12633): every engine takes new weights for itself.
+"""Laminar (Sheng et al. 2025, arXiv 2510.12633): every engine takes new weights for itself, sections 3 to 6.
 
-    relay workers: an engine pulls the newest weights when it is idle    run.publish(to="idle")
-    dynamic repack of the long tail                                      repack, run.move
-    a sample ends on its version                                         run.declare(pinned=1)
+    an engine pulls the newest weights when its batch has ended         run.publish(to="idle")
+    until then samples begin on its version                             begins_on_older, num_begun
+    a sample ends on its version; no bound: inherent staleness          run.declare(pinned=1)
+    after an update and on a timer: repack (Algorithm 1)                repack, run.every
 
-We read the abstract and the introduction of the paper. The relays are the trainer's publication, which an
-engine loads when it has no request; no engine waits for another one. When a new version is there, an engine
-of an older one gets no new samples. At each publication, the samples of engines of one version that have few
-left are packed onto as few of them as have the slots. The others are idle then, and pull. The paper repacks
-by the use of the KV cache, and beside the publications, too.
+We read the abstract and detailed notes. An engine of the newest version goes on beyond its batch. B is an
+engine's slots. A KV cache moves with its request in simulations only; live, it is prefilled again.
 """
 
+from collections.abc import Mapping
+from functools import partial
+from math import inf
+
+from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
-from tailrace.schedules.dora import of_one_version, pack
-from tailrace.schedules.parameters import Bound, Count, Share
-from tailrace.schedules.window import in_flight
+from tailrace.schedules.dora import of_one_version
+from tailrace.schedules.parameters import Bound, Count, Seconds
+from tailrace.schedules.window import Window
+from tailrace.types import Sample
 
 
 async def laminar(
-    run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound, repack_below: Share = 0.5
+    run: Run,
+    groups_per_step: Count,
+    groups_in_flight: Count,
+    staleness: Bound | None = None,
+    repack_s: Seconds = 5.0,
 ) -> None:
     """Engines pull the newest weights when they are idle; the last long samples share an engine.
 
-    The paper has no bound on staleness; here a selection keeps one.
-
     Args:
-        groups_per_step, groups_in_flight, staleness: as in tailrace.
-        repack_below: engines with at most this share of their slots taken are packed. 0: none.
+        groups_per_step, groups_in_flight: as in tailrace. An engine's batch is its share of groups_per_step.
+        staleness: bound on the age of a trained token, in publications; None: no bound, as in the paper.
+        repack_s: seconds between two looks for engines to empty, beside that after each update.
     """
+    window = None if staleness is None else Window(run, groups_per_step, groups_in_flight, staleness)
+    batch, kv_before = groups_per_step * run.group_size / len(run.engines), dict[Engine, int]()
 
-    async def publish() -> None:
-        await run.publish(to="idle")
-        repack(run, repack_below)
+    def begins_on_older(sample: Sample, engine: Engine) -> bool:
+        is_allowed = window is None or window.allows(sample, engine)
+        return is_allowed and run.router.num_begun[run.engines.index(engine)] < batch
 
-    await in_flight(run, groups_per_step, groups_in_flight, staleness, pinned=1, publish=publish)
+    run.declare(staleness=inf if staleness is None else staleness, pinned=1)
+    run.router.begins_on_older = begins_on_older
+    with run.every(repack_s, partial(repack, run, kv_before)):
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
+            async for groups in window.stream() if window else run.pool.stream(groups_per_step):
+                await run.accumulate(groups)
+            await run.step()
+            await run.publish(to="idle")
+            repack(run, kv_before)
 
 
-def repack(run: Run, below: float) -> None:
-    """Free engines of older versions that have few samples left."""
-    for engines in of_one_version(run):
-        few = [engine for engine in engines if len(run.serving(engine)) <= below * engine.slots]
-        if few and run.version not in run.served(few[0]):
-            pack(run, few)
+def repack(run: Run, kv_before: dict[Engine, int]) -> None:
+    """Empty engines of older versions in ramp-down: C_used < min(C_max, C_prev), and fewer requests than B.
+    `kv_before`: C_prev of each engine; C_used takes its place."""
+    for version, engines in of_one_version(run).items():
+        loads: dict[Engine, tuple[float, float]] = {}
+        for engine in engines:
+            usage, num = engine.usage(), len(run.serving(engine))
+            capacity, before = usage.kv_capacity or inf, kv_before.get(engine, 0)
+            kv_before[engine] = usage.kv_tokens
+            if usage.kv_tokens < min(capacity, before) and 0 < num < engine.slots and version != run.version:
+                loads[engine] = usage.kv_tokens / capacity, num / engine.slots
+        targets = best_fit(loads)
+        for source, target in targets.items():
+            for sample in run.serving(source):
+                run.move(sample, target)
+        run.pull(targets)
+
+
+def best_fit(loads: Mapping[Engine, tuple[float, float]]) -> dict[Engine, Engine]:
+    """The engines to empty, from the smallest KV cache on, each with the engine that gets its requests: of
+    those on which they fit, C <= C_max and N <= B, the one with the largest cache. `loads`: C / C_max and
+    N / B of each engine."""
+    left, found = dict(sorted(loads.items(), key=lambda item: item[1])), dict[Engine, Engine]()
+    for source, (kv, num) in list(left.items()):
+        fitting = (each for each, load in left.items() if load[0] + kv <= 1 and load[1] + num <= 1)
+        targets = [each for each in fitting if each != source and source not in found.values()]
+        if targets:
+            found[source] = target = max(targets, key=left.__getitem__)
+            left[target] = left[target][0] + kv, left[target][1] + num
+            del left[source]
+    return found

@@ -15,6 +15,7 @@ Bound = Annotated[int, Field(ge=0)]
 Factor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]
 """A multiple of what is wanted."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def _known_rule(value: object) -> object:

@@ -11,7 +11,7 @@ samples, here groups, because advantages need whole groups.
 
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count, KVRule, require_divisible
-from tailrace.schedules.window import window
+from tailrace.schedules.window import Window
 from tailrace.types import Group
 
 
@@ -31,7 +31,7 @@ async def sortedrl(
     require_divisible(groups_per_round, groups_per_step)
     bound = groups_per_round // groups_per_step - 1
     run.declare(staleness=bound)
-    select = window(run, groups_per_step, groups_per_round, bound)
+    select = Window(run, groups_per_step, groups_per_round, bound).select
     async for _ in run.rounds(while_parked=True):
         parked = run.parked.pop(groups_per_round)
         run.pool.launch(parked or rest_of_batch(run, groups_per_round, groups_per_step))

@@ -12,14 +12,14 @@ holds afterwards, and new groups are due last, so it always holds. For k = 0 it 
 enough to wait only for the groups that are due now: more than U can become due together.)
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
+from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
-from tailrace.rollout.admission import Select
 from tailrace.schedules.parameters import require
-from tailrace.types import Group
+from tailrace.types import Group, Sample
 
 
 async def in_flight(
@@ -34,21 +34,21 @@ async def in_flight(
     """Accumulate groups as they complete, step, publish, and fill the pool up again.
 
     Args:
-        groups_per_step, groups_in_flight, staleness: of `window`.
+        groups_per_step, groups_in_flight, staleness: of `Window`.
         pinned: as in `Run.declare`.
         publish: what follows a step. None: `run.publish` to every engine.
     """
     run.declare(staleness=staleness, pinned=pinned)
-    select = window(run, groups_per_step, groups_in_flight, staleness)
+    window = Window(run, groups_per_step, groups_in_flight, staleness)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in run.pool.stream(groups_per_step, select):
+        async for groups in window.stream():
             await run.accumulate(groups)
         await run.step()
         await (publish or run.publish)()
 
 
-def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select:
+class Window:
     """The groups that completed first and leave enough places for the groups that are due.
 
     Args:
@@ -56,11 +56,33 @@ def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select
         in_flight: groups alive at the same time.
         bound: staleness of a trained token, in publications.
     """
-    most = (bound + 1) * groups_per_step
-    problem = f"{in_flight} groups in flight cannot be trained in {bound + 1} steps of {groups_per_step}"
-    require(in_flight <= most, "staleness", bound, problem, f"raise it, or keep at most {most} in flight")
 
-    def select(ready: Collection[Group], wanted: int) -> list[Group]:
+    def __init__(self, run: Run, groups_per_step: int, in_flight: int, bound: int) -> None:
+        most = (bound + 1) * groups_per_step
+        problem = f"{in_flight} groups in flight cannot be trained in {bound + 1} steps of {groups_per_step}"
+        require(in_flight <= most, "staleness", bound, problem, f"raise it, or keep at most {most} in flight")
+        self._run, self._groups_per_step, self._bound = run, groups_per_step, bound
+        self._places = groups_per_step  # of the step under way that no group has yet
+
+    def stream(self) -> AsyncIterator[list[Group]]:
+        """The groups of a step, as they become complete."""
+        self._places = self._groups_per_step
+        return self._run.pool.stream(self._groups_per_step, self.select)
+
+    @property
+    def room(self) -> int:
+        """The groups that may be launched beside those in the pool."""
+        return self._bound * self._groups_per_step + self._places - len(self._run.pool)
+
+    def allows(self, sample: Sample, engine: Engine) -> bool:
+        """Whether a sample may begin on an engine of an older version, and all groups still find places."""
+        run, U, bound = self._run, self._groups_per_step, self._bound
+        due, before = bound - run.version + run.served(engine)[-1], bound - run.staleness(sample.group)
+        counts = enumerate(due_counts(run, bound))
+        return due >= 0 and all(n < k * U + self._places for k, n in counts if due <= k < before)
+
+    def select(self, ready: Collection[Group], wanted: int) -> list[Group]:
+        run, bound = self._run, self._bound
         due_within = due_counts(run, bound)
         chosen: list[Group] = []
         queues = [iter(groups.items()) for groups in run.pool.ready.by_version.values()]
@@ -72,14 +94,13 @@ def window(run: Run, groups_per_step: int, in_flight: int, bound: int) -> Select
             room = wanted - len(chosen) - 1
             after = [n - (k >= due) for k, n in enumerate(due_within)]
             # If one group is refused, those of its version are, too: to hand out others leaves no more room.
-            if all(n <= k * groups_per_step + room for k, n in enumerate(after)):
+            if all(n <= k * self._groups_per_step + room for k, n in enumerate(after)):
                 chosen.append(group)
                 due_within = after
                 for group, number in islice(queue, 1):
                     heappush(heads, (number, group, queue))
+        self._places = wanted - len(chosen)
         return chosen
-
-    return select
 
 
 def due_counts(run: Run, bound: int) -> list[int]:

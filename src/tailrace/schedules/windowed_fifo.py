@@ -9,14 +9,17 @@ moves on only when the oldest group is trained, so a group is overtaken by at mo
 
 With B groups active, U a step and a window of W, at most B - 1 older and W - 1 younger groups are trained
 between the launch of a group and its own training. So no token is older than (B + W - 2) // U publications.
+
+`tinker_async` is that of tinker-cookbook 0.6, rl/train.py, but samples in flight go on with new weights.
 """
 
 from collections.abc import Collection
+from math import inf
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
 from tailrace.rollout.order import in_order
-from tailrace.schedules.parameters import Count, KVRule, require
+from tailrace.schedules.parameters import Bound, Count, KVRule, require
 from tailrace.types import Group
 
 
@@ -60,3 +63,21 @@ def fifo_window(run: Run, width: int) -> Select:
         return list(chosen)
 
     return select
+
+
+async def tinker_async(run: Run, groups_per_step: Count, steps_off_policy: Bound) -> None:
+    """No bound and no loss: the complete groups of the oldest weights are trained, whenever they end.
+
+    Args:
+        groups_per_step: groups of an optimizer step (B).
+        steps_off_policy: (S + 1) B groups are begun and not trained (S, max_steps_off_policy).
+    """
+
+    def oldest_first(ready: Collection[Group], wanted: int) -> list[Group]:
+        return sorted(ready, key=run.staleness, reverse=True)[:wanted]
+
+    run.declare(staleness=inf)
+    async for _ in run.rounds():
+        run.pool.launch(run.prompts((steps_off_policy + 1) * groups_per_step - len(run.pool)))
+        await run.train(await run.pool.take(groups_per_step, oldest_first))
+        await run.publish()

@@ -122,6 +122,7 @@ def compared_parameters(config: RunConfig, name: str) -> tuple[dict[str, Any], d
         "groups_launched": math.ceil(1.5 * groups),
         "groups_per_draw": math.ceil(1.5 * groups),
         "staleness": staleness,
+        "steps_off_policy": staleness,
         "groups_in_flight": (staleness + 1) * step,
         "window": step,
         "ring_groups": 2 * step,

@@ -295,6 +295,9 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
             yield Work("windowed_fifo", parameters, label, lag, alive=alive, stops=False)
     for width in WIDTHS[:3]:
         yield _always_full(width, U, K, num_engines)
+        alive = ceil(width * U)
+        parameters = dict(groups_per_step=U, groups_in_flight=alive)
+        yield Work("laminar", parameters, f"{alive} in flight", inf, alive=alive, stops=False)
 
 
 def _always_full(width: float, U: int, K: int, num_engines: int) -> Work:
