@@ -164,7 +164,7 @@ def table_4(seed: int) -> Table:
         " devices begin to train, so no cap would bind: the fetch waits until its share is complete.",
         "Half of the devices train any of the shares before the rollout ends, so a larger fetch hides more."
         " A smaller one is faster where they train longer than the rollout lasts, as with training four"
-        " times as long. But then one fetch costs 1 to 2%, not 10 to 14%. No ratio of training and rollout"
+        " times as long. But then one fetch costs 1%, not 10 to 14%. No ratio of training and rollout"
         " gives both: in the paper one fetch has a cost that it does not name.",
     )
     return Table("Table 4", "one fetch, long rounds of Qwen2.5-7B/8k, Math", tuple(figures), notes)

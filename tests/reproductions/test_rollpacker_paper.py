@@ -105,7 +105,8 @@ def test_one_fetch_trains_all_groups_and_takes_longer_than_streaming_the_longer_
 def test_devices_that_change_hands_later_train_all_groups_and_make_a_long_round_longer() -> None:
     small = replace(SMALL, groups=16)
     schedules = [SCALED.schedule, triggered(0.2), triggered(0.8)]
-    runs = [run(small, replace(SCALED, schedule=schedule), ("Math",), PERIOD) for schedule in schedules]
+    slow = replace(SCALED, slower=4.0)
+    runs = [run(small, replace(slow, schedule=schedule), ("Math",), PERIOD) for schedule in schedules]
     assert [[row["round/num_groups"] for row in each.rounds] for each in runs] == [[16] * PERIOD] * 3
     adaptive, early, late = (long_rounds(each)[0]["round/time_s"] for each in runs)
     assert max(adaptive, early) < late
