@@ -17,6 +17,7 @@ check failed.
 
 import json as jsons
 import math
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -109,6 +110,8 @@ def checks(device: str = "cuda") -> list[Check]:
         f'labels = ["1", "2"], device = "{device}", dtype = "bfloat16", memory_mib = 2, max_tokens = 400'
     )  # the model that is trained judges, with less memory than its layers need
     apart = placed("disaggregated", "[[0]]", "[[1]]")
+    spread = placed("disaggregated", "[[0], [1]]", "[[2]]")
+    several = {"engine": native.replace("{ ", "{ replicas = 2, ")}
     sharded = {"trainer.ranks": "2"} | placed("colocated", "[[0]]", "[[0, 1]]")
     woken = "an engine wakes after the trainer computed on the same GPU: cached memory"
     refused = "NCCL refuses two ranks on one GPU"
@@ -122,6 +125,14 @@ def checks(device: str = "cuda") -> list[Check]:
         ("elastic, real shape", woken, eager | elastic | two_engines, two, ""),
         ("weights by gloo", "a transfer that training overtakes", gloo, one, ""),
         ("weights by NCCL", "a transfer on the stream of the training", nccl | apart, 2, refused),
+        ("weights by gloo to two engines", "a broadcast over several engines", gloo | several, one, ""),
+        (
+            "weights by NCCL to two engines",
+            "a broadcast over three GPUs",
+            nccl | spread | several,
+            3,
+            refused,
+        ),
         ("weights by NCCL, real shape", "a second model on the GPU", nccl | apart, 2, refused),
         ("trainer of two ranks", "collectives of NCCL", sharded, two, refused),
         ("activation checkpointing", recomputed, {"trainer.activation_checkpointing": "true"}, one, ""),
@@ -141,6 +152,7 @@ def checks(device: str = "cuda") -> list[Check]:
     math_attention = "attention falls back to math and makes [heads, T, T]"
     counted = partial(Check, num_gpus=1, why_gpu="its memory is counted by CUDA's allocator")
     single = "micro-batches of one group, far below the limit"
+    copied = "a copy through the host's memory, or a bit that is lost"
     compared = "the comparison of two publications stops training"
     found += [
         Check("colocated, vLLM", "an engine that sleeps and wakes", slept, 1, needs_vllm=True),
@@ -152,6 +164,7 @@ def checks(device: str = "cuda") -> list[Check]:
         ),
         counted("float32 with grouped heads", math_attention, measure=float32_attention),
         Check("micro-batches", single, measure=full_micro_batches),
+        Check("weights from device to device", copied, num_gpus=two, measure=device_to_device),
         Check("publication", compared, measure=publication),
     ]
     return found
@@ -267,6 +280,40 @@ def _group(number: int, length: int) -> list[Any]:
 
     ids = [SampleId(number, 0, index) for index in range(8)]
     return [TrainingSample(id, [5], [6] * length, [-5.0] * length, 1.0) for id in ids]
+
+
+def _arrived(weights: Any, link: Any, device: str, answers: Any) -> None:
+    """An engine: receive a publication, and answer with where it lies and its checksums."""
+    from tailrace.drivers.weights.tensors import checksums
+    from tailrace.drivers.weights.transports import WeightReceiver
+
+    tensors = WeightReceiver(device=device).receive(weights, link)
+    answers.put(({tensor.device.type for tensor in tensors.values()}, checksums(tensors)))
+
+
+def device_to_device(folder: Path, device: str) -> str | None:
+    """A publication of 64 MB from the first device to the second, by NCCL; on a CPU by gloo."""
+    import torch
+
+    from tailrace.contracts.weights import new_link
+    from tailrace.drivers.weights.process_group import ProcessGroupSender
+    from tailrace.drivers.weights.settings import ProcessGroupSettings
+    from tailrace.drivers.weights.tensors import checksums
+
+    backend, first, second = ("nccl", "cuda:0", "cuda:1") if device == "cuda" else ("gloo", "cpu", "cpu")
+    sender = ProcessGroupSender(ProcessGroupSettings(backend=backend, bucket_bytes=2**24), first)
+    tensors = {f"{n}": torch.randn(2**20, device=first).bfloat16() for n in range(32)}
+    weights, link = sender.store(tensors, 1), new_link("engine-0")
+    spawned = multiprocessing.get_context("spawn")
+    answers = spawned.Queue()
+    engine = spawned.Process(target=_arrived, args=(weights, link, second, answers))
+    engine.start()
+    sender.send(1, link)
+    devices, found = answers.get(timeout=60)
+    engine.join()
+    if devices != {device}:
+        return f"the tensors lie on {devices}"
+    return None if found == checksums(tensors) else "the checksums differ"
 
 
 def full_micro_batches(folder: Path, device: str) -> str | None:

@@ -1,8 +1,17 @@
-"""Every error that a user can meet. A ConfigError ends a command with code 2, before anything starts."""
+"""Every error that a user can meet, and `say` for anything else. A ConfigError ends a command with code 2,
+before anything starts."""
 
 import difflib
+import sys
 from collections.abc import Collection
+from contextlib import suppress
 from typing import ClassVar, Self
+
+
+def say(line: str) -> None:
+    """Tell the user something beside the results. An output that is closed or full ends no run."""
+    with suppress(OSError, ValueError):
+        print(f"tailrace: {line}", file=sys.stderr)
 
 
 class TailraceError(Exception):
@@ -98,6 +107,15 @@ class EngineDied(Evicted):
 class TransferFailed(TailraceError):
     """Weights did not reach an engine, which keeps the old ones. The message names the peer. Sending again,
     over a new link, may succeed."""
+
+
+class NotJoined(TransferFailed):
+    """Engines did not come to the process group of a transfer. `ranks`: theirs; none: those of the engine
+    that raised it."""
+
+    def __init__(self, message: str, *ranks: int) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class NotArrived(TransferFailed):

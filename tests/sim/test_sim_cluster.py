@@ -245,3 +245,15 @@ def test_the_placement_must_be_that_of_the_cluster(kind: str, rollout_devices: i
     config = RunConfig.model_validate(RUN | {"placement": {"kind": kind}, "sim": {"cluster": cluster}})
     with pytest.raises(ConfigError, match=r"placement.kind = .*in \[sim.cluster\]"):
         sim_settings(config)
+
+
+@pytest.mark.parametrize(("changes", "num"), [({}, 4), ({"tensor_parallel": 2}, 2)])
+def test_transfers_to_each_engine_take_as_often_as_long_as_one_broadcast_to_all(
+    changes: dict[str, int], num: int
+) -> None:
+    one, each = (
+        rates(on(devices=8, rollout_devices=4, weight_groups=groups, **changes)).engines.load_s
+        for groups in (None, "each")
+    )
+    assert one == rates(on(devices=8, rollout_devices=4, weight_groups="one", **changes)).engines.load_s
+    assert each == num * one

@@ -95,8 +95,6 @@ class Address(NamedTuple):
     bucket_bytes: int
     """0: of a standalone link."""
     timeout_s: float
-    rank_offset: int = 1
-    """Rank of the engine's first process."""
 
     @property
     def is_standalone(self) -> bool:
@@ -110,33 +108,40 @@ class Address(NamedTuple):
         if parts.scheme not in ("gloo", "nccl") or parts.hostname is None or parts.port is None:
             raise ValueError(f"{location!r} is not the address of a process group")
         sizes = int(query.get("bucket_bytes", 0)), float(query.get("timeout_s", 0))
-        return cls(parts.scheme, parts.hostname, parts.port, *sizes, int(query.get("rank_offset", 1)))
+        return cls(parts.scheme, parts.hostname, parts.port, *sizes)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         sizes = f"bucket_bytes={self.bucket_bytes}&timeout_s={self.timeout_s:g}"
-        return f"{self.backend}://{host}:{self.port}/?{sizes}&rank_offset={self.rank_offset}"
+        return f"{self.backend}://{host}:{self.port}/?{sizes}"
 
 
 class Link(NamedTuple):
-    """The connection between the trainer and one engine, which persists between transfers."""
+    """The connection between the trainer and the engines of a transfer, which persists between transfers."""
 
-    engine: str
-    """Name of the engine, for messages."""
+    engines: tuple[str, ...]
+    """Names of the engines."""
     number: int
-    """Another number is another connection: after a failed transfer, or for another process of the engine."""
+    """Another number is another connection: after a failed transfer, or for another process of an engine."""
     num_ranks: int = 1
-    """Processes of the engine that receive all tensors: tensor_parallel_size of an inference server."""
+    """Processes that receive all tensors: the sum of the engines' tensor-parallel sizes."""
     standalone: bool = False
     """Whether it has an address of its own (process_group.py)."""
+    first_rank: int = 1
+    """Rank of the first process of the engine that has this end."""
+
+    @property
+    def names(self) -> str:
+        """The engines, for messages."""
+        return ", ".join(self.engines)
 
 
 _link_numbers = itertools.count(1)
 
 
-def new_link(engine: str, num_ranks: int = 1, *, standalone: bool = False) -> Link:
-    """Return a link that no transfer has used."""
-    return Link(engine, next(_link_numbers), num_ranks, standalone)
+def new_link(*engines: str, num_ranks: int = 1, standalone: bool = False) -> Link:
+    """Return a link that no transfer has used. `num_ranks`: of all engines."""
+    return Link(engines, next(_link_numbers), num_ranks, standalone)
 
 
 Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
@@ -146,20 +151,29 @@ Send = Callable[[Weights, Link], Coroutine[Any, Any, None]]
 class WeightSender(Protocol):
     """The half of a transport that is in the trainer's process."""
 
+    device: str = "cpu"
+    """The device on which `store` takes tensors."""
+
     def store(self, tensors: "Mapping[str, Tensor]", version: int) -> Weights:
         """Make tensors available as a version. They may change after the call.
 
         The version can be sent until two newer ones are published, any number of times. Raises a
-        TransferFailed if there is no room for them; it names where, and the remedy. `tensors`: on the CPU, by
-        Hugging Face name; no two may share memory."""
+        TransferFailed if there is no room for them; it names where, and the remedy. `tensors`: on `device`,
+        by Hugging Face name; no two may share memory."""
 
     def send(self, version: int, link: Link) -> None:
-        """Send a version to one engine. Any thread may call it, for several engines at the same time. Raises
-        a TransferFailed if the engine did not take it, or the version is no longer kept."""
+        """Send a version to the engines of a link. Any thread may call it, for several links at a time.
+
+        Raises a TransferFailed if one of them did not take it, or the version is no longer kept; NotJoined if
+        one did not come."""
+
+    def give_up(self, link: Link) -> None:
+        """End what a transfer over a link waits for. Any thread may call it."""
+        return
 
     def rendezvous(self, link: Link) -> Address:
         """Return where the two ends of a link meet. Any thread may call it."""
-        raise TransferFailed(f'{link.engine} takes weights only by weights.transport = "process_group"')
+        raise TransferFailed(f'{link.names} takes weights only by weights.transport = "process_group"')
 
     def close(self) -> None:
         """Remove what only a living trainer may leave behind. Any thread may call it."""

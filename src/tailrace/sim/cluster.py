@@ -295,10 +295,12 @@ class _Setup:
         return sum(state[part] / rates[places[part]] for part in parts)
 
     def _send_s(self) -> float:
-        """Return the time in which the weights reach all engines, as a pipelined broadcast."""
+        """Return the time in which the weights reach all engines: by one pipelined broadcast, or by a
+        transfer to each, all of which leave over one link."""
         if self.cluster.transport == "filesystem":
             return self.weight_bytes / self.cluster.filesystem_bytes_per_s
-        return self.weight_bytes / self.link(self.cluster.devices)
+        num = self.generating // self.cluster.tensor_parallel if self.cluster.weight_groups == "each" else 1
+        return num * self.weight_bytes / self.link(self.cluster.devices)
 
     def trainer_rates(self) -> dict[str, float]:
         """All state is sharded over the trainer's devices. A step reduces gradients, gathers weights."""

@@ -283,6 +283,9 @@ class SimClusterSettings(Settings):
     """Places of the trainer's state while engines generate on its devices. None: [trainer.offload]."""
     transport: Literal["process_group", "filesystem"] = "process_group"
     """How weights reach engines on other devices."""
+    weight_groups: Literal["one", "each"] | None = None
+    """one: a pipelined broadcast to all engines. each: a transfer to each, over one link. None: [weights]
+    `groups`."""
     filesystem_bytes_per_s: float = Field(default=2e9, gt=0)
     """Rate at which a shared file system, or the disk of a node, is written and read. Default: assumed."""
 

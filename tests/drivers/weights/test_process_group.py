@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,11 +30,11 @@ from transport_cases import (
 )
 
 from tailrace.contracts.weights import Address, Link, Weights, new_link
-from tailrace.drivers.weights.process_group import ProcessGroupSender
+from tailrace.drivers.weights.process_group import PIECE_BYTES, ProcessGroupSender
 from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.drivers.weights.transports import WeightReceiver
-from tailrace.errors import ConfigError, TransferFailed
+from tailrace.errors import ConfigError, NotJoined, TransferFailed
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ def test_two_engines_receive_every_bit_over_links_that_stay(sender: ProcessGroup
                 connection.send((weights, link))
             list(pool.map(sender.send, [version] * 2, links))
             assert [answer(one), answer(two)] == [digest(tensors)] * 2
-        groups = list(sender._connections._groups.values())
-        assert sorted(link for _, link, _ in groups) == sorted(links)
+        assert sorted(sender._connections._groups) == sorted(links)
 
 
 def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> None:
@@ -75,6 +75,44 @@ def test_all_ranks_of_an_engine_receive_the_same(sender: ProcessGroupSender) -> 
         two.send((weights, link))
         sender.send(1, link)
         assert answer(one) == answer(two) == digest(some_tensors(0))
+
+
+def test_three_engines_receive_every_bit_of_messages_of_several_pieces_over_one_link(
+    sender: ProcessGroupSender,
+) -> None:
+    tensors, link = many_megabytes(), new_link("engine-0", "engine-1", "engine-2", num_ranks=3)
+    assert max(tensor.nbytes for tensor in tensors.values()) > PIECE_BYTES
+    with ExitStack() as stack:
+        engines = [stack.enter_context(process(receive_all, 1))[1] for _ in link.engines]
+        for version in (1, 2):
+            weights = sender.store(tensors, version)
+            for rank, engine in enumerate(engines, 1):
+                engine.send((weights, link._replace(first_rank=rank)))
+            sender.send(version, link)
+            assert [answer(engine) for engine in engines] == [digest(tensors)] * 3
+        assert list(sender._connections._groups) == [link]
+
+
+def test_the_ranks_that_do_not_come_are_named_and_the_others_are_let_go(hasty: ProcessGroupSender) -> None:
+    weights, link = hasty.store(some_tensors(0), 1), new_link("engine-0", "engine-1", num_ranks=2)
+    with ThreadPoolExecutor() as pool:
+        receiving = pool.submit(WeightReceiver().receive, weights, link)
+        with pytest.raises(NotJoined, match=r"engine-1 did not take version 1 .*: rank 2 did not") as left:
+            hasty.send(1, link)
+        assert left.value.ranks == (2,)
+        with pytest.raises(TransferFailed, match="did not send version 1: the transfer was given up"):
+            receiving.result()
+
+
+def test_a_transfer_that_is_given_up_ends_at_both_ends(sender: ProcessGroupSender) -> None:
+    weights, link = sender.store(some_tensors(0), 1), new_link("engine-0", "engine-1", num_ranks=2)
+    with ThreadPoolExecutor() as pool:
+        receiving = pool.submit(WeightReceiver().receive, weights, link)
+        sending = pool.submit(sender.send, 1, link)
+        sender.give_up(link)
+        for end in (receiving, sending):
+            with pytest.raises(TransferFailed, match="the transfer was given up"):
+                end.result()
 
 
 def test_tensors_that_change_after_the_publication_are_sent_as_they_were(sender: ProcessGroupSender) -> None:
@@ -172,14 +210,14 @@ def test_a_trainer_that_does_not_send_is_named_after_the_time_limit(hasty: Proce
 
 
 def test_links_have_numbers_of_their_own() -> None:
-    one, two = new_link("engine-0"), new_link("engine-0", 4)
+    one, two = new_link("engine-0"), new_link("engine-0", "engine-1", num_ranks=4)
     assert one.number != two.number
-    assert two == Link("engine-0", two.number, 4)
+    assert two == Link(("engine-0", "engine-1"), two.number, 4)
 
 
 def test_an_address_is_written_as_it_is_read() -> None:
-    text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5&rank_offset=3"
-    address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5, rank_offset=3)
+    text = "gloo://127.0.0.1:4123/?bucket_bytes=1024&timeout_s=2.5"
+    address = Address("gloo", "127.0.0.1", 4123, 1024, 2.5)
     assert (Address.parse(text), str(address)) == (address, text)
     assert str(Address.parse("nccl://[fe80::1]:1/?bucket_bytes=1&timeout_s=1")).startswith(
         "nccl://[fe80::1]:1/"
@@ -300,12 +338,25 @@ def test_a_standalone_link_is_a_group_of_torch_distributed_whose_engine_may_be_a
         for link in links:
             address = sender.rendezvous(link)
             if version == 2:  # a new engine, a new group
-                link = new_link(link.engine, standalone=True)
+                link = new_link(*link.engines, standalone=True)
                 address = sender.rendezvous(link)
                 assert address not in addresses
-            with process(receive_with_torch, address.port, weights.tensors) as (_, engine):
+            with process(receive_with_torch, address.port, weights.tensors, 1, 2) as (_, engine):
                 sender.send(version, link)
                 assert answer(engine) == digest(tensors)
+
+
+def test_engines_that_may_be_any_are_ranks_of_one_standalone_group(sender: ProcessGroupSender) -> None:
+    tensors, link = some_tensors(3), new_link("engine-0", "engine-1", num_ranks=2, standalone=True)
+    weights = sender.store(tensors, 1)
+    ends = [link, link._replace(first_rank=2)]
+    (port,) = {sender.rendezvous(end).port for end in ends}
+    with (
+        process(receive_with_torch, port, weights.tensors, 1, 3) as (_, one),
+        process(receive_with_torch, port, weights.tensors, 2, 3) as (_, two),
+    ):
+        sender.send(1, link)
+        assert answer(one) == answer(two) == digest(tensors)
 
 
 def test_a_trainer_of_torch_distributed_sends_to_the_ranks_of_an_engine_from_their_offset_on() -> None:
@@ -313,11 +364,11 @@ def test_a_trainer_of_torch_distributed_sends_to_the_ranks_of_an_engine_from_the
     with process(broadcast_with_torch, 4) as (_, trainer), ThreadPoolExecutor() as pool:
         port = answer(trainer)
         trainer.send(tensors)
-        address = Address("gloo", "127.0.0.1", port, bucket_bytes=0, timeout_s=20.0, rank_offset=2)
-        link, weights = Link("engine", 1, 3, standalone=True), Weights(1, str(address), manifest(tensors))
-        first = Weights(1, str(address._replace(rank_offset=1)), weights.tensors)
+        address = Address("gloo", "127.0.0.1", port, bucket_bytes=0, timeout_s=20.0)
+        first, weights = Link(("one",), 1, 3, standalone=True), Weights(1, str(address), manifest(tensors))
+        second = first._replace(engines=("two",), first_rank=2)
         receivers = [WeightReceiver(1), WeightReceiver(1), WeightReceiver(2)]
-        arrived = pool.map(lambda each, of: each.receive(of, link), receivers, (first, weights, weights))
+        arrived = pool.map(lambda each, link: each.receive(weights, link), receivers, (first, second, second))
         assert [digest(each) for each in arrived] == [digest(tensors)] * 3
 
 
@@ -328,4 +379,4 @@ def test_a_trainer_that_never_comes_to_the_group_is_a_transfer_that_failed() -> 
         with pytest.raises(
             TransferFailed, match=r"the process group at gloo://127.0.0.1:\d+/.* was not made"
         ):
-            WeightReceiver().connect(str(address), Link("engine", 1, 1, standalone=True))
+            WeightReceiver().connect(str(address), Link(("engine",), 1, 1, standalone=True))

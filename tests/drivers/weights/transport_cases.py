@@ -89,9 +89,11 @@ def send_many_megabytes(link: Link, connection: Connection) -> None:
     sender.send(1, link)
 
 
-def receive_with_torch(port: int, tensors: Sequence[TensorInfo], connection: Connection) -> None:
+def receive_with_torch(
+    port: int, tensors: Sequence[TensorInfo], rank: int, world_size: int, connection: Connection
+) -> None:
     """An engine without this package: answer with the digest of what rank 0 broadcasts."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     received = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors}
     for tensor in received.values():
         dist.broadcast(tensor, 0)

@@ -20,6 +20,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
+from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.weights.settings import (
@@ -28,6 +29,7 @@ from tailrace.drivers.weights.settings import (
     SharedMemorySettings,
     WeightsSettings,
 )
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.engine import EngineJob, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
@@ -79,7 +81,7 @@ async def started(
     engine_job = EngineJob(model=served, engine=ENGINE, sampling=SAMPLING, report_every_s=0.0)
     engines = [await start_engine(f"engine-{n}", engine_job, logs) for n in range(num_engines)]
     for engine in engines:
-        engine.send = trainer.send
+        engine.transfers = trainer.transfers
     try:
         await asyncio.gather(trainer.ready(), *(engine.ready() for engine in engines))
         yield trainer, engines
@@ -161,10 +163,20 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
             with pytest.raises(WeightsRefused, match=f"1 of another shape: {first.name}"):
                 await engine.load(misshapen, kv="keep")
 
+            failed = asyncio.get_running_loop().create_future()
+
+            async def send(weights: Weights, link: Link) -> None:
+                try:
+                    await trainer.send(weights, link)
+                except TransferFailed as error:
+                    failed.set_result(str(error))
+                    raise
+
+            engine.transfers = Transfers(send)
             os.kill(engine.worker.process.pid, signal.SIGSTOP)
             loading = asyncio.create_task(engine.load(weights, kv="keep"))
-            with pytest.raises(TransferFailed, match="engine-1 did not take version 1"):
-                await trainer.send(weights, engine._link)
+            assert "engine-1 did not take version 1" in await failed
+            engine.transfers = trainer.transfers
             os.kill(engine.worker.process.pid, signal.SIGCONT)
             with pytest.raises(TransferFailed, match="version 1"):
                 await loading
@@ -182,6 +194,103 @@ def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_
             assert await completions(engine) == expected
 
     execute(main())
+
+
+@asynccontextmanager
+async def three_engines(
+    models: tuple[Path, Path], logs: Path, timeout_s: float
+) -> AsyncIterator[tuple[RemoteTrainer, list[RemoteEngine], list[Link]]]:
+    """Engines, and the links over which the trainer was asked to send."""
+    settings, asked = ProcessGroupSettings(bucket_bytes=10_000, message_timeout_s=timeout_s), list[Link]()
+    async with started(models, settings, logs, 3) as (trainer, engines):
+
+        async def send(weights: Weights, link: Link) -> None:
+            asked.append(link)
+            await trainer.send(weights, link)
+
+        trainer.transfers = Transfers(send, trainer.give_up)
+        for engine in engines:
+            engine.transfers = trainer.transfers
+        yield trainer, engines, asked
+
+
+async def load_all(engines: Sequence[RemoteEngine], weights: Weights) -> list[BaseException | None]:
+    loads = [engine.load(weights, kv="recompute") for engine in engines]
+    return await asyncio.gather(*loads, return_exceptions=True)
+
+
+NAMES = ("engine-0", "engine-1", "engine-2")
+
+
+def test_engines_that_load_at_the_same_time_get_one_transfer_over_a_link_that_stays(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with three_engines(models, tmp_path, 30.0) as (trainer, engines, asked):
+            for version in (1, 2):
+                weights = await trainer.publish(version)
+                assert await load_all(engines, weights) == [None] * 3
+            assert [await completions(engine) for engine in engines] == [expected] * 3
+            assert [(link.engines, link.num_ranks) for link in asked] == [(NAMES, 3)] * 2
+            assert asked[0] == asked[1]
+            await engines[1].load(await trainer.publish(3), kv="keep")
+            assert asked[2].engines == ("engine-1",)
+
+    execute(main())
+
+
+@pytest.mark.parametrize("are_connected", [False, True], ids=["while they meet", "in mid-broadcast"])
+def test_an_engine_that_dies_in_a_shared_transfer_costs_itself(
+    are_connected: bool,
+    models: tuple[Path, Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    execute: Execute,
+) -> None:
+    async def main() -> None:
+        async with three_engines(models, tmp_path, 60.0) as (trainer, engines, asked):
+            if are_connected:
+                assert await load_all(engines, await trainer.publish(1)) == [None] * 3
+            weights, pid = await trainer.publish(2), engines[1].worker.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            loading = asyncio.create_task(load_all(engines, weights))
+            await asyncio.sleep(0.3)
+            os.kill(pid, signal.SIGKILL)
+            first, died, last = await loading
+            assert (first, last) == (None, None)
+            assert isinstance(died, EngineDied)
+            others = [engines[0], engines[2]]
+            assert [await completions(engine) for engine in others] == [expected] * 2
+            assert await load_all(others, await trainer.publish(3)) == [None] * 2
+            assert asked[-1].engines == ("engine-0", "engine-2")
+
+    execute(main())
+
+
+def test_an_engine_that_does_not_come_gets_transfers_of_its_own_which_is_said_once(
+    models: tuple[Path, Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    execute: Execute,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def main() -> None:
+        async with three_engines(models, tmp_path, 4.0) as (trainer, engines, asked):
+            weights, pid = await trainer.publish(1), engines[1].worker.process.pid
+            os.kill(pid, signal.SIGSTOP)
+            late = asyncio.create_task(engines[1].load(weights, kv="recompute"))
+            assert await load_all([engines[0], engines[2]], weights) == [None] * 2
+            os.kill(pid, signal.SIGCONT)
+            await late
+            assert await load_all(engines, await trainer.publish(2)) == [None] * 3
+            assert sorted(link.engines for link in asked[-2:]) == [("engine-0", "engine-2"), ("engine-1",)]
+            assert [await completions(engine) for engine in engines] == [expected] * 3
+
+    execute(main())
+    said = [line for line in capsys.readouterr().err.splitlines() if "of its own" in line]
+    assert len(said) == 1
+    assert said[0].startswith("tailrace: warning: engine-1 gets transfers of its own: ")
+    assert said[0].endswith("rank 1 did not come within 4 s (weights.message_timeout_s)")
 
 
 def test_engines_load_and_live_while_the_trainer_computes(

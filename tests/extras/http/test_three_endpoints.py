@@ -1,6 +1,6 @@
 """Schedules on an engine of which only PipelineRL's three routes are open: our server, the others shut."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from helpers.small_run import EXAMPLES
 from tailrace.config import load_config
 from tailrace.drivers.assembly.running import train
 from tailrace.errors import ConfigError
+from tailrace.extras.http import pipelinerl
 from tailrace.extras.http.engine import TOKEN_VARIABLE
 from tailrace.extras.http.pipelinerl import CHAT, CONNECT, UPDATE
 from tailrace.extras.serve import app
@@ -83,6 +84,30 @@ def test_a_schedule_learns_and_loses_nothing_over_three_routes(
     # The engine computes with the weights that were published: its log-probs are the trainer's.
     exact = [row["engine_mismatch_kl"] for row in steps if "engine_mismatch_kl" in row]
     assert exact and max(map(abs, exact)) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_such_engines_are_ranks_of_one_group(config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    groups, call = list[Mapping[str, Any]](), pipelinerl.call
+
+    async def noted(*arguments: Any, **named: Any) -> Any:
+        if CONNECT in arguments:
+            groups.append(named["body"])
+        return await call(*arguments, **named)
+
+    monkeypatch.setattr(pipelinerl, "call", noted)
+    model, folder = EXAMPLES / "quickstart" / "model", config_path.parent / "out"
+    with served_here(model, "--dtype", "float32") as one, served_here(model, "--dtype", "float32") as two:
+        engine = {"engine.kind": "pipelinerl", "engine.urls": f'["{one}", "{two}"]'}
+        weights = {"weights.transport": "process_group"}
+        train(load_config(config_path, OVERRIDES | {"run.rounds": "3"} | engine | weights), folder)
+    shared = [group for group in groups if group["world_size"] == 3]
+    assert sorted(group["rank_offset"] for group in shared) == [1, 2], "made once"
+    assert len({group["master_port"] for group in shared}) == 1
+    steps = steps_of(read_rows(folder / "metrics.jsonl"))
+    exact = [row["engine_mismatch_kl"] for row in steps if "engine_mismatch_kl" in row]
+    assert len(exact) > 1 and max(map(abs, exact)) < 1e-5
 
 
 def test_weights_by_files_are_refused_before_the_start(config_path: Path) -> None:

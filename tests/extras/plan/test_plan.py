@@ -88,3 +88,16 @@ def test_a_config_without_a_cluster_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert "there is no folder" in capsys.readouterr().err
     assert main(["plan", str(EXAMPLE), "--output", str(tmp_path)]) == 2
     assert "it is a folder" in capsys.readouterr().err
+
+
+def test_transfers_to_each_engine_weigh_on_a_division_into_many_engines() -> None:
+    loads: list[list[tuple[int | None, float]]] = []
+    for groups in ("one", "each"):
+        weights = f"{{ transport = 'process_group', groups = '{groups}' }}"
+        changes = SMALL | {"sim.cluster.devices": "4", "weights": weights}
+        sims, _ = problem_of(load_config(EXAMPLE, changes)).candidates()
+        apart = [sim.engines for candidate, sim in sims.items() if candidate.kind == "disaggregated"]
+        loads.append([(engines.count, engines.load_s) for engines in apart])
+    one, each = loads
+    assert {count for count, _ in one} == {1, 2, 3}
+    assert each == [(count, pytest.approx((count or 0) * load_s)) for count, load_s in one]

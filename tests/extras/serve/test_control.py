@@ -23,7 +23,7 @@ from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.types import SamplingParams
 
 PROMPT = [3, 4, 5, 6]
-LINK = ("served", 1, 1)
+LINK = (("served",), 1, 1)
 
 
 @pytest.fixture(autouse=True)

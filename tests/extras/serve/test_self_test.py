@@ -23,6 +23,7 @@ from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.reference import TorchReference
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.errors import ConfigError
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
@@ -101,7 +102,7 @@ def checked(
             lambda client: detect(client, SAMPLING, ()),
             health_timeout_s=60.0,
             check=check,
-            send=in_files,
+            transfers=Transfers(in_files),
             expected=expected_tensors(folder / served_dtype, served_dtype),
             decode=str,
         )

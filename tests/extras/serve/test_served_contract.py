@@ -24,6 +24,7 @@ from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import JoinedServer
@@ -81,7 +82,7 @@ class Joined:
                     find,
                     health_timeout_s=60.0,
                     check=check,
-                    send=in_files,
+                    transfers=Transfers(in_files),
                     expected=expected_tensors(folder / "model", "float32"),
                     decode=str,
                 )

@@ -22,6 +22,7 @@ from tailrace.drivers.engine.settings import SglangEngineSettings, VllmEngineSet
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.extras.http import sglang, vllm
 from tailrace.extras.http.engine import HttpEngine
 from tailrace.extras.http.self_test import Expected, check_server
@@ -58,7 +59,7 @@ def http_engine(
         lambda client: detect(client, sampling, ()),
         health_timeout_s=timeout_s,
         check=lambda engine: check_server(engine.connection, expected),
-        send=_is_in_files,
+        transfers=Transfers(_is_in_files),
         expected=adapter_tensors(fake.folder, lora) if lora else expected_tensors(fake.folder, "float32"),
         decode=text_of,
     )

@@ -1,9 +1,8 @@
 """The parts of a live run: data, worker processes, judges, and their checks."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.drivers.workers.hosts import check_host
 from tailrace.drivers.workers.process import preload
 from tailrace.drivers.workers.reward import RewardPool
-from tailrace.errors import BadRow, ConfigError
+from tailrace.errors import BadRow, ConfigError, say
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import import_sinks
@@ -59,12 +58,6 @@ SMALL_MODEL = 20_000_000
 """Parameters; smaller models are trained with larger learning rates."""
 MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
-
-
-def say(line: str) -> None:
-    """Tell the user something beside the results. An output that is closed or full ends no run."""
-    with suppress(OSError, ValueError):
-        print(f"tailrace: {line}", file=sys.stderr)
 
 
 def begin_start(config: RunConfig) -> None:

@@ -13,10 +13,10 @@ from tailrace.config import RunConfig, changed_keys, check_resumable, files_of
 from tailrace.contracts.engine import counted_tokens
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import say, training_prompts
+from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.assembly.placement import prices_of
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
-from tailrace.errors import CheckpointError, ConfigError
+from tailrace.errors import CheckpointError, ConfigError, say
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
 from tailrace.record.figures import Row, steps_of

@@ -28,7 +28,6 @@ from tailrace.drivers.assembly.live import (
     on_devices_of_trainer,
     open_parts,
     rewind,
-    say,
 )
 from tailrace.drivers.assembly.resumption import best_evaluation, opened
 from tailrace.drivers.assembly.schedule import (
@@ -40,7 +39,7 @@ from tailrace.drivers.assembly.schedule import (
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.simulation import failure_limit
 from tailrace.drivers.kinds.tracker import TrackedRun, open_trackers
-from tailrace.errors import Interrupted, WorkerDied
+from tailrace.errors import Interrupted, WorkerDied, say
 from tailrace.importing import saved_function
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal

@@ -257,6 +257,7 @@ def without_rates(config: RunConfig) -> SimSettings:
     if cluster:
         given = {"offload": config.trainer.offload, "trainer_replicas": config.trainer.replicas}
         given |= {"model": str(config.model.path)} if config.model else {}
+        given |= {"weight_groups": getattr(config.weights, "groups", None)}
         cluster = cluster.model_copy(update={k: v for k, v in given.items() if getattr(cluster, k) is None})
     changes = {
         "cluster": cluster,

@@ -26,7 +26,7 @@ from rich.table import Table
 from tailrace import clock
 from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.live import begin_start, check_live, say
+from tailrace.drivers.assembly.live import begin_start, check_live
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
@@ -36,7 +36,7 @@ from tailrace.drivers.assembly.schedule import (
 )
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
 from tailrace.record.events import Recorder
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, TRIAL_FIGURES, Row
 from tailrace.record.summary import Summary

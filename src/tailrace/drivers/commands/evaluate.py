@@ -13,11 +13,11 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, say
+from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
 from tailrace.drivers.assembly.resumption import changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
 from tailrace.drivers.commands.tables import check_output, open_console
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.events import Recorder

@@ -51,7 +51,7 @@ class Native(EngineKind):
         async def begin(name: str, number: int, width: int) -> EngineProcess:
             worker = await spawner.start(name, EngineWorker, job, opening.devices.engines[number])
             remote = RemoteEngine(worker, job)
-            remote.send = trainer.send
+            remote.transfers = trainer.transfers
             return remote
 
         return begin

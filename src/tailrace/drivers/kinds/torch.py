@@ -60,6 +60,9 @@ class Torch(TrainerKind):
         if host.starts("trainer") and (kept or not on_cpu):
             parts = {"model": 0 if on_cpu else copies, "publications": kept * published}
             yield ProcessMemory("copies of the weights", "cpu", {}, parts, trainer.replicas)
+        if getattr(config.weights, "backend", "") == "nccl" and host.starts("trainer"):
+            # the newest one, and its tensors before they are joined to messages
+            yield ProcessMemory("publication", trainer.device, {"publication": 2 * published}, {})
         if config.algorithm.needs_reference and not trainer.lora and host.starts("reference"):
             parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
             yield ProcessMemory("reference", trainer.device, parts, {"process": TRANSFORMERS_BYTES})

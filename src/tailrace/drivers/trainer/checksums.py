@@ -6,7 +6,6 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, say
 
 CHECKSUMS_FILE, PARTIAL = "checksums.json", ".partial"
 CHUNK_BYTES = 2**20
@@ -72,7 +71,7 @@ def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: b
         except OSError as why:
             problem = f"cannot be read ({why.strerror})"
         if problem and is_editable and not name.endswith(WEIGHTS):
-            print(f"tailrace: warning: {folder / name} was changed after a run wrote it", file=sys.stderr)
+            say(f"warning: {folder / name} was changed after a run wrote it")
         elif problem:
             raise CheckpointError(f"{folder / name} {problem}; {advice}")
     if step is not None and known.step != step:

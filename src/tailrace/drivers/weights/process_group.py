@@ -1,14 +1,17 @@
-"""Weight transport by torch.distributed: a process group for each engine, the trainer as rank 0.
+"""Weight transport by torch.distributed: a process group over the engines of a transfer, and the trainer as
+rank 0.
 
 The location of a publication is the address of the trainer:
 
-    BACKEND://HOST:PORT/?bucket_bytes=N&timeout_s=S&rank_offset=1
+    BACKEND://HOST:PORT/?bucket_bytes=N&timeout_s=S
 
-HOST:PORT is a TCPStore in the trainer's process. A link (base.Link) is a group of 1 + num_ranks processes
-that rendezvous under the prefix "ENGINE/NUMBER/" of that store and stay connected between transfers. A
-transfer is one broadcast from rank 0 for each bucket, as uint8; nothing else is sent. A device
-holds one bucket at a time. After any error both sides abort the group, and the next transfer uses a link with
-another number.
+HOST:PORT is a TCPStore in the trainer's process. A link (contracts/weights.py) is a group of 1 + num_ranks
+processes that rendezvous under the prefix "ENGINES/NUMBER/" of that store and stay connected between
+transfers. A transfer is one broadcast from rank 0 for each bucket, as uint8; nothing else is sent. With NCCL
+the buckets go from device to device. Gloo's own broadcast sends the whole message several times from rank 0
+(a binomial tree), so the buckets go in pieces from each rank to the next, which all links carry at the same
+time. After any error each end aborts the group, which the others notice, and the next transfer uses a link
+with another number.
 
 The groups are made from the backends' classes, not by init_process_group: that has one default group in a
 process, which belongs to the ranks of a trainer.
@@ -20,7 +23,7 @@ receiver compute the same buckets from the manifest.
 
 A standalone link has a store, and so an address, of its own, with `bucket_bytes=0`. Its group is the one that
 `torch.distributed.init_process_group` makes at tcp://HOST:PORT, and a transfer is one broadcast from rank 0
-for each tensor, in its own shape and type. So its other end need not be of this package.
+for each tensor, in its own shape and type. So its other ends need not be of this package.
 """
 
 import os
@@ -42,7 +45,7 @@ from typing_extensions import override
 from tailrace.contracts.weights import KEPT_VERSIONS, Address, Link, TensorInfo, Weights, WeightSender
 from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
-from tailrace.errors import ConfigError, TransferFailed
+from tailrace.errors import ConfigError, NotJoined, TransferFailed
 
 Bucket = Sequence[TensorInfo]
 
@@ -86,6 +89,11 @@ LISTENS_S = 5.0
 """Seconds after which the store of a standalone link must listen, at most."""
 
 
+PIECE_BYTES = 2**19
+"""Size of what a rank takes from the one before and passes on, with Gloo."""
+_GIVEN_UP = "given up"
+
+
 class TransferGroup:
     """One process of a link. The constructor waits for the others.
 
@@ -93,7 +101,8 @@ class TransferGroup:
         device: of this process; Gloo does not use it.
 
     Raises:
-        RuntimeError: they did not come within the time limit.
+        NotJoined: this is the trainer, and others did not come within the time limit.
+        RuntimeError: the trainer gave the link up, or did not come.
         OSError: the trainer cannot be reached.
     """
 
@@ -104,15 +113,15 @@ class TransferGroup:
         stream: Any = torch.cuda.Stream
         self._stream = stream(self._device) if self._device.type == "cuda" else None
         own_host = _own_host(address)
-        size = 1 + link.num_ranks
+        self._rank, self._size = rank, (size := 1 + link.num_ranks)
+        self._passes_on = address.backend == "gloo" and not address.is_standalone
         store = TCPStore(address.host, address.port, size, is_master=False, timeout=timeout)
         if address.is_standalone:
             device_key = "cpu" if address.backend == "gloo" else "cuda"
             prefix = PrefixStore(f"{device_key}/", PrefixStore("0/", PrefixStore("default_pg", store)))
         else:
-            prefix = PrefixStore(f"{link.engine}/{link.number}", store)
-            prefix.set(f"rank {rank}", "")  # NCCL waits without a limit for a rank that does not come
-            prefix.wait([f"rank {each}" for each in range(size)], timeout)
+            prefix = PrefixStore(f"{link.names}/{link.number}", store)
+            _meet(prefix, rank, size, address.timeout_s)
         if address.backend == "nccl":
             os.environ.update(_NCCL)
         kind: Any = getattr(dist, _CLASSES[address.backend])
@@ -124,25 +133,66 @@ class TransferGroup:
         self._group = kind(prefix, rank, size, options)
 
     def send(self, data: Tensor) -> None:
-        """Send one message, which is in the host's memory. Raises a RuntimeError if a peer has ended, or did
-        not take part within the time limit."""
+        """Send one message. Raises a RuntimeError if a peer has ended, or did not take part within the time
+        limit."""
         with torch.cuda.stream(self._stream):
             self._broadcast(data.to(self._device))
 
     def receive(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Receive a message of a type into the host's memory: [num_bytes], uint8. Raises as `send`."""
+        """Receive a message of a type: [num_bytes], uint8, on the device. Raises as `send`."""
         with torch.cuda.stream(self._stream):
             data = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=self._device)
             self._broadcast(data)
-            return data.view(torch.uint8).cpu()
+        if self._stream:
+            reader = torch.cuda.current_stream(self._device)
+            reader.wait_stream(self._stream)
+            data.record_stream(reader)
+        return data.view(torch.uint8)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the memory of the device has room for so many bytes beside what it has."""
+        return self._stream is None or torch.cuda.mem_get_info(self._device)[0] > 1.1 * num_bytes
 
     def abort(self) -> None:
         """End the group, and whatever it or a peer waits for."""
         self._group.abort()
 
     def _broadcast(self, data: Tensor) -> None:
-        # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
-        self._group.broadcast(data, 0).wait(self._timeout)
+        if self._passes_on:
+            self._pass_on(torch.split(data, PIECE_BYTES))
+        else:
+            # Without a limit NCCL's `wait` returns at once, and no error is ever raised.
+            self._group.broadcast(data, 0).wait(self._timeout)
+
+    def _pass_on(self, pieces: Sequence[Tensor]) -> None:
+        """Take pieces from the rank before and give them to the next; the trainer has them."""
+        group, before, after = self._group, self._rank - 1, self._rank + 1
+        taken = [group.recv([piece], before, tag) for tag, piece in enumerate(pieces) if self._rank]
+        given = []
+        for tag, piece in enumerate(pieces):
+            if taken:
+                taken[tag].wait(self._timeout)
+            if after < self._size:
+                given.append(group.send([piece], after, tag))
+        for each in given:
+            each.wait(self._timeout)
+
+
+def _meet(store: PrefixStore, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all ranks have come: NCCL would wait without a limit for one that does not. The trainer
+    (rank 0) decides when it is too late; the others wait longer, for a trainer that does not decide."""
+    store.set(f"rank {rank}", "")
+    give_up_s = time.monotonic() + timeout_s * (2 if rank else 1)
+    while missing := [each for each in range(size) if not store.check([f"rank {each}"])]:
+        if store.check([_GIVEN_UP]):
+            raise RuntimeError("the transfer was given up")
+        if time.monotonic() >= give_up_s:
+            words = f"rank {', '.join(map(str, missing))} did not come within {timeout_s:g} s"
+            if rank:
+                raise RuntimeError(f"timeout: {words}")
+            store.set(_GIVEN_UP, "")
+            raise NotJoined(f"{words} (weights.message_timeout_s)", *missing)
+        time.sleep(0.002)
 
 
 def _own_host(address: Address) -> str:
@@ -160,31 +210,41 @@ def _own_host(address: Address) -> str:
 
 
 class _Connections:
-    """The groups of one process, one for each engine, which stay connected between transfers."""
+    """The groups of one process, which stay connected between transfers. An engine is in one of them."""
 
     def __init__(self, rank: int, device: str) -> None:
         self._rank, self._device = rank, device
-        self._groups: dict[str, tuple[Address, Link, TransferGroup]] = {}
+        self._groups: dict[Link, tuple[Address, TransferGroup]] = {}
+        """Groups that no transfer uses."""
+        self.in_use: dict[Link, TransferGroup] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def group(self, address: Address, link: Link) -> Iterator[TransferGroup]:
-        """Yield the group of a link. It is aborted if the block does not come to its end, or when the engine
-        has another link."""
+        """Yield the group of a link. It is aborted if the block does not come to its end, or when one of its
+        engines has another link."""
         with self._lock:
-            last = self._groups.pop(link.engine, None)
-        if last and last[:2] != (address, link):
-            last[2].abort()
-            last = None
-        rank = self._rank + address.rank_offset - 1 if self._rank else 0
-        group = last[2] if last else TransferGroup(address, link, rank, self._device)
+            joined = [each for each in self._groups if set(each.engines) & set(link.engines)]
+            last = [(each, *self._groups.pop(each)) for each in joined]
+        group = None
+        for each, at, old in last:
+            if (each, at) == (link, address):
+                group = old
+            else:
+                old.abort()
+        if group is None:
+            rank = self._rank + link.first_rank - 1 if self._rank else 0
+            group = TransferGroup(address, link, rank, self._device)
+        self.in_use[link] = group
         try:
             yield group
         except BaseException:
             group.abort()
             raise
+        finally:
+            del self.in_use[link]
         with self._lock:
-            self._groups[link.engine] = (address, link, group)
+            self._groups[link] = (address, group)
 
     def clear(self) -> None:
         """Drop all groups."""
@@ -193,8 +253,8 @@ class _Connections:
 
 
 class ProcessGroupSender(WeightSender):
-    """Keeps the last KEPT_VERSIONS in the host's memory and sends them. Raises a ConfigError if this machine
-    cannot listen on the address, or torch lacks the backend."""
+    """Keeps the last KEPT_VERSIONS in the host's memory, with NCCL the newest on the device, and sends them.
+    Raises a ConfigError if this machine cannot listen on the address, or torch lacks the backend."""
 
     def __init__(self, settings: ProcessGroupSettings, device: str = "cpu") -> None:
         self._connections = _Connections(0, device)
@@ -202,9 +262,10 @@ class ProcessGroupSender(WeightSender):
             problem = "this torch was built without it"
             raise ConfigError("weights.backend", settings.backend, problem, 'write "gloo"')
         self._settings = settings
+        self.device = device if settings.backend == "nccl" else "cpu"
         self._address, self._store = self._listen(settings.bucket_bytes)
-        self._standalone: dict[str, tuple[Link, Address, TCPStore]] = {}
-        """Links of standalone engines, by engine."""
+        self._standalone: dict[tuple[str, ...], tuple[int, Address, TCPStore]] = {}
+        """The last link of standalone engines, by its engines."""
         self._kept: dict[int, list[tuple[list[TensorInfo], Tensor]]] = {}
         """The buckets of the kept versions, the oldest first."""
         self._lock = threading.Lock()
@@ -227,7 +288,12 @@ class ProcessGroupSender(WeightSender):
     @override
     def store(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
         infos = manifest(tensors)
+        with self._lock:  # the device has room for the newest one
+            for kept in self._kept.values():
+                kept[:] = [(each, data.cpu()) for each, data in kept]
         packed = [(each, pack(tensors, each)) for each in buckets(infos, self._address.bucket_bytes)]
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)  # another stream sends them
         with self._lock:
             self._kept.pop(version, None)
             self._kept[version] = packed
@@ -238,27 +304,35 @@ class ProcessGroupSender(WeightSender):
     @override
     def send(self, version: int, link: Link) -> None:
         with self._lock:
-            packed = self._kept.get(version)
-        problem = f"{link.engine} did not take version {version} of the weights"
+            packed = [*self._kept[version]] if version in self._kept else None
+        problem = f"{link.names} did not take version {version} of the weights"
         address = self.rendezvous(link)
         with _failures(problem), self._connections.group(address, link) as group:
             if packed is None:
-                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.engine}")
+                raise TransferFailed(f"version {version} of the weights is no longer kept for {link.names}")
             for bucket, data in packed:
                 for message in unpack(data, bucket).values() if link.standalone else [data]:
                     group.send(message)
+
+    @override
+    def give_up(self, link: Link) -> None:
+        PrefixStore(f"{link.names}/{link.number}", self._store).set(_GIVEN_UP, "")
+        if group := self._connections.in_use.get(link):
+            group.abort()
+        with self._lock:
+            self._standalone.pop(link.engines, None)
 
     @override
     def rendezvous(self, link: Link) -> Address:
         if not link.standalone:
             return self._address
         with self._lock:
-            kept = self._standalone.get(link.engine)
-            if kept is None or kept[0] != link:
+            kept = self._standalone.get(link.engines)
+            if kept is None or kept[0] != link.number:
                 try:
-                    kept = self._standalone[link.engine] = (link, *self._listen(0))
+                    kept = self._standalone[link.engines] = (link.number, *self._listen(0))
                 except RuntimeError as why:
-                    raise TransferFailed(f"{link.engine}: the trainer cannot listen: {why}") from why
+                    raise TransferFailed(f"{link.names}: the trainer cannot listen: {why}") from why
             return kept[1]
 
     @override
@@ -282,14 +356,18 @@ class ProcessGroupReceiver:
             pass
 
     def buckets(self, weights: Weights, link: Link) -> Iterator[dict[str, Tensor]]:
-        """Receive the tensors of a publication, a bucket at a time, in the host's memory. Raises a
-        TransferFailed if the trainer has ended, or did not send within the time limit."""
+        """Receive the tensors of a publication, a bucket at a time: in the memory of the device if NCCL is
+        used and all of them fit there, else in that of the host. Raises a TransferFailed if the trainer has
+        ended, or did not send within the time limit."""
         with _failures(f"the trainer at {weights.location} did not send version {weights.version}"):
             address = Address.parse(weights.location)
             with self._connections.group(address, link) as group:
+                fits = group.has_room(weights.num_bytes)
                 for bucket in buckets(weights.tensors, address.bucket_bytes):
                     dtype = getattr(torch, bucket[0].dtype) if address.is_standalone else torch.uint8
-                    yield unpack(group.receive(sum(tensor.num_bytes for tensor in bucket), dtype), bucket)
+                    size = sum(tensor.num_bytes for tensor in bucket)
+                    data = group.receive(size, dtype)
+                    yield unpack(data if fits else data.cpu(), bucket)
 
 
 @contextmanager
@@ -297,6 +375,8 @@ def _failures(what: str) -> Iterator[None]:
     """Turn the errors of sockets and of torch.distributed into TransferFailed."""
     try:
         yield
+    except NotJoined as why:
+        raise NotJoined(f"{what}: {why}", *why.ranks) from why
     except (RuntimeError, OSError, ValueError) as why:
         reason = re.sub(r"^\[\S+\] ", "", str(why))  # without the file and line of the library
         reason = re.split(r"\n|\. ", reason)[0]

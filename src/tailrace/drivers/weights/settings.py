@@ -59,21 +59,24 @@ class FilesystemSettings(ProbeSettings):
 
 
 class ProcessGroupSettings(ProbeSettings):
-    """A torch.distributed process group for each engine."""
+    """Broadcasts over torch.distributed."""
 
     transport: Literal["process_group"] = "process_group"
     """Selects this transport."""
     kept: ClassVar[int] = KEPT_VERSIONS
     backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: host memory and TCP. nccl: CUDA devices, not shared by trainer and engine."""
+    """gloo: host memory and TCP. nccl: from CUDA device to CUDA device, not shared by trainer and engine."""
+    groups: Literal["one", "each"] = "one"
+    """one: engines that load a version together get it in one broadcast. each: each gets a transfer of its
+    own, where engines do not reach one another."""
     host: str = "127.0.0.1"
     """The address of the trainer's host under which engines reach it. The trainer listens on it. There is no
     authentication: a network that others can reach is not safe."""
     bucket_bytes: int = Field(default=256 * 2**20, ge=1)
-    """Size of one message, at most, unless one tensor is larger; at least 1."""
+    """Size of one message, at most, unless one tensor is larger."""
     message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds that connecting, or one message, may take; above 0, at most 86,400. Less than
-    `engine.health_timeout_s`: an engine that waits for the trainer does not answer."""
+    """Seconds that connecting, or one message, may take. Less than `engine.health_timeout_s`: an engine that
+    waits for the trainer does not answer."""
 
 
 WeightsSettings = Annotated[

@@ -34,13 +34,13 @@ class Publisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None = None
     ) -> Weights:
-        """Copy tensors to the host, one after another, and store them as a version (`WeightSender.store`).
-        A probe gets their checksums."""
-        host = {name: tensor.detach().to("cpu", self._dtype) for name, tensor in tensors}
-        weights = self._sender.store(host, version)
+        """Copy tensors to the sender's device, one after another, and store them as a version
+        (`WeightSender.store`). A probe gets their checksums."""
+        whole = {name: tensor.detach().to(self._sender.device, self._dtype) for name, tensor in tensors}
+        weights = self._sender.store(whole, version)
         if probe and probe.expected:
-            probe = replace(probe, checksums=checksums(host))
-        return Weights(version, weights.location, weights.tensors, self._changed(host), probe)
+            probe = replace(probe, checksums=checksums(whole))
+        return Weights(version, weights.location, weights.tensors, self._changed(whole), probe)
 
     def _changed(self, tensors: Mapping[str, Tensor]) -> float:
         """The share of weights whose bfloat16 value differs from that of the call before."""

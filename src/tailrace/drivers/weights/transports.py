@@ -39,7 +39,7 @@ class Filesystem:
 
 
 class ProcessGroup:
-    """The transport by a process group for each engine."""
+    """The transport by process groups."""
 
     def sender(self, settings: ProcessGroupSettings, model: Path, adapter: Any, device: str) -> WeightSender:
         return ProcessGroupSender(settings, device)
@@ -47,7 +47,8 @@ class ProcessGroup:
 
 class WeightReceiver:
     """The engine's half of every transport. The location of a publication says which. Tensors arrive in the
-    host's memory. `rank` of this process among those of the engine: 1 is the first."""
+    host's memory, or with NCCL on the device. `rank` of this process among those of the engine: 1 is the
+    first."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
         self._process_group = ProcessGroupReceiver(rank, device)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,12 @@ from tailrace.contracts.engine import (
 )
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.contracts.weights import Link, Probe, Send, TensorInfo, Weights, new_link, send_and_load
+from tailrace.contracts.weights import Link, Probe, TensorInfo, Weights
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import check_tensors, expected_tensors
+from tailrace.drivers.weights.transfers import Receiver, Transfers
 from tailrace.drivers.workers.calls import Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, VersionGone, WeightsRefused, WorkerDied
@@ -309,9 +310,9 @@ class RemoteEngine(EngineClient):
         self.counter = TokenCounter()
         self.arrival: Arrival | None = None
         self._requests: dict[str, _Request] = {}
-        self._link = new_link(worker.name)
-        self.send: Send = _is_in_files
-        """The trainer's half of a transfer; the owner sets it."""
+        self._receiver = Receiver(worker.name)
+        self.transfers = Transfers(_is_in_files)
+        """The trainer's; the owner sets them."""
 
     async def generate(self, sample: Sample) -> None:
         """Extend the sample until it ends. A cancelled call returns once the engine has aborted the request
@@ -346,11 +347,7 @@ class RemoteEngine(EngineClient):
         are not those of the model."""
         if weights.tensors:
             check_tensors(weights.tensors, self._expected)
-        try:
-            await send_and_load(self.send(weights, self._link), self._load(weights, kv))
-        except BaseException:  # the link may be in the middle of a transfer
-            self._link = new_link(self.worker.name)
-            raise
+        await self.transfers.load(weights, self._receiver, partial(self._load, weights, kv))
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
         """Return the log-probs of a probe after its prefix."""
@@ -377,9 +374,9 @@ class RemoteEngine(EngineClient):
             return adapter_tensors(self.job.model, self.job.adapter)
         return expected_tensors(self.job.model, self.job.engine.dtype)
 
-    async def _load(self, weights: Weights, kv: KV) -> None:
+    async def _load(self, weights: Weights, kv: KV, link: Link) -> None:
         with _deaths():
-            self.arrival = await self.worker.call(EngineWorker.load, weights, self._link, kv)
+            self.arrival = await self.worker.call(EngineWorker.load, weights, link, kv)
 
     async def _abort(self, id: str, request: _Request) -> None:
         """Returns once the tokens are here. A cancellation takes effect after it."""
@@ -413,7 +410,7 @@ class RemoteEngine(EngineClient):
 
 async def _is_in_files(weights: Weights, link: Link) -> None:
     if weights.is_streamed:
-        raise TransferFailed(f"{link.engine}: no trainer sends the weights of {weights.location}")
+        raise TransferFailed(f"{link.names}: no trainer sends the weights of {weights.location}")
 
 
 @contextmanager

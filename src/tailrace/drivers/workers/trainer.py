@@ -31,6 +31,7 @@ from tailrace.contracts.weights import DTYPE, Address, Link, Probe, Weights, Wei
 from tailrace.drivers.engine.proof import SCORED
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.weights.settings import WeightsSettings
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back, return_freed_tensors
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
@@ -210,14 +211,20 @@ class TrainerWorker(Worker):
 
     @beside
     def send(self, version: int, link: Link) -> None:
-        """Send a version to an engine. What is sent is a copy. The engine decides when this ends. Raises a
-        TransferFailed if the engine did not take it."""
+        """Send a version to the engines of a link. What is sent is a copy. They decide when this ends. Raises
+        a TransferFailed if one of them did not take it."""
         assert self._sender is not None
         self._sender.send(version, link)
 
     @beside
+    def give_up(self, link: Link) -> None:
+        """End what a transfer over a link waits for."""
+        assert self._sender is not None
+        self._sender.give_up(link)
+
+    @beside
     def rendezvous(self, link: Link) -> Address:
-        """Return where the two ends of a link meet."""
+        """Return where the ends of a link meet."""
         assert self._sender is not None
         return self._sender.rendezvous(link)
 
@@ -393,6 +400,8 @@ class RemoteTrainer:
     def __init__(self, workers: Sequence[RemoteWorker], job: TrainerJob) -> None:
         self._job, self.replicas = job, job.trainer.replicas
         self._published: Weights | None = None
+        own = getattr(job.weights, "groups", "one") == "each"
+        self.transfers = Transfers(self.send, None if own else self.give_up)
         self._adopt(workers)
 
     def _adopt(self, workers: Sequence[RemoteWorker]) -> None:
@@ -488,12 +497,16 @@ class RemoteTrainer:
 
     async def send(self, weights: Weights, link: Link) -> None:
         """The trainer's half of a transfer (contracts/weights.py); it runs beside other work of the process.
-        Raises a TransferFailed if the engine did not take the weights."""
+        Raises a TransferFailed if an engine did not take the weights."""
         if weights.is_streamed:
             await self._first.call(TrainerWorker.send, weights.version, link)
 
+    async def give_up(self, link: Link) -> None:
+        """End what the trainer's half of a transfer waits for."""
+        await self._first.call(TrainerWorker.give_up, link)
+
     async def rendezvous(self, link: Link) -> Address:
-        """Return where the trainer and an engine meet over a link."""
+        """Return where the trainer and the engines of a link meet."""
         return await self._first.call(TrainerWorker.rendezvous, link)
 
     async def save(self, folder: Path) -> Awaitable[None]:

@@ -31,10 +31,11 @@ from typing_extensions import override
 
 from tailrace.clock import ended, now, waiting
 from tailrace.contracts.engine import Arrival, Capabilities, EngineProcess, TokenCounter, Usage, with_version
-from tailrace.contracts.weights import DTYPE, Probe, Send, TensorInfo, Weights, new_link, send_and_load
+from tailrace.contracts.weights import DTYPE, Link, Probe, TensorInfo, Weights
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.stops import Decoder, first_stop, stop_window
 from tailrace.drivers.weights.manifest import check_tensors
+from tailrace.drivers.weights.transfers import Receiver, Transfers
 from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, VersionGone
 from tailrace.extras.http.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.types import KV, Sample, Span
@@ -223,7 +224,7 @@ class HttpEngine(EngineProcess):
     Args:
         detect: makes the dialect.
         check: the self-tests at the start (extras/http/self_test.py).
-        send: the trainer's half of a transfer.
+        transfers: those of the trainer.
         expected: the tensors of the model; anything else is refused before the server is touched.
         decode: as the server does.
         dtype: of the server.
@@ -240,7 +241,7 @@ class HttpEngine(EngineProcess):
         *,
         health_timeout_s: float,
         check: Callable[["HttpEngine"], Awaitable[None]],
-        send: Send,
+        transfers: Transfers,
         expected: Sequence[TensorInfo],
         decode: Decoder,
         dtype: DTYPE = "float32",
@@ -252,12 +253,11 @@ class HttpEngine(EngineProcess):
         self.capabilities = Capabilities()
         self.connection = Connection(name, server.url, health_timeout_s)
         self._server, self._detect, self._check = server, detect, check
-        self._send, self._expected, self._decode = send, expected, decode
+        self._transfers, self._expected, self._decode = transfers, expected, decode
         self._new_prover = partial(Prover, exact=False, dtype=dtype, adapter=adapter)
         self._prover: Prover | None = None
         self.arrival: Arrival | None = None
-        self._new_link = partial(new_link, name, num_ranks, standalone=standalone)
-        self._link = self._new_link()
+        self._receiver = Receiver(name, num_ranks, standalone)
         self._versions: tuple[int, ...] = (0,)
         """Versions of the weights that the server was told to load, the newest last."""
         self._num_prefilled = 0
@@ -306,12 +306,8 @@ class HttpEngine(EngineProcess):
         async with self._closed():
             if weights.tensors:
                 check_tensors(weights.tensors, self._expected)
-            try:
-                with waiting(f"{self.name} to load"):
-                    await self._unless_dead(self._proven(weights, kv))
-            except BaseException:  # the link may be in the middle of a transfer
-                self._link = self._new_link()
-                raise
+            with waiting(f"{self.name} to load"):
+                await self._transfers.load(weights, self._receiver, partial(self._load, weights, kv))
 
     @override
     async def sleep(self) -> None:
@@ -347,12 +343,15 @@ class HttpEngine(EngineProcess):
         await self.connection.close()
         await self._server.close()
 
-    async def _proven(self, weights: Weights, kv: KV) -> None:
+    async def _load(self, weights: Weights, kv: KV, link: Link) -> None:
+        await self._unless_dead(self._proven(weights, kv, link))
+
+    async def _proven(self, weights: Weights, kv: KV, link: Link) -> None:
         """Load weights, and answer their probe."""
         probe, self.arrival = weights.probe if self.capabilities.scores else None, None
         if probe and self._prover is None:
             self._prover = self._new_prover(probe, await self._answer(probe))
-        await self._update(weights, kv)
+        await self._update(weights, kv, link)
         if self._prover and probe and probe.expected:
             start_s = now()
             answer = await self._answer(probe)
@@ -372,14 +371,13 @@ class HttpEngine(EngineProcess):
         attempt = self.connection.probe(ids, 1, seed=0, salt=str(self._versions[-1]))
         return await self._unless_dead(self.dialect.score(attempt, num_prefix, cached=cached))
 
-    async def _update(self, weights: Weights, kv: KV) -> None:
+    async def _update(self, weights: Weights, kv: KV, link: Link) -> None:
         try:
             await self.dialect.pause(kv)
             try:
                 if self.dialect.ends_requests:
                     await self._end_attempts()
-                update = self.dialect.update(weights, self._link)
-                await send_and_load(self._send(weights, self._link), update)
+                await self.dialect.update(weights, link)
                 # before the first token of these weights can arrive
                 self._versions = with_version(self._versions, weights.version, self.dialect.num_versions)
             finally:

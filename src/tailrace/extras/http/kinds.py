@@ -91,7 +91,7 @@ class HttpEngines:
             self._detect,
             health_timeout_s=settings.health_timeout_s,
             check=self._check,
-            send=self.trainer.send,
+            transfers=self.trainer.transfers,
             expected=self._tensors,
             decode=self._opening.decode,
             dtype=settings.dtype,

@@ -4,7 +4,8 @@
     /init_process_group      {master_address, master_port, rank_offset, world_size, backend}
     /request_weight_update   {version, parameters_info: [{name, shape, dtype}], clear_cache}
 
-The group is that of torch.distributed.init_process_group, with the trainer as rank 0 (process_group.py).
+The group is that of torch.distributed.init_process_group over all such engines, with the trainer as rank 0
+(process_group.py).
 Requests go on during an update, so there is nothing to resume, and such an engine does not sleep. A cancelled
 request is one whose stream is closed.
 """
@@ -19,7 +20,7 @@ from typing_extensions import override
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Address, Link, Weights
-from tailrace.errors import ServerRefused
+from tailrace.errors import NotJoined, ServerRefused
 from tailrace.extras.http.dialect import Attempt, Chunk, Dialect, call, finish_of, spans_of
 from tailrace.types import KV
 
@@ -35,7 +36,7 @@ class PipelineRl(Dialect):
     sampling: SamplingSettings
     stop_token_ids: list[int]
     rendezvous: Callable[[Link], Awaitable[Address]]
-    """Returns where the trainer and an engine meet over a link."""
+    """Returns where the trainer and the engines of a link meet."""
     server: str = "the engine"
     dtype: str | None = None
     max_context: int | None = None
@@ -93,8 +94,11 @@ class PipelineRl(Dialect):
         if link != self._link:
             address = await self.rendezvous(link)
             group = {"master_address": address.host, "master_port": address.port, "backend": address.backend}
-            group |= {"rank_offset": address.rank_offset, "world_size": 1 + link.num_ranks}
-            await call(self.client, "POST", CONNECT, body=group)
+            group |= {"rank_offset": link.first_rank, "world_size": 1 + link.num_ranks}
+            try:
+                await call(self.client, "POST", CONNECT, body=group)
+            except ServerRefused as refused:
+                raise NotJoined(str(refused)) from refused
             self._link = link
         infos = [info._asdict() for info in weights.tensors]
         body = {"version": weights.version, "parameters_info": infos, "clear_cache": self._clear_cache}

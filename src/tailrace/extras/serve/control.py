@@ -38,12 +38,12 @@ class OfferedUpdate(BaseModel):
     Args:
         location: a safetensors file, or a folder of such files; or the location of a streamed publication.
         tensors: name, shape and type of each tensor of a streamed publication, in the order of sending.
-        link: engine, number and num_ranks of the Link of a streamed publication.
+        link: the fields of the Link of a streamed publication, in order.
     """
 
     location: str
     tensors: list[tuple[str, tuple[int, ...], str]] = []
-    link: tuple[str, int, int] | tuple[str, int, int, bool] = ("engine", 0, 1)
+    link: Link = Link(("engine",), 0)
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +100,7 @@ class OfferedWeights:
             info = OfferedUpdate.model_validate(body)
         except ValidationError as why:
             raise WeightsRefused(first_defect(why)) from None
-        weights, link = Weights(number, info.location, _infos(info.tensors)), Link(*info.link)
+        weights, link = Weights(number, info.location, _infos(info.tensors)), info.link
         if not weights.is_streamed:
             path = self._path(info.location)
             weights = Weights(number, str(path), tuple(_headers(self._files(path))))
@@ -255,8 +255,8 @@ class Control:
         if (rank := group.rank_offset) >= group.world_size:
             raise WeightsRefused(f"rank_offset = {rank} is not below world_size = {group.world_size}")
         place = group.backend, group.master_address, group.master_port
-        location = str(Address(*place, 0, group.timeout_s, rank))
-        link = Link("served", next(self._groups), group.world_size - 1, standalone=True)
+        location = str(Address(*place, 0, group.timeout_s))
+        link = Link(("served",), next(self._groups), group.world_size - 1, standalone=True, first_rank=rank)
         await self._call(EngineWorker.connect, location, link)  # without the lock: the trainer may never come
         self._transfer = {"location": location, "link": link}
         return {"status": "ok"}

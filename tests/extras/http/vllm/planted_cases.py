@@ -13,6 +13,7 @@ from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.weights.settings import FilesystemSettings
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.extras.http import vllm
 from tailrace.extras.http.engine import HttpEngine
@@ -66,7 +67,7 @@ async def opened(
         lambda client: vllm.detect(client, SAMPLING, (), num_adapters=1 if lora else 0),
         health_timeout_s=60.0,
         check=no_check,
-        send=in_files,
+        transfers=Transfers(in_files),
         expected=adapter_tensors(model, lora) if lora else expected_tensors(model, "float32"),
         decode=str,
         adapter=lora is not None,

@@ -20,6 +20,7 @@ from tailrace.contracts.weights import Weights
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.adapter import adapter_tensors, peft_config
 from tailrace.drivers.weights.filesystem import FilesystemSender
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.extras.http import vllm
 from tailrace.extras.http.engine import HttpEngine
@@ -100,7 +101,7 @@ async def opened(folder: Path, num_adapters: int) -> AsyncIterator[tuple[Publica
             lambda client: vllm.detect(client, sampling, (), num_adapters=num_adapters),
             health_timeout_s=60.0,
             check=check,
-            send=in_files,
+            transfers=Transfers(in_files),
             expected=adapter_tensors(published.model, LORA),
             decode=str,
         )

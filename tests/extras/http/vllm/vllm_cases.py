@@ -18,6 +18,7 @@ from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.extras.http import vllm
 from tailrace.extras.http.dialect import Chunk, Launch
@@ -159,7 +160,7 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
                 recording,
                 health_timeout_s=60.0,
                 check=check,
-                send=in_files,
+                transfers=Transfers(in_files),
                 expected=expected_tensors(models.folders[0], "float32"),
                 decode=str,
             )
