@@ -285,7 +285,8 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
             parameters = dict(groups_per_step=U, groups_in_flight=alive, staleness=int(lag))
             label = f"{alive} in flight, staleness {lag:.0f}"
             for name in ("tailrace", "dora", "laminar", "trl_async"):
-                yield Work(name, parameters, label, lag, alive=alive, stops=False)
+                most = inf if name == "dora" else alive  # it fills idle slots, too
+                yield Work(name, parameters, label, lag, alive=most, stops=False)
         most = (int(lag) + 1) * U
         alive = int((most + 1) / 1.3)  # with a window of 0.3 times as many
         if alive >= U:
@@ -298,6 +299,9 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
         alive = ceil(width * U)
         parameters = dict(groups_per_step=U, groups_in_flight=alive)
         yield Work("laminar", parameters, f"{alive} in flight", inf, alive=alive, stops=False)
+    for steps in LAGS:
+        parameters = dict(groups_per_step=U, steps_off_policy=steps)
+        yield Work("tinker_async", parameters, f"{steps} off", inf, alive=(steps + 1) * U, stops=False)
 
 
 def _always_full(width: float, U: int, K: int, num_engines: int) -> Work:
