@@ -10,6 +10,7 @@ engines start with version 0, and every publication adds one.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -21,6 +22,9 @@ from tailrace.turns import Turn as Turn
 T = TypeVar("T")
 
 KV = Literal["keep", "recompute"]
+Stale = Literal["wait", "mask"]
+"""How a schedule keeps a bound on staleness. wait: it trains a sample before one of its tokens is too old.
+mask: it trains a sample when it ends, and tokens that are too old are masked out of the loss."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by the name of its type."""
 
@@ -148,6 +152,8 @@ class Sample:
     """Reason why the sample has no reward; None if it has one or may still get one."""
     timed_out: bool = False
     """The reward function exceeded its time limit; the reward is then zero (RollPacker 4.3)."""
+    num_masked: int = 0
+    """Leading tokens that are masked out of the loss, because they are too old. Set when it is trained."""
     advantage: float = 0.0
     """Set when the group is complete. With advantage "gae": the shaped reward; the critic turns it into
     one advantage a token."""
@@ -242,6 +248,23 @@ class Sample:
     def oldest_version(self) -> int:
         """Oldest version among its tokens: not always spans[0], as engines update at different times."""
         return min(span.version for span in self.spans)
+
+    def num_older(self, version: float) -> int:
+        """Leading tokens up to the last one that a version before this one generated."""
+        ends = accumulate(span.num_tokens for span in self.spans)
+        older = [end for end, span in zip(ends, self.spans, strict=True) if span.version < version]
+        return max(older, default=0)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens in the loss."""
+        return self.num_tokens - self.num_masked
+
+    @property
+    def loss_spans(self) -> list[Span]:
+        """Versions that generated the tokens in the loss, in order. No span is masked in part."""
+        ends = accumulate(span.num_tokens for span in self.spans)
+        return [span for end, span in zip(ends, self.spans, strict=True) if end > self.num_masked]
 
     @property
     def scored(self) -> bool:

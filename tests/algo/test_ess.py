@@ -10,7 +10,7 @@ from tailrace.drivers.trainer.losses import effective_sample_size, weight_sums
 
 
 def size(logprobs: Tensor, recorded: Tensor) -> float:
-    sums = weight_sums(logprobs, recorded)
+    sums = weight_sums(logprobs, recorded, torch.ones_like(logprobs))
     return effective_sample_size(float(sums.weights), float(sums.squares), len(logprobs))
 
 
@@ -26,8 +26,11 @@ def test_two_weights_of_one_and_three_give_four_fifths() -> None:
 
 def test_the_sums_of_pieces_are_those_of_the_whole() -> None:
     logprobs, recorded = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
-    pieces = [weight_sums(logprobs[part], recorded[part]) for part in (slice(1), slice(1, 3))]
-    whole = weight_sums(logprobs, recorded)
+    pieces = [
+        weight_sums(logprobs[part], recorded[part], torch.ones_like(logprobs[part]))
+        for part in (slice(1), slice(1, 3))
+    ]
+    whole = weight_sums(logprobs, recorded, torch.ones_like(logprobs))
     torch.testing.assert_close(pieces[0].weights + pieces[1].weights, whole.weights)
     torch.testing.assert_close(pieces[0].squares + pieces[1].squares, whole.squares)
 

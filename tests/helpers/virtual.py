@@ -106,6 +106,9 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "pipelinerl_ess": partial(
         SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=20, ring_groups=24, min_ess=0.8
     ),
+    "pipelinerl_masked": partial(
+        SCHEDULES["pipelinerl"], groups_per_step=8, in_flight_per_engine=24, ring_groups=16, staleness=1
+    ),
     "one_step_off": partial(SCHEDULES["one_step_off"], groups_per_round=8, groups_per_step=4),
     "periodic_asynchrony": partial(SCHEDULES["periodic_asynchrony"], groups_per_round=8),
     "streamrl": partial(SCHEDULES["streamrl"], groups_per_round=14),
@@ -120,6 +123,9 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "trl_async": partial(SCHEDULES["trl_async"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "tinker_async": partial(SCHEDULES["tinker_async"], groups_per_step=8, steps_off_policy=1),
     "tailrace": partial(SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=16, staleness=2),
+    "tailrace_masked": partial(
+        SCHEDULES["tailrace"], groups_per_step=8, groups_in_flight=24, staleness=1, stale="mask"
+    ),
     "tailrace_on_policy": partial(SCHEDULES["tailrace_on_policy"], groups_per_round=8, rounds_sorted=3),
 }
 """Every schedule of the package, with parameters for the small world."""
@@ -140,6 +146,7 @@ NEVER_STOP = (
     "pipelinerl",
     "pipelinerl_hold",
     "pipelinerl_ess",
+    "pipelinerl_masked",
     "one_step_off",
     "streamrl_async",
     "windowed_fifo",
@@ -149,11 +156,15 @@ NEVER_STOP = (
     "trl_async",
     "tinker_async",
     "tailrace",
+    "tailrace_masked",
 )
 """Those that generate while they publish: their trainer needs devices of its own."""
 
 PINNED = ("dora", "laminar", "trl_async")
 """Those whose samples have one version each."""
+
+MASKED = ("pipelinerl_masked", "tailrace_masked")
+"""Those that train a sample when it ends and mask its tokens that are older than one publication."""
 
 ON_POLICY = (
     "serial",

@@ -105,11 +105,13 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"groups_per_step": U, "groups_in_flight": in_flight, "staleness": bound}
         case "tailrace":
             bound = draw(st.integers(0, 3))
-            in_flight = draw(st.integers(U, (bound + 1) * U))
+            stale = draw(st.sampled_from(["wait", "mask"]))
+            in_flight = draw(st.integers(U, (4 if stale == "mask" else bound + 1) * U))
             parameters = {
                 "groups_per_step": U,
                 "groups_in_flight": in_flight,
                 "staleness": bound,
+                "stale": stale,
                 "kv": draw(KVS),
             }
         case "tailrace_on_policy":
@@ -127,6 +129,7 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters["ring_full"] = draw(st.sampled_from(["block", "drop_oldest"]))
             parameters["scoring_groups"] = draw(st.sampled_from([None, 1, 2]))
             parameters |= {"kv": draw(KVS), "min_ess": draw(st.sampled_from([0.0, 0.9]))}
+            parameters["staleness"] = draw(st.sampled_from([None, 0, 1, 3]))
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)
@@ -297,6 +300,7 @@ def _check_lineage(books: LedgerTables) -> None:
     ids = [training.id for training in trained]
     assert len(ids) == len(set(ids)), "a sample was trained twice"
     assert set(ids) == {id for id, sample in books.samples.items() if sample.fate == "trained"}
+    assert all(0 <= training.masked <= books.samples[training.id].num_tokens for training in trained)
     steps = {training.step for training in trained}
     assert steps == set(range(1, len(steps) + 1))
     for prompt, group in books.groups.items():

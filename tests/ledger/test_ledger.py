@@ -41,7 +41,7 @@ def test_tokens_are_trained_wasted_or_held() -> None:
 @pytest.mark.parametrize("num_generated", [59, 61])
 def test_a_token_too_many_or_too_few_is_found_and_the_sums_are_shown(num_generated: int) -> None:
     ledger = clock.run(settled_books(), virtual=True)
-    said = f"gained {num_generated} tokens, the ledger knows 60: trained 10, held 30"
+    said = f"gained {num_generated} tokens, the ledger knows 60: trained 10, masked 0, held 30"
     with pytest.raises(LedgerError, match=said):
         ledger.check(num_generated)
 

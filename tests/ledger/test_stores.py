@@ -43,7 +43,7 @@ ROWS = [
     TokensRow(0, 0, 0, 0, TWO, TWO),
     TokensRow(0, 0, 1, 0, TWO, TWO),
     TokensRow(0, 0, 1, 2, TWO, TWO),
-    TrainingRow(1, 0, 0, 1, 3),
+    TrainingRow(1, 0, 0, 1, 3, 2),
 ]
 
 
@@ -203,7 +203,7 @@ def test_what_was_committed_before_a_sigkill_is_there_and_cuts_are_whole(ledger:
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "ledger.sqlite")
     store.commit(Transaction([RunRow(FORMAT + 1, 0, 0)]))
-    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 10\)"):
+    with pytest.raises(LedgerError, match=r"no ledger that this version of tailrace reads \(format 11\)"):
         read_ledger(store)
 
 
@@ -223,7 +223,7 @@ OPENED = [RunRow(FORMAT, 0, 0), LifeRow(1, 0, 0, 0, 0, 0)]
 DRAWN = [RunRow(FORMAT, 1, 0)]
 MARKED = [CheckpointRow(1, 0, 0, 0, "round_000000", [])]
 STEPPED = [CheckpointRow(1, 1, 1, 4, "round_000001", [])]
-TRAINED = [TrainingRow(1, 0, 0, 0, 1)]
+TRAINED = [TrainingRow(1, 0, 0, 0, 1, 0)]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,21 @@ def test_the_tokens_of_a_step_that_are_not_old_are_compared() -> None:
     assert len(Notices().of(mixed)) == 1
 
 
+def masked_row(step: int, num_masked: int) -> Row:
+    return step_row(step=step) | {"tokens/trained": 50, "tokens/masked": num_masked}
+
+
+def test_the_first_step_of_which_too_much_is_masked_is_named_once_with_the_remedy() -> None:
+    notices = Notices(RecordSettings(alarm_masked=0.5))
+    assert notices.of(masked_row(1, 50)) == []
+    assert notices.of(masked_row(2, 75)) == [
+        "First step with too many masked tokens | too old | Step 2 | 60% of its tokens are masked, "
+        "limit 50%: they are older than the bound | raise schedule.staleness, or keep fewer groups or "
+        "requests in flight"
+    ]
+    assert notices.of(masked_row(3, 450)) == []
+
+
 def test_a_first_step_without_a_call_of_a_tool_is_said_once() -> None:
     (line,) = Notices().of(step_row(step=1) | {"rewards/environment/calls": 0.0})
     assert line.startswith("Advice | no calls | No sample of the last step calls a tool.")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.record_story import play
-from helpers.virtual import SCHEDULES_BY_NAME, simulate
+from helpers.virtual import MASKED, SCHEDULES_BY_NAME, simulate
 from tailrace.extras.view.perfetto import write_perfetto
 from tailrace.record.events import Stepped
 from tailrace.record.figures import rounds_of
@@ -28,7 +28,9 @@ def test_the_record_agrees_with_the_ledger(name: str, tmp_path: Path) -> None:
     assert summary.groups.trained == totals.groups["trained"]
     assert summary.tokens.trained == totals.trained_tokens
     assert sum(summary.tokens.wasted.values()) == totals.wasted_tokens.total()
-    assert summary.tokens.generated == totals.trained_tokens + totals.wasted_tokens.total() + parked
+    assert summary.tokens.masked == totals.masked_tokens
+    assert summary.tokens.generated == totals.num_known_tokens + parked
+    assert (totals.masked_tokens > 0) == (name in MASKED)
     assert (summary.groups.parked, summary.tokens.parked) == (len(outcome.run.parked), parked)
     assert summary.ages["staleness_max"] == max(
         lag for step in outcome.of(Stepped) for lag in step.lags.publications

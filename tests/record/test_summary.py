@@ -67,7 +67,7 @@ EXPECTED = RunSummary(
         reasons={"filtered/zero_variance": 1, "dropped/no_reward": 1},
         parked=0,
     ),
-    tokens=TokenCounts(generated=40, trained=40, parked=0, wasted={"no_reward": 5}),
+    tokens=TokenCounts(generated=40, trained=40, masked=0, parked=0, wasted={"no_reward": 5}),
     failures={"timeout": 1},
     rows_skipped={"no_prompt": 1},
     ages=dict(
@@ -114,7 +114,13 @@ def test_the_file_says_the_same(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert written["eval"] == {"first": 0.25, "last": 0.75}
     assert written["groups"]["trained"] == 2
-    assert written["tokens"] == {"generated": 40, "trained": 40, "parked": 0, "wasted": {"no_reward": 5}}
+    assert written["tokens"] == {
+        "generated": 40,
+        "trained": 40,
+        "masked": 0,
+        "parked": 0,
+        "wasted": {"no_reward": 5},
+    }
     assert written["round"]["waiting_ratio"] == 8 / 14
 
 

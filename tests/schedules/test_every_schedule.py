@@ -93,7 +93,8 @@ def test_no_sample_is_trained_twice_and_spans_are_true(name: str) -> None:
         versions = [span.version for span in sample.spans]
         assert versions == sorted(set(versions))
         assert sum(span.num_tokens for span in sample.spans) == sample.num_tokens
-    assert outcome.totals.trained_tokens == sum(sample.num_tokens for sample in samples)
+    assert outcome.totals.trained_tokens == sum(sample.num_loss_tokens for sample in samples)
+    assert outcome.totals.masked_tokens == sum(sample.num_masked for sample in samples)
 
 
 @EVERY

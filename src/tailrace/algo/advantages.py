@@ -119,6 +119,11 @@ class ComputeAdvantages:
         """Advantages depend on all samples of an optimizer step."""
         return self.settings.advantage == "batch"
 
+    @property
+    def masks_carried(self) -> bool:
+        """Tokens that are older than the published weights are masked out of the loss (APRIL)."""
+        return self.settings.mask_carried
+
     def of_step(self, samples: Sequence[Sample]) -> None:
         """Set the advantages of a step, as of one group. Until then they are the shaped rewards."""
         advantages = group_advantages([sample.advantage for sample in samples], scale="group")

@@ -143,7 +143,7 @@ class StepStats:
     samples: tuple[SampleId, ...]
     """The samples whose gradients were in the step."""
     num_tokens: int
-    """Completion tokens of those samples."""
+    """Completion tokens of those samples, without the masked ones (`Sample.num_masked`)."""
     compute_s: float
     """Seconds of forward, backward and optimizer computation, without waiting."""
     loss: float = 0.0
@@ -191,7 +191,7 @@ class Trainer(Protocol):
 
         Args:
             units: groups, or batches of shuffled samples.
-            version: the published version; tokens of older versions count as carried over (APRIL).
+            version: the published version. What is masked is in the samples (`Sample.num_masked`).
             replicas: the first so many replicas compute them; None: all. The gradients of all replicas are
                 added at `step`. Replicas may have unequal shares or none.
         """

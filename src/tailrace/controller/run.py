@@ -41,7 +41,18 @@ from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
-from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, noise_seed, samples_of, units_of
+from tailrace.types import (
+    KV,
+    Batch,
+    Group,
+    Prompt,
+    Sample,
+    SampleId,
+    Stale,
+    noise_seed,
+    samples_of,
+    units_of,
+)
 
 MAX_CONSECUTIVE_BAD_ROWS = 10_000
 """A row without a usable prompt is skipped and counted. This many in succession end the run."""
@@ -196,6 +207,8 @@ class Run:
         self._interruption, self._journal = interruption, journal
         self.declared: float | None = None
         """The bound on staleness that the schedule has declared, in publications."""
+        self.masks = False
+        """Whether tokens that are older than the bound are masked, and not waited for."""
         self._bound, self._lags = inf, Lags()
         self._drift = 0.0  # since the KV cache was last recomputed
         self._is_in_round = False
@@ -250,13 +263,15 @@ class Run:
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
-    def declare(self, *, staleness: float, pinned: int = 0) -> None:
+    def declare(self, *, staleness: float, stale: Stale = "wait", pinned: int = 0) -> None:
         """Declare a bound on the age of trained tokens, asserted on every trained token.
 
         A schedule that declares nothing is refused before it starts.
 
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
+            stale: "wait": an older token in a batch is an error. "mask": the tokens of a sample up to the
+                last older one are masked out of the loss, and the others are trained.
             pinned: every sample ends on the version that it began with, which is the newest one when it
                 begins, and an engine serves the last so many versions that it loaded. If no engine serves
                 that of a sample any more, the sample starts again ("version gone"). 0: samples go on with new
@@ -273,7 +288,7 @@ class Run:
                 )
                 raise ScheduleError(f"versions of the weights: {problem}; {remedy}")
         self.declared, self.router.pinned = staleness, pinned
-        self._bound = staleness
+        self._bound, self.masks = staleness, stale == "mask" and staleness < inf
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
         """The rounds that remain. Evaluations and checkpoints stand between them.
@@ -480,9 +495,10 @@ class Run:
             self.router.move(sample, self.engines.index(engine))
 
     async def ess(self, groups: Sequence[Group]) -> float:
-        """Effective sample size of the groups' tokens under the current weights, in (0, 1] (PipelineRL 5)."""
+        """Effective sample size under the current weights of the groups' tokens that would be in the loss, in
+        (0, 1] (PipelineRL 5)."""
         async with self._placement.training(all_replicas=True):
-            ess = await self._parts.trainer.ess(units_of(groups), version=self.version)
+            ess = await self._parts.trainer.ess(self._masked(groups), version=self.version)
         self._recorder.emit(events.EssTaken(clock.now(), ess))
         return ess
 
@@ -536,19 +552,29 @@ class Run:
         self.pool.shut()
 
     def _is_too_old(self, group: Group) -> bool:
-        """Whether an interrupted group must start from nothing. A schedule with a bound counts ages along one
+        """Whether an interrupted group must start from nothing. A schedule that waits counts ages along one
         sequence of versions, so a group with tokens of versions that were undone starts from nothing, too."""
+        if self.masks:
+            return False
         undone = group in self._on_dead_branch and self._bound < inf
         return undone or self.staleness(group) > self._bound
 
+    def _masked(self, batch: Batch) -> list[list[Sample]]:
+        """Return the units of a batch, without the tokens that are too old in the loss."""
+        units = units_of(batch)
+        oldest = 0 if self._advantages.masks_carried else self._bound if self.masks else inf
+        for sample in chain.from_iterable(units):
+            sample.num_masked = sample.num_older(self.version - oldest)
+        return units
+
     def _checked_units(self, batch: Batch) -> list[list[Sample]]:
-        """Return the units of a batch, and count their lags.
+        """Return the units of a batch, masked, and count their lags.
 
         Raises:
             ScheduleError: a sample was accumulated already.
-            StalenessError: a token is older than declared.
+            StalenessError: a token in the loss is older than declared.
         """
-        units = units_of(batch)
+        units = self._masked(batch)
         for sample in chain.from_iterable(units):
             if sample.id in self._accumulated:
                 raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
@@ -556,10 +582,11 @@ class Run:
             self._lags.add(sample, self.version, self._state.lag)
             if self.router.pinned and len(sample.spans) > 1:
                 raise StalenessError(f"sample {sample.id} is pinned and has tokens of {sample.spans}")
-            if sample.spans and self.version - sample.oldest_version > self._bound:
+            age = max((self.version - span.version for span in sample.loss_spans), default=0)
+            if age > self._bound:
                 raise StalenessError(
-                    f"sample {sample.id} has tokens {self.version - sample.oldest_version} publications old "
-                    f"and the schedule declared at most {self._bound}: {sample.spans}, now {self.version}"
+                    f"sample {sample.id} has tokens {age} publications old and the schedule declared at most "
+                    f"{self._bound}: {sample.spans}, {sample.num_masked} masked, now {self.version}"
                 )
         return units
 

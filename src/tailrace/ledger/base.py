@@ -34,7 +34,7 @@ from pydantic import Field
 from tailrace.settings import Settings
 from tailrace.types import FinishReason, SampleId, Turn
 
-FORMAT = 10
+FORMAT = 11
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
@@ -213,6 +213,8 @@ class TrainingRow(LedgerRow, frozen=True, array_like=True):
     number: int
     step: int
     """Optimizer step that trained the sample."""
+    masked: int
+    """Leading tokens of the sample that were masked out of the loss."""
     undone: int | None = None
     """The life that resumed from a checkpoint before this step, so that it does not count, or None."""
 

@@ -222,7 +222,7 @@ class Journal(NullJournal):
                 self._pruned.append(sample.id)
         else:
             self._rows += self._sample_rows(sample)
-            self._rows.append(TrainingRow(self._life, *sample.id, step))
+            self._rows.append(TrainingRow(self._life, *sample.id, step, sample.num_masked))
         self._samples.pop(sample, None)
         self._origins.pop(sample, None)
 

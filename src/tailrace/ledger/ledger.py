@@ -1,9 +1,9 @@
 """The ledger of a run: what became of each token and each prompt.
 
 Each sample ends with exactly one fate: trained, or wasted for a reason. A sample without a fate is held: it
-is parked or in flight. Two balances must close.
+is parked or in flight. Of a trained sample, tokens may be masked out of the loss. Two balances must close.
 
-    tokens that samples gained     = trained + held + wasted + evaluated
+    tokens that samples gained     = trained + masked + held + wasted + evaluated
     prompts drawn                  = trained + filtered + dropped + held
 
 Each fate is reported to the journal, which stores it (journal.py).
@@ -31,6 +31,8 @@ class Totals:
     num_drawn: int = 0
     """Prompts drawn, unusable rows included. The next prompt has this index."""
     trained_tokens: int = 0
+    masked_tokens: int = 0
+    """Tokens of trained samples that were masked out of the loss."""
     wasted_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by reason."""
     groups: Counter[str] = field(default_factory=Counter)
@@ -46,8 +48,9 @@ class Totals:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens that are trained, wasted or spent on evaluations."""
-        return self.trained_tokens + self.wasted_tokens.total() + self.evaluated_tokens
+        """Tokens that are trained, masked, wasted or spent on evaluations."""
+        ended = self.trained_tokens + self.masked_tokens + self.wasted_tokens.total()
+        return ended + self.evaluated_tokens
 
 
 class Ledger:
@@ -83,7 +86,8 @@ class Ledger:
         samples = list(samples)
         for sample in samples:
             self._finalize(sample, "trained", step)
-            self.totals.trained_tokens += sample.num_tokens
+            self.totals.trained_tokens += sample.num_loss_tokens
+            self.totals.masked_tokens += sample.num_masked
         for group in dict.fromkeys(sample.group for sample in samples):
             if all(sample.fate is not None for sample in group.kept):
                 self.end(group, "trained", "trained")
@@ -123,7 +127,7 @@ class Ledger:
         if num_generated != known:
             raise LedgerError(
                 f"samples gained {num_generated} tokens, the ledger knows {known}: "
-                f"trained {totals.trained_tokens}, held {held}, "
+                f"trained {totals.trained_tokens}, masked {totals.masked_tokens}, held {held}, "
                 f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
             )
         if totals.num_drawn != totals.groups.total() + len(self.active):

@@ -31,7 +31,7 @@ class PriceSettings(Settings):
     sampling: float = Field(default=0.0, ge=0)
     """A million generated tokens, evaluations included."""
     training: float = Field(default=0.0, ge=0)
-    """A million trained completion tokens."""
+    """A million completion tokens of trained samples."""
     budget: float | None = Field(default=None, gt=0)
     """Cost after which a run or a simulation makes no more steps. `tailrace compare` and `tailrace plan` do
     not use it."""
@@ -92,7 +92,7 @@ class Prices:
     def bill(self, totals: Totals, num_generated: int) -> list[BillItem]:
         """All that is paid for. `num_generated`: tokens that samples gained, as `Ledger.check` takes them."""
         prices, hours = self.settings, totals.seconds / 3600
-        trained = totals.trained_tokens + totals.undone_tokens
+        trained = totals.trained_tokens + totals.masked_tokens + totals.undone_tokens
         return [
             BillItem("hours of the engines' devices", hours * self.engine_devices, prices.engine_hour),
             BillItem("hours of the trainer's devices", hours * self.trainer_devices, prices.trainer_hour),

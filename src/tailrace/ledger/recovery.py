@@ -140,8 +140,12 @@ def totals_of(tables: LedgerTables) -> Totals:
     totals, last = Totals(tables.run.num_drawn), tables.lives[max(tables.lives)]
     totals.evaluated_tokens = tables.run.evaluated_tokens
     totals.seconds, totals.prefilled_tokens = last.seconds, last.prefilled_tokens
-    undone = (training.id for training in tables.trainings.values() if training.undone is not None)
-    totals.undone_tokens = sum(tables.samples[id].num_tokens for id in undone)
+    for training in tables.trainings.values():
+        if training.undone is None:
+            totals.masked_tokens += training.masked
+            totals.trained_tokens -= training.masked
+        else:
+            totals.undone_tokens += tables.samples[training.id].num_tokens
     for sample in tables.samples.values():
         if sample.fate == "trained":
             totals.trained_tokens += sample.num_tokens

@@ -26,3 +26,5 @@ class RecordSettings(Settings):
     alarm_ess: float = Field(default=0.3, ge=0, le=1)
     """Effective sample size of a step without older tokens, as a share, below which the terminal shows an
     alarm. Range: [0, 1]."""
+    alarm_masked: float = Field(default=0.5, ge=0, le=1)
+    """Share of a step's completion tokens that are masked, above which the terminal says so once."""

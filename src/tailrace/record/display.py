@@ -22,7 +22,7 @@ from tailrace.record import events
 from tailrace.record.advisories import Advisor
 from tailrace.record.base import RecordSettings
 from tailrace.record.events import Event, time_of
-from tailrace.record.figures import Row
+from tailrace.record.figures import Row, of_batch
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
@@ -179,7 +179,7 @@ class Notices:
                 return self._first("dropped group", event.reason, f"prompt {event.prompt}")
             case dict() if "loss" in event:
                 advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
-                return [*self._mismatch(event), *advice]
+                return [*self._mismatch(event), *self._masked(event), *advice]
         return []
 
     def _first(self, what: str, reason: str, example: str) -> list[str]:
@@ -200,6 +200,17 @@ class Notices:
             figures = f"effective sample size {number(ess)}, limit {limits.alarm_ess}"
             lines += self._alarm("ess", ess >= limits.alarm_ess, row["step"], figures)
         return lines
+
+    def _masked(self, row: Row) -> list[str]:
+        """One line for the first step of which too much is masked."""
+        share, limit = of_batch([row], "tokens/masked"), self.settings.alarm_masked
+        if share <= limit:
+            return []
+        what = f"{share:.0%} of its tokens are masked, limit {limit:.0%}: they are older than the bound"
+        remedy = "raise schedule.staleness, or keep fewer groups or requests in flight"
+        return self._first(
+            "step with too many masked tokens", "too old", f"Step {row['step']:.0f} | {what} | {remedy}"
+        )
 
     def _alarm(self, kind: str, is_well: bool, step: float, figures: str) -> list[str]:
         """One line when an alarm begins; the next one only after it has ended."""

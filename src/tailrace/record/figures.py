@@ -101,6 +101,12 @@ def per_thousand_samples(rows: Rows, name: str) -> float:
     return 1000.0 * per_sample(rows, name)
 
 
+def of_batch(rows: Rows, name: str) -> float:
+    """Sum over all completion tokens of the trained samples."""
+    masked = summed(rows, "tokens/masked")
+    return summed(rows, name) / max(1, masked + summed(rows, "tokens/trained"))
+
+
 def of_generated(rows: Rows, name: str) -> float:
     """Sum of a family of counts over all generated tokens."""
     generated = summed(rows, "tokens/generated")
@@ -155,7 +161,10 @@ time | s | - | - | On the run's clock; of a step, its end.
 wall_time | s | - | - | Unix time; in virtual time, virtual seconds.
 # step
 num_tokens | tokens | - | - | Trained so far, prompts and completions, as TRL counts: cumulative.
-tokens/trained | tokens | summed | - | Completion tokens of the step.
+tokens/trained | tokens | summed | - | Completion tokens of the step in the loss.
+tokens/masked | tokens | of_batch | trial.masked_share | Those that are masked, because they are too old.
+    Left out without any, as is the next.
+masked/tenth/ | share | - | - | Masked tokens of each tenth of the response.
 samples/trained | samples | summed | - | Samples of the step.
 reward | - | - | - | Mean over samples.
 rewards/ | - | - | - | Mean of each of several reward functions by its name, and of each number that functions
@@ -275,7 +284,7 @@ round/changed_weights | share | - | - | Weights whose bfloat16 value changed fro
 round/num_steps | optimizer steps | - | - | Of the round.
 round/num_groups | groups | - | - | Trained groups.
 round/num_samples | samples | - | - | Trained samples.
-round/num_tokens | tokens | - | - | Trained completion tokens.
+round/num_tokens | tokens | - | - | Completion tokens of the trained samples.
 round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
@@ -337,8 +346,7 @@ TOTALS: Mapping[str, Total] = {
     total.__name__: total
     for total in (
         summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_wall_time,
-        over_rollouts,
-        per_sample, per_thousand_samples, of_generated, over_control, less_control,
+        over_rollouts, per_sample, per_thousand_samples, of_batch, of_generated, over_control, less_control,
     )
 }  # fmt: skip
 _ALL = list(_figures())
@@ -367,6 +375,7 @@ QUALITIES = {
     "lag_mean": ("lag, mean (optimizer steps)", "{:.2f}"),
     "lag_max": ("lag, max (optimizer steps)", "{:.0f}"),
     "ess_mean": ("effective sample size", "{:.3f}"),
+    "masked_share": ("masked tokens", "{:.1%}"),
     "carried_tokens": ("carried tokens", "{:.1%}"),
     "carried_samples": ("carried samples", "{:.1%}"),
     "length_mean": ("length, mean (tokens)", "{:,.0f}"),
@@ -487,7 +496,8 @@ def episode_figures(samples: Sequence[Sample]) -> Row:
 
 @dataclass(slots=True)
 class Lags:
-    """Counts of the tokens of an optimizer step by their age, added up while the step is accumulated."""
+    """Counts of the tokens of an optimizer step by their age, added up while the step is accumulated. Masked
+    tokens have no age: they are not trained."""
 
     publications: Counter[int] = field(default_factory=Counter)
     """Tokens by staleness."""
@@ -497,13 +507,17 @@ class Lags:
     """Samples that have a token older than the published weights."""
     _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
     """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
+    _masked: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """Such pieces of the masked tokens of each sample, with a lag of 0."""
 
     def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
         """Count the tokens of a sample that is about to be trained, with the version that is published then.
         The function gives the number of optimizer steps since a version was published."""
-        self.carried += any(span.version < version for span in sample.spans)
-        start, size = 0, sample.num_tokens / TENTHS
-        for span in sample.spans:
+        loss_spans, start, size = sample.loss_spans, sample.num_masked, sample.num_tokens / TENTHS
+        self.carried += any(span.version < version for span in loss_spans)
+        if start:
+            self._masked.append((size, 0, start, 0))
+        for span in loss_spans:
             lag, end = steps_since(span.version), start + span.num_tokens
             self.publications[version - span.version] += span.num_tokens
             self.steps[lag] += span.num_tokens
@@ -511,7 +525,7 @@ class Lags:
             start = end
 
     def figures(self, num_samples: int) -> Row:
-        total = self.publications.total()
+        total, masked = self.publications.total(), sum(end for _, _, end, _ in self._masked)
         return {
             "staleness/mean": _mean_of(self.publications),
             "staleness/max": max(self.publications, default=0),
@@ -520,6 +534,8 @@ class Lags:
             **in_family("lag/tenth/", enumerate(self.profile)),
             "carried/tokens": 1.0 - self.publications[0] / total if total else 0.0,
             "carried/samples": self.carried / num_samples,
+            **({"tokens/masked": masked} if masked else {}),
+            **(in_family("masked/tenth/", enumerate(self.masked_profile)) if masked else {}),
         }
 
     @property
@@ -534,12 +550,22 @@ class Lags:
         return list(map(float, lags @ num_tokens / num_tokens.sum(0).clip(1e-9)))
 
     @property
+    def masked_profile(self) -> list[float]:
+        """Share of each tenth of the response that is masked."""
+        masked = _by_tenth(self._masked).sum(0)
+        return list(map(float, masked / (masked + self.tokens_by_tenth.sum(0)).clip(1e-9)))
+
+    @property
     def tokens_by_tenth(self) -> NDArray[np.float64]:
         """[spans, TENTHS]: tokens of each counted span in each tenth of its response."""
-        size, start, end, _ = np.array(self._pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
-        tenth = np.arange(TENTHS)
-        overlap = np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)
-        return np.asarray(overlap.clip(0.0), float)
+        return _by_tenth(self._pieces)
+
+
+def _by_tenth(pieces: Sequence[tuple[float, int, int, int]]) -> NDArray[np.float64]:
+    size, start, end, _ = np.array(pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
+    tenth = np.arange(TENTHS)
+    overlap = np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)
+    return np.asarray(overlap.clip(0.0), float)
 
 
 def _mean_of(counts: Counter[int]) -> float:

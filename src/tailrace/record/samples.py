@@ -59,6 +59,7 @@ def _trained_record(sample: Sample, step: int) -> dict[str, object]:
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_tokens,
         "spans": sample.spans,
+        "num_masked": sample.num_masked,
     }
     if sample.turns:
         record |= {"turns": sample.turns, "messages": sample.messages}

@@ -55,10 +55,12 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """generated = trained + parked + wasted."""
+    """generated = trained + masked + parked + wasted."""
 
     generated: int
     trained: int
+    masked: int
+    """Tokens of trained samples that were too old for the loss."""
     parked: int
     wasted: dict[str, int]
     """Tokens, by the reason of their waste."""
@@ -177,6 +179,7 @@ class Summary:
             tokens=TokenCounts(
                 generated=counts.get("tokens/generated", 0),
                 trained=int(summed(steps, "tokens/trained")),
+                masked=int(summed(steps, "tokens/masked")),
                 parked=counts.get("tokens/parked", 0),
                 wasted=family(counts, "tail/wasted_tokens/"),
             ),

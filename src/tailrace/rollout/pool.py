@@ -252,6 +252,10 @@ class SetAdvantages(Protocol):
     """Sets the advantages of samples."""
 
     @property
+    def masks_carried(self) -> bool:
+        """Whether tokens that are older than the published weights are masked out of the loss (APRIL)."""
+
+    @property
     def wait_for_step(self) -> bool:
         """Whether `of_step` sets them, before the gradients of an optimizer step are computed."""
 

@@ -20,7 +20,7 @@ from math import inf
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import AtMost, Full
-from tailrace.schedules.parameters import Count, KVRule, Share, require
+from tailrace.schedules.parameters import Bound, Count, KVRule, Share, require
 from tailrace.types import Group
 
 
@@ -33,8 +33,9 @@ async def pipelinerl(
     scoring_groups: Count | None = None,
     kv: KVRule = "keep",
     min_ess: Share = 0.0,
+    staleness: Bound | None = None,
 ) -> None:
-    """Generation never stops; the weights are updated after every optimizer step. The lag has no bound.
+    """Generation never stops; the weights are updated after every optimizer step.
 
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
@@ -49,6 +50,8 @@ async def pipelinerl(
         min_ess: a batch whose effective sample size is below this is dropped, and so are all groups with
             older tokens, until a batch of the current weights is complete; that batch is always trained.
             0: no guard.
+        staleness: bound on the age of a trained token, in publications. Nothing waits: tokens that are too
+            old when their sample is trained are masked out of the loss. None: no bound.
     """
     require(
         ring_groups >= groups_per_step,
@@ -57,7 +60,7 @@ async def pipelinerl(
         f"the ring never holds the {groups_per_step} groups of a step",
         "raise it",
     )
-    run.declare(staleness=inf)
+    run.declare(staleness=inf if staleness is None else staleness, stale="mask")
     run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
     run.pool.feed(run.prompts, room=ring_groups, full=ring_full, scoring=scoring_groups or ring_groups)
     async for _ in run.rounds():

@@ -12,11 +12,16 @@ from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Bound, Count, Factor, KVRule
 from tailrace.schedules.sortedrl import rest_of_batch
 from tailrace.schedules.window import in_flight
-from tailrace.types import Group
+from tailrace.types import Group, Stale
 
 
 async def tailrace(
-    run: Run, groups_per_step: Count, groups_in_flight: Count, staleness: Bound, kv: KVRule = "keep"
+    run: Run,
+    groups_per_step: Count,
+    groups_in_flight: Count,
+    staleness: Bound,
+    stale: Stale = "wait",
+    kv: KVRule = "keep",
 ) -> None:
     """APRIL without the stop: generation never ends, and the weights change in flight.
 
@@ -25,12 +30,14 @@ async def tailrace(
 
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool, at most (staleness + 1) * groups_per_step.
+        groups_in_flight: groups in the pool; with "wait" at most (staleness + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
+        stale: "wait": the trainer waits for the groups that are due. "mask": it trains a sample when that
+            ends, and masks tokens that are too old.
         kv: as in pipelinerl.
     """
     publish = partial(run.publish, kv=kv)
-    await in_flight(run, groups_per_step, groups_in_flight, staleness, publish=publish)
+    await in_flight(run, groups_per_step, groups_in_flight, staleness, stale=stale, publish=publish)
 
 
 async def tailrace_on_policy(

@@ -13,13 +13,14 @@ enough to wait only for the groups that are due now: more than U can become due 
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
 from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import require
-from tailrace.types import Group, Sample
+from tailrace.types import Group, Sample, Stale
 
 
 async def in_flight(
@@ -28,6 +29,7 @@ async def in_flight(
     groups_in_flight: int,
     staleness: int,
     *,
+    stale: Stale = "wait",
     pinned: int = 0,
     publish: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
@@ -35,14 +37,17 @@ async def in_flight(
 
     Args:
         groups_per_step, groups_in_flight, staleness: of `Window`.
+        stale: "mask": groups are trained in the order of their completion, and any number may be in flight.
         pinned: as in `Run.declare`.
         publish: what follows a step. None: `run.publish` to every engine.
     """
-    run.declare(staleness=staleness, pinned=pinned)
-    window = Window(run, groups_per_step, groups_in_flight, staleness)
+    run.declare(staleness=staleness, stale=stale, pinned=pinned)
+    stream: Callable[[], AsyncIterator[list[Group]]] = partial(run.pool.stream, groups_per_step)
+    if stale == "wait":
+        stream = Window(run, groups_per_step, groups_in_flight, staleness).stream
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
-        async for groups in window.stream():
+        async for groups in stream():
             await run.accumulate(groups)
         await run.step()
         await (publish or run.publish)()

@@ -72,7 +72,7 @@ class SimTrainer:
         return StepStats(
             num_steps=self._num_steps,
             samples=tuple(sample.id for sample in samples),
-            num_tokens=sum(sample.num_tokens for sample in samples),
+            num_tokens=sum(sample.num_loss_tokens for sample in samples),
             compute_s=busy_s,
             kl=_kl(log_weights),
             ess=_ess(log_weights),
@@ -85,8 +85,8 @@ class SimTrainer:
         return _ess(self._variances(samples, version))
 
     def _variances(self, samples: Sequence[Sample], version: int) -> list[tuple[int, float]]:
-        """Tokens of each span, and the variance of their log importance weights: (drift * age)^2."""
-        spans = [span for sample in samples for span in sample.spans]
+        """Tokens in the loss, by span, and the variance of their log importance weights: (drift * age)^2."""
+        spans = [span for sample in samples for span in sample.loss_spans]
         return [(span.num_tokens, (self._cost.drift * (version - span.version)) ** 2) for span in spans]
 
     async def publish(self, version: int) -> Weights:
@@ -148,7 +148,7 @@ class SimTrainer:
 
 
 def _num_positions(samples: Sequence[Sample]) -> int:
-    return sum(sample.num_sequence_tokens for sample in samples)
+    return sum(sample.num_sequence_tokens for sample in samples if sample.num_loss_tokens)
 
 
 def _ess(log_weights: Sequence[tuple[int, float]]) -> float:

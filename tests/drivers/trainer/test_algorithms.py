@@ -30,17 +30,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8},
     "recomputed": {"old_policy": "recomputed", "correction": "mask"},
     "kl": {"kl_coef": 0.1, "kl_bias_correction": True},
-    "masked": {"mask_carried": True, "normalize": "token_mean"},
+    "token_mean": {"normalize": "token_mean"},
 }
 
 
 def with_reference(units: list[Unit]) -> list[Unit]:
-    """The units with log-probs under a reference; the first half of every other sample is carried over."""
+    """The units with log-probs under a reference; the first half of every other sample is masked."""
 
     def of(sample: TrainingSample) -> TrainingSample:
         reference_logprobs = [logprob - 0.3 for logprob in sample.behavior_logprobs]
-        carried = len(sample.completion_ids) // 2 if sample.id.number % 2 else 0
-        return replace(sample, reference_logprobs=reference_logprobs, num_carried=carried)
+        masked = len(sample.completion_ids) // 2 if sample.id.number % 2 else 0
+        return replace(sample, reference_logprobs=reference_logprobs, num_masked=masked)
 
     return [[of(sample) for sample in unit] for unit in units]
 
@@ -204,23 +204,87 @@ def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:
     ]
 
 
-# -- tokens carried over -------------------------------------------------------------------------------
+# -- masked tokens ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalize", ["sample_mean", "token_mean"])
-def test_masked_tokens_are_as_if_they_were_prompt(make_trainer: Make, tmp_path: Path, normalize: str) -> None:
-    """They are context, and neither trained nor counted."""
-    units = make_units(3)
-    carried = [[replace(s, num_carried=len(s.completion_ids) // 2) for s in unit] for unit in units]
-    prompted = [[as_prompt(sample, sample.num_carried) for sample in unit] for unit in carried]
-    masked, plain = (
-        gradients(
-            make_trainer(normalize=normalize, mask_carried=mask, **NO_MOMENTUM), [batch], tmp_path / name
-        )
-        for name, mask, batch in (("masked", True, carried), ("plain", False, prompted))
-    )
-    assert plain.abs().max() > 1e-3
-    torch.testing.assert_close(masked, plain, atol=1e-6, rtol=0)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"normalize": normalize} for normalize in ("sample_mean", "token_mean", "fixed_length")),
+        {"name": "rloo", "correction": "sequence"},
+        {"kl_coef": 0.1},
+    ],
+    ids=str,
+)
+def test_masked_tokens_are_as_if_they_were_prompt(
+    make_trainer: Make, tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    """They are context, and in no loss, count or statistic. One sample of each group has no other tokens: it
+    is as one with an empty completion."""
+    masked_units = [
+        [replace(sample, num_masked=len(sample.completion_ids) // (1 + place)) for place, sample in each]
+        for each in map(enumerate, with_reference(make_units(3)))
+    ]
+    prompted = [[as_prompt(sample, sample.num_masked) for sample in unit] for unit in masked_units]
+    masked, plain = (make_trainer(**algorithm, **NO_MOMENTUM) for _ in range(2))
+    assert masked.ess(masked_units) == pytest.approx(plain.ess(prompted), abs=1e-6)
+    stats = []
+    for name, trainer, units in (("masked", masked, masked_units), ("plain", plain, prompted)):
+        trainer.accumulate(units)
+        stats.append(trainer.step())
+        trainer.save(tmp_path / name)()
+    found, wanted = (first_moments(tmp_path / name) for name in ("masked", "plain"))
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert stats[0].num_tokens == stats[1].num_tokens
+    for figure in ("loss", "entropy", "clip_ratio", "kl", "ess", "reference_kl"):
+        assert getattr(stats[0], figure) == pytest.approx(getattr(stats[1], figure), rel=1e-4), figure
+
+
+def test_a_critic_learns_nothing_of_masked_tokens(make_trainer: Make) -> None:
+    (unit,) = make_units(1)
+    losses = []
+    for units in ([unit], [[replace(sample, num_masked=len(sample.completion_ids)) for sample in unit]]):
+        trainer = make_trainer(name="ppo", **NO_MOMENTUM)
+        trainer.accumulate(units)
+        losses.append(trainer.step().value_loss)
+    assert losses[0] > 0 == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("normalize", "loss"),
+    [
+        ("sample_mean", -(1 + 0 + 3) / 3),  # a sample keeps its weight, which its other tokens share
+        ("token_mean", -(2 * 1 + 3 * 3) / 5),
+        ("sample_sum", -(2 * 1 + 3 * 3) / 3),
+        ("fixed_length", -(2 * 1 + 3 * 3) / 3 / MAX_TOKENS),
+    ],
+)
+def test_the_loss_of_a_step_with_masked_tokens_by_hand(
+    make_trainer: Make, normalize: str, loss: float
+) -> None:
+    """The ratio of a token is 1, and its loss its advantage: 1 for a sample of 4 tokens of which 2 are
+    masked, -2 for one of 2 that are both masked, 3 for one of 3 tokens."""
+    cases = ((4, 2, 1.0), (2, 2, -2.0), (3, 0, 3.0))
+    unit = [
+        TrainingSample(SampleId(0, 0, i), [1, 2], [3] * n, [0.0] * n, advantage)
+        for i, (n, _, advantage) in enumerate(cases)
+    ]
+    trainer = make_trainer(normalize=normalize)
+    (unit,) = recorded_by(trainer, [unit])
+    trainer.accumulate([[replace(each, num_masked=case[1]) for each, case in zip(unit, cases, strict=True)]])
+    stats = trainer.step()
+    assert stats.loss == pytest.approx(loss, abs=1e-5)
+    assert (len(stats.samples), stats.num_tokens) == (3, 5)
+
+
+def test_a_step_of_masked_tokens_only_is_data(make_trainer: Make) -> None:
+    (unit,) = make_units(1)
+    trainer = make_trainer()
+    trainer.accumulate([[replace(sample, num_masked=len(sample.completion_ids)) for sample in unit]])
+    stats = trainer.step()
+    assert (stats.loss, stats.grad_norm, stats.ess, stats.num_tokens) == (0.0, 0.0, 1.0, 0)
+    assert len(stats.samples) == 4 and not stats.skipped
 
 
 def as_prompt(sample: TrainingSample, n: int) -> TrainingSample:
@@ -231,8 +295,14 @@ def as_prompt(sample: TrainingSample, n: int) -> TrainingSample:
         prompt_ids=sample.prompt_ids + ids[:n],
         completion_ids=ids[n:],
         behavior_logprobs=sample.behavior_logprobs[n:],
-        num_carried=0,
+        reference_logprobs=sample.reference_logprobs[n:],
+        num_masked=0,
     )
+
+
+def in_loss(units: list[Unit]) -> list[float]:
+    """The recorded log-probs of the tokens in the loss."""
+    return [p for unit in units for sample in unit for p in sample.behavior_logprobs[sample.num_masked :]]
 
 
 # -- what a step says ----------------------------------------------------------------------------------
@@ -245,8 +315,8 @@ def test_a_step_reports_its_effective_sample_size_and_its_kl_to_the_reference(ma
     trainer.accumulate(units)
     stats = trainer.step()
     assert stats.ess == pytest.approx(guard, rel=1e-6) and 0 < stats.ess < 0.99
-    tokens = [s for unit in units for sample in unit for s in sample.behavior_logprobs]
-    current = [x for unit in recorded_by(make_trainer(), units) for s in unit for x in s.behavior_logprobs]
+    tokens = in_loss(units)
+    current = in_loss(recorded_by(make_trainer(), units))
     away = [p - (mu - 0.3) for p, mu in zip(current, tokens, strict=True)]
     assert stats.reference_kl == pytest.approx(sum(away) / len(away), abs=1e-5)
 

@@ -14,17 +14,21 @@ def test_a_sample_crosses_the_wire_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "num_carried"), [((2,), 0), ((1,), 3), ((0, 1, 2), 6), ((1, 2, 1, 2), 9), ((2, 2), 0)]
+    ("versions", "num_older"), [((2,), 0), ((1,), 3), ((0, 1, 2), 6), ((1, 2, 1, 2), 9), ((2, 2), 0)]
 )
-def test_carried_tokens_are_those_up_to_the_last_of_an_older_version(
-    versions: tuple[int, ...], num_carried: int
+def test_older_tokens_are_those_up_to_the_last_of_an_older_version(
+    versions: tuple[int, ...], num_older: int
 ) -> None:
     group = Group(Prompt(0, [1]), num_required=1, samples=[])
     sample = Sample(SampleId(0, 0, 0), group, reward=1.0, advantage=0.5)
     for version in versions:
         sample.extend([1, 2, 3], [-1.0, -2.0, -3.0], version)
+    sample.num_masked = sample.num_older(2)
     crossing = TrainingSample.of(sample, published=2)
-    assert crossing.num_carried == num_carried
+    assert (sample.num_older(2), crossing.num_masked) == (num_older, num_older)
+    assert crossing.is_carried == (num_older > 0)
+    assert sum(span.num_tokens for span in sample.loss_spans) == sample.num_loss_tokens
+    assert all(span.version >= 2 for span in sample.loss_spans)
     assert crossing.completion_ids == sample.completion_ids and crossing.advantage == 0.5
 
 
@@ -46,7 +50,7 @@ def test_the_environments_tokens_stand_at_their_places() -> None:
     two_turns(sample, [10, 11], [50, 51, 52], [12])
     crossing = TrainingSample.of(sample, published=1)
     assert crossing.observations == [(2, [50, 51, 52])]
-    assert (crossing.completion_ids, crossing.num_carried) == ([10, 11, 12], 2)
+    assert (crossing.completion_ids, crossing.is_carried) == ([10, 11, 12], True)
     assert crossing.num_input_tokens == 6, "the last token is a target only"
 
 

@@ -17,7 +17,8 @@ def sample(index: int, prompt_length: int, length: int) -> TrainingSample:
         list(range(length)),
         [-float(t) for t in range(length)],
         advantage=index + 0.5,
-        num_carried=index,
+        num_masked=max(0, min(index, length - 1)),
+        is_carried=index > 0,
     )
 
 
@@ -43,6 +44,12 @@ def test_every_sample_with_a_completion_is_packed_once(lengths: list[tuple[int, 
     samples = make_samples(lengths)
     packed = Counter(s.id for batch in pack(samples, limit) for s in batch)
     assert packed == Counter(s.id for s in samples if s.completion_ids)
+
+
+def test_a_sample_without_a_token_in_the_loss_is_not_computed() -> None:
+    masked, other = replace(sample(0, 3, 2), num_masked=2), sample(1, 3, 2)
+    assert pack([masked, other], 100) == [[other]]
+    assert take_full([masked], 1, 100) == ([], [masked]), "it waits for the step, which counts it"
 
 
 @given(lengths, limits)
@@ -137,7 +144,8 @@ def test_a_micro_batch_lays_samples_end_to_end() -> None:
     assert batch.predictors.tolist() == [1, 2, 3, 4, 7, 8]
     assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1]
     assert batch.behavior_logprobs.tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -1.0]
-    assert batch.carried.tolist() == [False, False, False, True, True, True]
+    assert batch.masked.tolist() == [False, False, False, False, True, False]
+    assert batch.carried.tolist() == [False, True, True]
     assert batch.advantages.tolist() == [0.5, 1.5, 2.5]
     assert batch.num_tokens.tolist() == [3, 1, 2]
 
@@ -178,7 +186,7 @@ def test_observations_are_inputs_and_no_targets() -> None:
         [0, 1, 2, 3],
         [-0.5, -1.5, -2.5, -3.5],
         advantage=1.0,
-        num_carried=3,
+        num_masked=3,
         observations=[(1, [50, 51]), (3, [52])],
     )
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
@@ -188,7 +196,7 @@ def test_observations_are_inputs_and_no_targets() -> None:
     assert batch.predictors.tolist() == [1, 4, 5, 7, 8, 9]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.behavior_logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5, 0.0, -1.0]
-    assert batch.carried.tolist() == [True, True, True, False, True, False]
+    assert batch.masked.tolist() == [True, True, True, False, True, False]
     assert batch.num_tokens.tolist() == [4, 2]
 
 
@@ -199,7 +207,7 @@ def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_
         [0, 1, 2, 3],
         [-0.5, -1.5, -2.5, -3.5],
         advantage=1.0,
-        num_carried=3,
+        num_masked=3,
         observations=[(1, [50]), (3, [52])],
         branches=[(2, [100, 60, 61])],
     )
@@ -209,7 +217,7 @@ def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_
     assert batch.boundaries.tolist() == [0, 4, 9, 11] and batch.lengths == [4, 5, 2]
     assert batch.predictors.tolist() == [1, 3, 6, 8, 9, 10]
     assert batch.targets.tolist() == [0, 1, 2, 3, 0, 1]
-    assert batch.carried.tolist() == [True, True, True, False, True, False]
+    assert batch.masked.tolist() == [True, True, True, False, True, False]
     assert (batch.num_tokens.tolist(), batch.advantages.tolist()) == ([4, 2], [1.0, 1.5])
     assert [[s.id.number for s in bin] for bin in pack([episode], 5)] == [[0]], "means need the whole sample"
 

@@ -278,7 +278,7 @@ def test_the_mismatch_with_the_engine_is_measured_on_samples_of_the_published_we
         msgspec.structs.replace(sample, behavior_logprobs=[p - 0.1 for p in sample.behavior_logprobs])
         for sample in own
     ]
-    older = [msgspec.structs.replace(sample, num_carried=1) for sample in unit]
+    older = [msgspec.structs.replace(sample, is_carried=True) for sample in unit]
     trainer.accumulate([shifted, older])
     first = trainer.step()
     # k3 at a log ratio of 0.1

@@ -24,7 +24,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.settings import TinkerEngineSettings
 from tailrace.errors import ConfigError, VersionGone, WorkerDied
-from tailrace.types import Prompt, Sample
+from tailrace.types import Prompt, Sample, SampleId
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -271,3 +271,18 @@ def test_a_step_that_the_service_skipped_is_a_skipped_step() -> None:
         assert await trainer.ess([], version=0) == 1.0
 
     asyncio.run(run())
+
+
+def test_masked_tokens_have_no_weight_at_a_service() -> None:
+    """The weight of a sample is shared by its other tokens."""
+    from tailrace.contracts.trainer import TrainerSettings
+    from tailrace.drivers.trainer.batch import TrainingSample
+    from tailrace.extras.tinker.client import TinkerTrainer
+
+    sample = TrainingSample(
+        SampleId(0, 0, 0), [1, 2, 3], [7, 8, 9, 10], [-0.5, -1.0, -1.5, -2.0], advantage=3.0, num_masked=2
+    )
+    trainer = TinkerTrainer(None, TrainerSettings(), AlgorithmSettings(), SamplingSettings())  # type: ignore[arg-type]
+    datum = trainer._datum(sample, "ppo").loss_fn_inputs
+    assert datum["advantages"].data == [0.0, 0.0, 0.0, 0.0, 1.5, 1.5]
+    assert datum["logprobs"].data == [0.0, 0.0, -0.5, -1.0, -1.5, -2.0]

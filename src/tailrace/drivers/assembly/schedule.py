@@ -252,6 +252,10 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
         if run.declared is None:
             remedy = "it must say run.declare(staleness=...): 0 is on-policy, math.inf is no bound"
             raise ScheduleError(f"the schedule declares nothing; {remedy}")
+        if run.masks and config.algorithm.loss == "gspo":
+            problem = "it has one ratio for a sequence, of which the schedule would mask the stale tokens"
+            remedy = "choose 'grpo', or a schedule without masks (schedule.stale, schedule.staleness)"
+            raise ConfigError("algorithm.loss", "gspo", problem, remedy)
 
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=DeviceSharing(kind))

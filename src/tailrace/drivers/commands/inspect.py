@@ -1,9 +1,9 @@
 """`tailrace inspect`: what the ledger of a run says, also while the run goes on.
 
 The balance: how many prompts and tokens had each fate. With a prompt: its group, sample by sample. Prompts
-drawn = trained + filtered + dropped + living. Tokens generated, by the engines' own count, = trained + held
-by samples without a fate + wasted + evaluated + unwritten, which the ledger does not hold yet. With [prices]:
-what they cost until the last commit.
+drawn = trained + filtered + dropped + living. Tokens generated, by the engines' own count, = trained + masked
+out of the loss + held by samples without a fate + wasted + evaluated + unwritten, which the ledger does not
+hold yet. With [prices]: what they cost until the last commit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,6 +76,7 @@ def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem])
         "tokens": {
             "generated": num_generated,
             "trained": totals.trained_tokens,
+            "masked": totals.masked_tokens,
             "held": held,
             "wasted": dict(totals.wasted_tokens),
             "evaluated": totals.evaluated_tokens,
@@ -159,6 +160,7 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
     for label, num_prompts, num_tokens in (
         ("drawn, generated", prompts["drawn"], tokens["generated"]),
         ("= trained", prompts["trained"], tokens["trained"]),
+        ("+ masked", None, tokens["masked"]),
         ("+ living, held", prompts["living"], tokens["held"]),
         ("+ filtered", prompts["filtered"], None),
         ("+ dropped", prompts["dropped"], None),

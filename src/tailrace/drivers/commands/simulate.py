@@ -100,6 +100,7 @@ def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, fig
         if key in figures:
             table.add_row(label, form.format(figures[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
+    table.add_row("tokens masked", f"{summary.tokens.masked:,}")
     for reason, tokens in summary.tokens.wasted.items():
         table.add_row(f"tokens wasted, {reason}", f"{tokens:,}")
     return table

@@ -1,7 +1,5 @@
 """The samples that the controller sends to a trainer process: plain values without tensors."""
 
-import itertools
-
 import msgspec
 
 from tailrace.algo.base import TokenLossName
@@ -29,8 +27,10 @@ class TrainingSample(msgspec.Struct, frozen=True):
     """Advantage of every token. Under gae: the reward, received at the last token."""
     reference_logprobs: list[float] = []
     """[num_tokens]: log-probs under the reference model. Empty if there is none."""
-    num_carried: int = 0
-    """Number of leading tokens up to the last one that an older version than the published one generated."""
+    num_masked: int = 0
+    """Number of leading tokens that are context only: masked out of the loss."""
+    is_carried: bool = False
+    """Whether an older version than the published one generated some of its tokens."""
     observations: list[tuple[int, list[int]]] = []
     """The environment's tokens, each time with the number of completion tokens before them. The model reads
     them; they are not trained. The last token is one of the completion."""
@@ -41,8 +41,6 @@ class TrainingSample(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, sample: Sample, *, published: int = 0) -> "TrainingSample":
         """Make a training sample of a sample. `published`: the version that was published last."""
-        ends = itertools.accumulate(span.num_tokens for span in sample.spans)
-        carried = [end for end, span in zip(ends, sample.spans, strict=True) if span.version < published]
         branches = sample.branches
         observations = [each for branch in branches for each in branch.observations]
         return cls(
@@ -52,7 +50,8 @@ class TrainingSample(msgspec.Struct, frozen=True):
             sample.behavior_logprobs,
             sample.advantage,
             sample.reference_logprobs,
-            max(carried, default=0),
+            sample.num_masked,
+            sample.num_older(published) > 0,
             [each for each in observations if each[0] < sample.num_tokens],
             [
                 (branch.start, list(branch.context_ids))
@@ -66,6 +65,11 @@ class TrainingSample(msgspec.Struct, frozen=True):
         assert len(self.behavior_logprobs) == len(self.completion_ids), (
             f"sample {self.id}: {len(self.completion_ids)} tokens, {len(self.behavior_logprobs)} log-probs"
         )
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Completion tokens in the loss."""
+        return len(self.completion_ids) - self.num_masked
 
     @property
     def sequences(self) -> list[Branch]:

@@ -5,6 +5,11 @@ pack -> (values of the critic ->) log-probs -> weighted sum of token losses -> b
 The loss is sum_t weight_t (importance_weight_t policy_loss_t + kl_coef kl_t); it is not divided by a count.
 The importance weight multiplies the policy loss only, as in TRL.
 
+A masked token is context: it is in no loss, count or statistic. Advantages are those of the whole group, as
+rewards are of whole responses. A sample with some tokens masked keeps its weight, which its other tokens
+share (`losses.token_weights`). One with all of them masked is not computed, and the step divides by it too,
+so that no other sample weighs more.
+
 Samples without a gradient (advantage zero, no critic, no KL in the loss) run forward only.
 
 The old policy pi_old of the probability ratio, recomputed by the trainer: `old_policy = "recomputed"`.
@@ -30,7 +35,7 @@ from tailrace.drivers.trainer import losses
 from tailrace.drivers.trainer.batch import LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.trainer.critic import Critic, token_advantages
 from tailrace.drivers.trainer.distributed import Ranks, local
-from tailrace.drivers.trainer.losses import importance_weights, kl, spread, sums, token_loss, weight_sums
+from tailrace.drivers.trainer.losses import importance_weights, kl, spread, token_loss, weight_sums
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.packing import MicroBatch
 from tailrace.types import SampleId
@@ -40,7 +45,7 @@ TokenIds = tuple[int, ...]
 
 
 class TokenSums(NamedTuple, Generic[N]):
-    """Sums over the tokens of a micro-batch or of a step; scalars."""
+    """Sums over the tokens in the loss of a micro-batch or of a step; scalars."""
 
     loss: N
     entropy: N
@@ -54,8 +59,6 @@ class TokenSums(NamedTuple, Generic[N]):
     """Sum of unclamped w = pi / mu."""
     squares: N
     """Sum of w^2."""
-    counted: N
-    """Number of tokens that are not masked."""
     reference_kl: N
     value_loss: N
 
@@ -81,11 +84,11 @@ class StepStatistics:
         """The fields of TokenSums, then the counts of StepTotals."""
 
     def add_unit(self, unit: Sequence[TrainingSample]) -> None:
-        """Count the samples of a unit, including those with an empty completion."""
+        """Count the samples of a unit, including those without a token in the loss."""
         self.samples += [sample.id for sample in unit]
         if self._ranks.rank == 0:  # all ranks of a replica are given the same units
             self._totals[NUM_SUMS] += len(unit)
-            self._totals[NUM_SUMS + 1] += sum(len(sample.completion_ids) for sample in unit)
+            self._totals[NUM_SUMS + 1] += sum(sample.num_loss_tokens for sample in unit)
 
     def add_micro_batch(self, sums: TokenSums[Tensor]) -> None:
         self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
@@ -242,8 +245,7 @@ class ForwardBackward:
     def _loss(self, batch: MicroBatch, weights_published: bool) -> tuple[Tensor, TokenSums[Tensor]]:
         """The weighted sum of token losses, and the statistics."""
         settings = self.algorithm
-        masked = batch.carried if settings.mask_carried else torch.zeros_like(batch.carried)
-        counted = (~masked).float()
+        counted = (~batch.masked).float()
         limit = self.sampling.max_completion_tokens
         weights = losses.token_weights(counted, batch.num_tokens, settings.normalize, limit)
         advantages, critic_loss = self._advantages(batch, weights)
@@ -256,23 +258,23 @@ class ForwardBackward:
         reference_kl = torch.zeros((), device=logprobs.device)
         if settings.needs_reference:
             estimates = kl(logprobs, batch.reference_logprobs, settings.kl_estimator)
-            reference_kl = estimates.detach().sum()
+            reference_kl = (estimates.detach() * counted).sum()
             if settings.kl_bias_correction:
                 estimates = estimates * (logprobs - old_logprobs).exp()
             if settings.kl_in == "loss":
                 per_token = per_token + settings.kl_coef * estimates
         loss = (per_token * weights).sum()
-        behavior_kl = kl(batch.behavior_logprobs, current, "k3")
-        same_weights = _generated_by_published(batch) if weights_published else torch.zeros_like(masked)
+        behavior_kl = kl(batch.behavior_logprobs, current, "k3") * counted
+        fresh = spread(~batch.carried, batch.num_tokens)  # others may have keys and values of older weights
+        same_weights = fresh if weights_published else torch.zeros_like(fresh)
         batch_sums = TokenSums(
             loss=loss.detach(),
-            entropy=entropy.sum(),
-            clipped=clipped.sum(),
+            entropy=(entropy * counted).sum(),
+            clipped=(clipped & ~batch.masked).sum(),
             kl=behavior_kl.sum(),
             engine_mismatch_kl=behavior_kl.where(same_weights, 0.0).sum(),
             engine_mismatch_tokens=same_weights.sum(),
-            **weight_sums(current, batch.behavior_logprobs)._asdict(),
-            counted=counted.sum(),
+            **weight_sums(current, batch.behavior_logprobs, counted)._asdict(),
             reference_kl=reference_kl,
             value_loss=critic_loss,
         )
@@ -284,6 +286,7 @@ class ForwardBackward:
         """The policy loss of each token times its importance weight, and whether it was clipped."""
         settings = self.algorithm
         low, high = settings.clip_low, settings.clip_high
+        sampled_from = logprobs if settings.loss == "reinforce" else old_logprobs
         match settings.loss:
             case "grpo":
                 loss = losses.grpo(logprobs, old_logprobs, advantages, clip_low=low, clip_high=high)
@@ -296,8 +299,8 @@ class ForwardBackward:
             case "reinforce":
                 loss = losses.reinforce(logprobs, advantages)
         weights = importance_weights(
-            logprobs if settings.loss == "reinforce" else old_logprobs,
-            batch.behavior_logprobs,
+            sampled_from,
+            batch.behavior_logprobs.where(~batch.masked, sampled_from.detach()),  # a masked one weighs 1
             batch.num_tokens,
             correction=settings.correction,
             cap=settings.correction_cap,
@@ -318,9 +321,3 @@ class ForwardBackward:
 def _by_sample(values: Tensor, batch: MicroBatch) -> list[list[float]]:
     """Values of completion tokens, [C], of each sample."""
     return [part.tolist() for part in torch.split(values.detach().cpu(), batch.num_tokens.tolist())]
-
-
-def _generated_by_published(batch: MicroBatch) -> Tensor:
-    """[C] bool: tokens of samples that the published weights generated from the first token on. A sample with
-    carried tokens is excluded whole: its keys and values may be of older weights."""
-    return spread(sums(batch.carried.float(), batch.num_tokens) == 0, batch.num_tokens)

@@ -56,15 +56,16 @@ class WeightSums(NamedTuple):
     """Sum of w^2."""
 
 
-def weight_sums(logprobs: Tensor, behavior_logprobs: Tensor) -> WeightSums:
+def weight_sums(logprobs: Tensor, behavior_logprobs: Tensor, counted: Tensor) -> WeightSums:
     """Sum the unclamped weights w = pi / mu and their squares.
 
     Args:
         logprobs: [C] under the current policy pi.
         behavior_logprobs: [C] under the policies mu that generated the tokens.
+        counted: [C] float32: 1, or 0 for a token that is masked and not counted.
     """
     log_weights = (logprobs - behavior_logprobs).double()
-    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * counted
     return WeightSums(weights.sum(), (weights**2).sum())
 
 

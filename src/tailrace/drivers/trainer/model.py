@@ -325,7 +325,7 @@ class PolicyModel:
         return cls(model, settings, temperature=temperature, ranks=ranks)
 
     def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
-        """Pack all samples with a completion into micro-batches of at most `max_tokens` input tokens."""
+        """Pack all samples with a token in the loss, at most `max_tokens` input tokens together."""
         return [MicroBatch.of(bin, self.device) for bin in pack(samples, max_tokens)]
 
     def own_micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:

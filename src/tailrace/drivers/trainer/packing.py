@@ -11,8 +11,8 @@ share its input tokens. So the samples of a group are packed together where they
     position  0 1 2 3 4 5 3 4
     keys      p p p a a a, p p p b b
 
-Invariants: every sample with a completion is in exactly one micro-batch; a micro-batch exceeds the limit
-only if it is a single sample; the result depends on the samples and their order only.
+Invariants: every sample with a token in the loss is in exactly one micro-batch; a micro-batch exceeds the
+limit only if it is a single sample; the result depends on the samples and their order only.
 
 The ranks of a sharded model compute side by side, a micro-batch each, and must all compute equally often. A
 rank that has none left computes a filler, which counts for nothing.
@@ -61,8 +61,10 @@ class MicroBatch:
     """[C] float32: log-probs under the policies that generated the tokens."""
     reference_logprobs: Tensor
     """[C] float32: log-probs under the reference model. [0] if there is none."""
+    masked: Tensor
+    """[C] bool: True for tokens that are not in the loss."""
     carried: Tensor
-    """[C] bool: True for tokens generated before the last publication."""
+    """[N] bool: True for samples with tokens generated before the last publication."""
     advantages: Tensor
     """[N] float32"""
     num_tokens: Tensor
@@ -119,9 +121,10 @@ class MicroBatch:
             targets=tensor([token for sample in samples for token in sample.completion_ids]),
             behavior_logprobs=tensor([p for s in samples for p in s.behavior_logprobs], torch.float32),
             reference_logprobs=tensor([p for s in samples for p in s.reference_logprobs], torch.float32),
-            carried=tensor(
-                [t < s.num_carried for s in samples for t in range(len(s.completion_ids))], torch.bool
+            masked=tensor(
+                [t < s.num_masked for s in samples for t in range(len(s.completion_ids))], torch.bool
             ),
+            carried=tensor([sample.is_carried for sample in samples], torch.bool),
             advantages=tensor([sample.advantage for sample in samples], torch.float32),
             num_tokens=tensor([len(sample.completion_ids) for sample in samples]),
         )
@@ -166,10 +169,10 @@ class _Bin:
 
 
 def _items(samples: Sequence[TrainingSample]) -> list[_Item]:
-    """The samples with a completion: those of a prompt together, the longest first."""
+    """The samples with a token in the loss: those of a prompt together, the longest first."""
     names: dict[tuple[int, ...], int] = {}
     groups: dict[tuple[int, ...], list[_Item]] = {}
-    complete = [sample for sample in samples if sample.completion_ids]
+    complete = [sample for sample in samples if sample.num_loss_tokens]
     for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
         prompt, *others = (tuple(ids) for ids in (sample.prompt_ids, *(ids for _, ids in sample.branches)))
         contexts = {names.setdefault(each, len(names)): len(each) for each in (prompt, *others)}
@@ -193,7 +196,7 @@ def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[Traini
     """Divide samples into micro-batches of at most `max_tokens` input tokens: first fit, longest first, the
     samples of a prompt one after another.
 
-    Samples without a completion are left out. A sample longer than `max_tokens` is alone.
+    Samples without a token in the loss are left out. A sample longer than `max_tokens` is alone.
     """
     return [bin.samples for bin in _pack(_items(samples), max_tokens)]
 

@@ -118,7 +118,7 @@ class TorchTrainer:
         if totals.num_samples == 0:
             raise ScheduleError("step: nothing was accumulated since the last one; accumulate a group first")
         by_token = self._algorithm.normalize == "token_mean"
-        count = max(1, int(totals.sums.counted) if by_token else totals.num_samples)
+        count = max(1, totals.num_tokens if by_token else totals.num_samples)
         if self._published:
             self._published.keep()
         norms = [optimizer.step(count) for optimizer in self._optimizers()]
@@ -147,7 +147,7 @@ class TorchTrainer:
 
     @torch.no_grad()
     def ess(self, units: Sequence[Sequence[TrainingSample]]) -> float:
-        """Compute the effective sample size of the units' tokens under the current weights.
+        """Compute the effective sample size of the units' tokens in the loss under the current weights.
 
         Its time counts as compute of the step that it guards. Each replica answers for its own units.
         """
@@ -156,9 +156,10 @@ class TorchTrainer:
         totals = torch.zeros(3, dtype=torch.float64, device=self._policy.device)
         samples = list(chain.from_iterable(units))
         for batch in self._policy.own_micro_batches(samples, self._max_tokens):
-            sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs)
+            counted = (~batch.masked).double()
+            sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs, counted)
             if not batch.is_filler:
-                totals += torch.stack([*sums, sums.weights.new_tensor(len(batch.targets))])
+                totals += torch.stack([*sums, counted.sum()])
         self._ranks.sum_over_ranks(totals)
         weights, squares, num_tokens = totals.tolist()
         self._statistics.compute_s += time.perf_counter() - started

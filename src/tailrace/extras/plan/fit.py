@@ -116,7 +116,7 @@ def _prompt_tokens(metrics: Path) -> float:
             row = read_row(line)
             if "loss" in row:
                 num_tokens = row["num_tokens"]
-                num_trained += row["tokens/trained"]
+                num_trained += row["tokens/trained"] + row.get("tokens/masked", 0.0)
                 num_samples += row["samples/trained"]
         except (ValueError, LookupError) as why:
             raise _refused(metrics.parent, f"{where} torn or of another version ({why})", remedy) from None

@@ -88,7 +88,6 @@ def check_algorithm_of_service(algorithm: AlgorithmSettings, sampling: SamplingS
         (algorithm.advantage == "gae", "advantage", "Tinker's API has no critic", 'choose "group"'),
         (algorithm.kl_coef > 0, "kl_coef", "Tinker's losses have no KL to a reference", "set it to 0"),
         (recomputed, "old_policy", "a service computes no old log-probs", 'set it to "recorded"'),
-        (algorithm.mask_carried, "mask_carried", "Tinker's losses mask no tokens", "leave it out"),
         (corrected, "correction", "Tinker's losses have no such weight", 'use "none" or "truncate"'),
     ):
         if wrong:
@@ -96,12 +95,12 @@ def check_algorithm_of_service(algorithm: AlgorithmSettings, sampling: SamplingS
 
 
 def _log_ratios(samples: Sequence[TrainingSample], reply: Any) -> list[float]:
-    """log pi / mu of each completion token, from the log-probs of a pass."""
+    """log pi / mu of each token in the loss, from the log-probs of a pass."""
     found = [
-        each["logprobs"].data[-len(sample.completion_ids) :]
+        each["logprobs"].data[-sample.num_loss_tokens :]
         for sample, each in zip(samples, reply.loss_fn_outputs, strict=True)
     ]
-    before = chain.from_iterable(sample.behavior_logprobs for sample in samples)
+    before = chain.from_iterable(sample.behavior_logprobs[sample.num_masked :] for sample in samples)
     return list(map(float.__sub__, chain.from_iterable(found), before))
 
 
@@ -222,8 +221,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
     ) -> None:
         samples = [TrainingSample.of(each, published=version) for each in chain.from_iterable(units)]
         self._samples += [each.id for each in samples]
-        self._num_tokens += sum(len(each.completion_ids) for each in samples)
-        trained = [each for each in samples if each.advantage and each.completion_ids]
+        self._num_tokens += sum(each.num_loss_tokens for each in samples)
+        trained = [each for each in samples if each.advantage and each.num_loss_tokens]
         if not trained:
             return
         name, config = self._loss_of()
@@ -272,7 +271,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     @override
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
-        samples = [TrainingSample.of(each) for each in chain.from_iterable(units) if each.completion_ids]
+        samples = [TrainingSample.of(each) for each in chain.from_iterable(units) if each.num_loss_tokens]
         if not (data := [self._datum(each, "cross_entropy") for each in samples]):
             return 1.0
         reply = await self._timed("forward", lambda: self._training.forward(data, "cross_entropy"))
@@ -327,7 +326,8 @@ class TinkerTrainer(OnOtherDevices, Trainer):
 
     def _datum(self, sample: TrainingSample, loss: str) -> Any:
         """A sample with its advantage, times the weight of a token's loss."""
-        num_tokens, skipped = len(sample.completion_ids), [0.0] * (len(sample.prompt_ids) - 1)
+        num_tokens, masked = sample.num_loss_tokens, [0.0] * sample.num_masked
+        skipped = [0.0] * (len(sample.prompt_ids) - 1)
         match self._algorithm.normalize:
             case "sample_mean":
                 weight = 1 / num_tokens
@@ -336,7 +336,7 @@ class TinkerTrainer(OnOtherDevices, Trainer):
             case _:
                 weight = 1.0
         ids = [*sample.prompt_ids, *sample.completion_ids]
-        advantages = [*skipped, *[sample.advantage * weight] * num_tokens]
+        advantages = [*skipped, *masked, *[sample.advantage * weight] * num_tokens]
         inputs: dict[str, Any] = {"weights": advantages}
         if loss != "cross_entropy":
             inputs = {"advantages": advantages, "logprobs": [*skipped, *sample.behavior_logprobs]}
