@@ -13,6 +13,7 @@ april       april against serial, and with a bound on the age of a token
 order       rolloutpipe, which trains short groups first, against serial
 rollpacker  serial against tail batching that races prompts, or prompts and responses
 lagcurve    accuracy and reward after equal samples over the mean lag, of fifteen schedules
+masked      a bound on lag that masks stale tokens, beside one that waits, and none
 kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 critic      pipelinerl with the group's mean against a learned value function as its baseline
 episodes    pipelinerl against serial: updates within episodes of several turns
@@ -26,8 +27,9 @@ results is not repeated; one that was stopped goes on. `folder` has the files of
 A file has the curve of a run, thinned to 32 points: of each part of the run, the reward, effective sample
 size, KL of the behaviour policy, mean and largest lag in optimizer steps and length of the trained samples;
 and at its end, how many samples were trained and how many generated, the generated tokens and the seconds of
-training. R(S), reward over samples, does not depend on how busy the machine is, but for schedules whose lag
-follows from the rates of engine and trainer. Seconds do: `machine` says what share of it other processes had.
+training. Of a run that masked tokens it has their share, of all and of each tenth of the response. R(S),
+reward over samples, does not depend on how busy the machine is, but for schedules whose lag follows from the
+rates of engine and trainer. Seconds do: `machine` says what share of it other processes had.
 
 The report writes the tables of benchmarks/results/learning.md, means over the seeds with the half-widths of
 95% intervals (Student's t), and the figures that docs/ shows.
@@ -53,6 +55,7 @@ from studies import STUDIES, Study
 from tailrace.api import load_config, train
 from tailrace.config import RunConfig
 from tailrace.errors import TailraceError
+from tailrace.record.figures import TENTHS
 
 ROOT = EXAMPLES.parent
 POINTS = 32
@@ -167,6 +170,7 @@ def curve_of(rows: Sequence[dict[str, float]], scored_s: Sequence[float]) -> dic
         if trained < total * (len(curve["samples"]) + 1) / POINTS - 1e-9:
             continue
         samples, tokens = (sum(each[f"{key}/trained"] for each in part) for key in ("samples", "tokens"))
+        whole = tokens + sum(each.get("tokens/masked", 0.0) for each in part)
         point = {
             "samples": trained,
             "generated": scored,
@@ -174,15 +178,28 @@ def curve_of(rows: Sequence[dict[str, float]], scored_s: Sequence[float]) -> dic
             "seconds": seconds,
             "reward": sum(each["reward"] * each["samples/trained"] for each in part) / samples,
             "ess": fmean(each["ess"] for each in part),
-            "kl": sum(each["mismatch_kl"] * each["tokens/trained"] for each in part) / tokens,
-            "lag": sum(each["lag/mean"] * each["tokens/trained"] for each in part) / tokens,
+            "kl": sum(each["mismatch_kl"] * each["tokens/trained"] for each in part) / max(1, tokens),
+            "lag": sum(each["lag/mean"] * each["tokens/trained"] for each in part) / max(1, tokens),
             "lag_max": max(each["lag/max"] for each in part),
-            "length": tokens / samples,
+            "length": whole / samples,
         }
         for key, value in point.items():
             curve[key].append(float(f"{value:.4g}") if key not in ("samples", "generated") else int(value))
         part = []
     return curve
+
+
+def masked_of(rows: Sequence[dict[str, float]]) -> Result:
+    """The share of all completion tokens of trained samples that were masked, and that of each tenth of a
+    response; nothing of a run that masked none."""
+    steps = [(row, row["tokens/trained"] + row.get("tokens/masked", 0.0)) for row in rows if "loss" in row]
+    total = sum(tokens for _, tokens in steps)
+    keys = ["tokens/masked", *(f"masked/tenth/{tenth}" for tenth in range(TENTHS))]
+    share, *tenths = (
+        round(sum(row.get(key, 0.0) * (tokens if "tenth" in key else 1) for row, tokens in steps) / total, 4)
+        for key in keys
+    )
+    return {"masked": {"share": share, "tenths": tenths}} if share else {}
 
 
 def result_of(folder: Path) -> Result:
@@ -198,7 +215,12 @@ def result_of(folder: Path) -> Result:
         if "eval/accuracy" in row:
             evaluations.append([trained, round(row["eval/accuracy"], 4)])
     tokens = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["tokens"]
-    return {"curve": curve_of(rows, scored_s), "evaluations": evaluations, "tokens": tokens}
+    return {
+        "curve": curve_of(rows, scored_s),
+        "evaluations": evaluations,
+        "tokens": tokens,
+        **masked_of(rows),
+    }
 
 
 def measure(study: Study, name: str, samples: int, seed: int, folder: Path) -> Result:

@@ -52,6 +52,8 @@ Runs of one seed have the same prompts, so the difference to the first row is ta
 COLUMNS = ("seeds", "accuracy", "less the first", "reward, first quarter", "last quarter", "all")
 COLUMNS += ("less the first", "samples to 0.7", "ESS", "lag, mean", "lag, largest")
 COLUMNS += ("wasted", "generated a trained sample", "length")
+MASKED = ("masked", "of each tenth")
+"""Columns of a study that has such runs: shares of tokens, of all and of each tenth of the response."""
 
 Result = dict[str, Any]
 Row = dict[str, float]
@@ -179,7 +181,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def part(name: str, runs: dict[str, list[Result]]) -> str:
     """The section of a study."""
     study = STUDIES[name]
-    number = 4096 if name == "lagcurve" else None
+    lengths = {run["samples"] for found in runs.values() for run in found}
+    number = min(lengths) if len(lengths) > 1 else None
     lines = [f"## {name}", study.claim + "."]
     if study.runner == "kl":
         return "\n\n".join([*lines, divergence_table(runs)])
@@ -188,6 +191,7 @@ def part(name: str, runs: dict[str, list[Result]]) -> str:
         schedule: {run["seed"]: summary(run, number) for run in found} for schedule, found in runs.items()
     }
     first = next(iter(figures.values()))
+    masks = MASKED if any("masked" in run for found in runs.values() for run in found) else ()
     for schedule, found in figures.items():
         cells, before = [f"`{schedule}`", str(len(found))], ""
         for column in COLUMNS[1:]:
@@ -199,11 +203,21 @@ def part(name: str, runs: dict[str, list[Result]]) -> str:
             fewer = column == "samples to 0.7" and 0 < len(values) < len(found)
             cells.append(f"{cell} ({len(values)} seeds)" if fewer else cell)
             before = column
+        if masks:
+            cells += masked_cells([run["masked"] for run in runs[schedule] if "masked" in run])
         rows.append(cells)
     samples = f"{number or next(iter(runs.values()))[0]['samples']:,} trained samples"
     machine = "quiet" if all(run["machine"]["quiet"] for each in runs.values() for run in each) else "busy"
     lines.append(f"{samples}, {study.config.name}, {HELD} held-out prompts; the machine was {machine}.")
-    return "\n\n".join([*lines, table(COLUMNS, rows)])
+    return "\n\n".join([*lines, table((*COLUMNS, *masks), rows)])
+
+
+def masked_cells(found: Sequence[Result]) -> list[str]:
+    """The masked shares of the runs of a schedule; of each tenth in percent."""
+    if not found:
+        return ["", ""]
+    tenths = [fmean(column) for column in zip(*(each["tenths"] for each in found), strict=True)]
+    return [f"{fmean(each['share'] for each in found):.0%}", " ".join(f"{100 * each:.0f}" for each in tenths)]
 
 
 HELD = "1,024"

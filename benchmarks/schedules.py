@@ -3,6 +3,7 @@
     python benchmarks/schedules.py [--rounds 60] [--only NAME]
     python benchmarks/schedules.py --equal-devices [--sigma 1.3] [--reward-s 0.3]
     python benchmarks/schedules.py --clusters 20 [--seed 0] [--json FILE]
+    python benchmarks/schedules.py --race 20 [--seed 0] [--only "NAME;NAME"] [--json FILE]
 
 One setting, in which engines and trainer have devices of their own: 64 groups of 8 samples a step, 512
 prompts that are repeated every epoch. The first two epochs (16 rounds) are not counted, because length
@@ -18,16 +19,23 @@ what leads when a reward takes 30 s?
 --clusters draws clusters and length models at random, and measures every candidate of the planner: every
 schedule with several parameters, on every division of the devices. Two questions are asked of the same
 figures. Which schedule is the fastest in each class, where the lag of a trained token in optimizer steps is
-at most 0, 1 or 3, or has no bound? A candidate whose length bias is above 2% cannot win. And how good is the
+at most 0, 1 or 3, or has no bound? A candidate whose length bias is above 2% cannot win, nor one that masks
+more than half of its tokens ("masked": tailrace and pipelinerl with a bound that masks stale tokens, which
+the planner does not propose; a step of theirs trains fewer tokens). And how good is the
 planner, with one of these bounds on each cluster? The regret is the time of a step of its choice over that of
 the fastest candidate, minus 1. The speed-up is the processor time of exhaustive search over that of the
 planner, both summed over the clusters.
+
+--race asks only the first question, of the bounds 1 and 3. A candidate is left out if it is predicted, as the
+planner does, to take 1.1 times as long as another one of its schedule. Results accumulate in FILE
+(results/race-SEED.json): a cluster that it has is not measured again, but for the schedules that --only
+names, separated by ";".
 """
 
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,9 +43,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from common import run, write
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
+from tailrace.extras.plan.candidates import Candidate, Work
 from tailrace.extras.plan.plan import Measured, Problem, measure
 from tailrace.extras.plan.search import is_biased, search
 from tailrace.rollout.placement import DeviceSharing, Kind
@@ -52,7 +63,7 @@ from tailrace.sim.settings import (
     SimTrainerSettings,
 )
 
-OURS = ("tailrace", "tailrace_on_policy")
+OURS = ("tailrace", "tailrace_on_policy", "tailrace, masked", "pipelinerl, masked")
 GROUPS, GROUP_SIZE, ROWS, WARM_UP_ROUNDS = 64, 8, 512, 16
 LENGTHS = SimLengthSettings(median_tokens=1230.0, sigma=1.3, max_tokens=16_384, rows=ROWS)
 SEPARATE = SimSettings(
@@ -62,6 +73,11 @@ CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
 SPLITS = (4, 5, 6)
 """Of eight devices, those that generate."""
 LAGS = (0, 1, 3, math.inf)
+RACED = (1, 3)
+RESULTS = Path(__file__).parent / "results"
+LOSES = 1.1
+MAX_MASKED = 0.5
+"""Share of the tokens that are masked, above which a candidate cannot win."""
 DEVICES = ("A100-40G", "H100", "H200", "MI300X")
 MODELS = ("Qwen3-1.7B", "Qwen3-4B", "Qwen2.5-7B", "Qwen3-8B")
 
@@ -226,24 +242,78 @@ def fitting(number: int, seed: int) -> tuple[str, Problem]:
             return words, problem
 
 
-Class = dict[str, Measured]
+Class = dict[str, dict[str, Any]]
 """The fastest candidate of each schedule within a bound on lag, without length bias where it has one."""
 
 
-def classes(problem: Problem, measured: Iterable[Measured]) -> dict[str, Class]:
-    found: dict[str, Class] = {f"lag {lag:g}": {} for lag in LAGS}
-    for each in sorted(measured, key=lambda each: (is_biased(problem, each), each.step_s)):
-        work = each.candidate.work
-        for lag in LAGS:
-            if work.lag <= lag:
-                found[f"lag {lag:g}"].setdefault(work.schedule, each)
+def schedule_of(work: Work) -> str:
+    masks = "stale" in work.parameters or (work.schedule == "pipelinerl" and work.lag < math.inf)
+    return f"{work.schedule}, masked" if masks else work.schedule
+
+
+def masked(unmasked: Mapping[Candidate, SimSettings]) -> dict[Candidate, SimSettings]:
+    """The candidates that mask what is older than a bound, with as many groups in flight as others have."""
+    found: dict[Candidate, SimSettings] = {}
+    for each, sim in unmasked.items():
+        work = each.work
+        if (work.schedule, work.lag) not in (("tailrace", max(RACED)), ("pipelinerl", math.inf)):
+            continue
+        for lag in RACED:
+            bound = {"staleness": lag} | ({"stale": "mask"} if work.schedule == "tailrace" else {})
+            label = f"{work.label.partition(', staleness')[0]}, {lag} masked"
+            bounded = replace(work, parameters={**work.parameters, **bound}, label=label, lag=lag)
+            found[replace(each, work=bounded)] = sim
     return found
+
+
+def may_win(problem: Problem, each: Measured) -> bool:
+    return not is_biased(problem, each) and each.figures["masked_share"] <= MAX_MASKED
+
+
+def token_s(each: Measured) -> float:
+    return each.step_s / max(1e-9, 1.0 - each.figures["masked_share"])
+
+
+def first_of(of_class: Class, time: Callable[[Mapping[str, Any]], float]) -> float:
+    return min((time(each) for each in of_class.values() if each["may_win"]), default=math.nan)
+
+
+def time_of(row: Mapping[str, Any]) -> float:
+    """Seconds of a step."""
+    return float(row["step_s"])
+
+
+def token_time(row: Mapping[str, Any]) -> float:
+    """Seconds of a step over the share of its tokens that are trained, of the best candidate in that."""
+    return float(row["token_s"])
+
+
+def classes(problem: Problem, measured: Iterable[Measured], lags: Sequence[float] = LAGS) -> dict[str, Class]:
+    assert problem.sim.cluster
+    found: dict[str, Class] = {f"lag {lag:g}": {} for lag in lags}
+    for each in sorted(measured, key=lambda each: (not may_win(problem, each), each.step_s)):
+        work = each.candidate.work
+        row: dict[str, Any] = {
+            "candidate": each.candidate.name(problem.sim.cluster.devices),
+            "kind": each.candidate.kind,
+        }
+        row |= {key: float(f"{each.figures[key]:.5g}") for key in FIGURES}
+        row |= {"may_win": may_win(problem, each), "token_s": math.inf}
+        for lag in lags:
+            if work.lag <= lag:
+                first = found[f"lag {lag:g}"].setdefault(schedule_of(work), row.copy())
+                first["token_s"] = min(first["token_s"], token_s(each))
+    return found
+
+
+FIGURES = ("step_s", "lag_mean", "waste_share", "masked_share", "length_bias")
 
 
 def ours_over_theirs(of_class: Class) -> float:
     """Time of the fastest of tailrace's own schedules over that of the fastest published one."""
     ours, theirs = (
-        next(each.step_s for name, each in of_class.items() if (name in OURS) is own) for own in (True, False)
+        first_of({name: each for name, each in of_class.items() if (name in OURS) is own}, time_of)
+        for own in (True, False)
     )
     return ours / theirs
 
@@ -258,9 +328,10 @@ def on_cluster_of(number: int, seed: int) -> tuple[dict[str, Any], dict[str, Cla
     within = [problem.measure(each, sim, problem.steps) for each, sim in problem.candidates()[0].items()]
     exhaustive_s = time.process_time() - began_s
     known = {each.candidate.name(devices) for each in within}
+    every = replace(problem, max_lag=math.inf).candidates()[0]
     others = (
         problem.measure(each, sim, problem.steps)
-        for each, sim in replace(problem, max_lag=math.inf).candidates()[0].items()
+        for each, sim in (every | masked(every)).items()
         if each.name(devices) not in known
     )
     best = min((each for each in within if not is_biased(problem, each)), key=lambda each: each.step_s)
@@ -279,23 +350,39 @@ def on_cluster_of(number: int, seed: int) -> tuple[dict[str, Any], dict[str, Cla
 
 def print_class(name: str, races: Sequence[Class]) -> None:
     print(f"\n{name} at most: time of a step over that of the fastest schedule")
-    head = ("fits", "median", "worst", "first", "in turn", "lag", "wasted", "bias")
+    head = (
+        "fits",
+        "median",
+        "worst",
+        "first",
+        "in 2%",
+        "in turn",
+        "lag",
+        "wasted",
+        "masked",
+        "a token",
+        "bias",
+    )
     print(f"{'':24}" + "".join(f"{word:>9}" for word in head))
     for schedule in sorted({schedule for of_class in races for schedule in of_class}):
-        pairs = [
-            (of_class[schedule], next(iter(of_class.values()))) for of_class in races if schedule in of_class
-        ]
-        mine = [each for each, _ in pairs]
-        over = [each.step_s / first.step_s for each, first in pairs]
+        raced = [of_class for of_class in races if schedule in of_class]
+        mine = [of_class[schedule] for of_class in raced]
+        over, a_token = (
+            [time(each) / first_of(of_class, time) for each, of_class in zip(mine, raced, strict=True)]
+            for time in (time_of, token_time)
+        )
         print(
             f"{schedule + ' *' * (schedule in OURS):24}{len(mine):9}{median(over):9.2f}{max(over):9.2f}"
-            f"{sum(each is first for each, first in pairs):9}"
-            f"{sum(each.candidate.kind == 'colocated' for each in mine):9}"
-            f"{fmean(each.figures['lag_mean'] for each in mine):9.2f}"
-            f"{fmean(each.figures['waste_share'] for each in mine):9.1%}"
-            f"{median(each.figures['length_bias'] for each in mine):+9.1%}"
+            f"{sum(each <= 1.0 for each in over):9}{sum(each <= 1.02 for each in over):9}"
+            f"{sum(each['kind'] == 'colocated' for each in mine):9}"
+            f"{fmean(each['lag_mean'] for each in mine):9.2f}"
+            f"{fmean(each['waste_share'] for each in mine):9.1%}"
+            f"{fmean(each['masked_share'] for each in mine):9.1%}{median(a_token):9.2f}"
+            f"{median(each['length_bias'] for each in mine):+9.1%}"
         )
-    ratios = [ours_over_theirs(of_class) for of_class in races]
+    ratios = [ratio for of_class in races if not math.isnan(ratio := ours_over_theirs(of_class))]
+    if not ratios:
+        return
     print(f"ours (*) is first in {sum(each <= 1.0 for each in ratios)} of {len(ratios)}; its time over the")
     print(f"fastest published one's: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
 
@@ -330,6 +417,48 @@ def on_random_clusters(number: int, seed: int, path: Path | None) -> None:
         print_class(name, [race[name] for race in races])
 
 
+def fastest(problem: Problem, only: Sequence[str]) -> dict[str, Class]:
+    """The classes of RACED with all schedules, or with some."""
+    every = replace(problem, max_lag=math.inf).candidates()[0]
+    sims = {each: sim for each, sim in (every | masked(every)).items() if each.work.lag <= max(RACED)}
+    floors = {each: problem.floor(each, sim, problem.steps).step_s for each, sim in sims.items()}
+    measured: dict[Candidate, Measured] = {}
+    excess_s: dict[str, float] = {}
+
+    def predicted(each: Candidate) -> float:
+        return floors[each] + excess_s.get(each.work.name, 0.0)
+
+    for name in only or sorted({schedule_of(each.work) for each in sims}):
+        for lag in RACED:
+            best_s = math.inf
+            left = [each for each in sims if schedule_of(each.work) == name and each.work.lag <= lag]
+            while left and min(map(predicted, left)) <= LOSES * best_s:
+                left.remove(each := min(left, key=predicted))
+                if each not in measured:
+                    measured[each] = problem.measure(each, sims[each], problem.steps)
+                    excess = measured[each].step_s - floors[each]
+                    excess_s[each.work.name] = min(excess_s.get(each.work.name, math.inf), excess)
+                if may_win(problem, measured[each]):
+                    best_s = min(best_s, token_s(measured[each]))
+    return classes(problem, measured.values(), RACED)
+
+
+def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -> None:
+    found: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes()) if path.exists() else []
+    for each in range(number):
+        if each < len(found) and not only:
+            continue
+        words, problem = fitting(each, seed)
+        classes = fastest(problem, only)
+        if each < len(found):
+            classes = {name: found[each][name] | classes[name] for name in classes}
+        found[each:] = [{"cluster": words, **classes}, *found[each + 1 :]]
+        path.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, found)) + b"\n]\n")
+        print(f"{each}: {words}", flush=True)
+    for lag in RACED:
+        print_class(f"lag {lag}", [each[f"lag {lag}"] for each in found[:number]])
+
+
 def main(
     rounds: int = 60,
     only: str = "",
@@ -337,10 +466,13 @@ def main(
     sigma: float = 1.3,
     reward_s: float = 0.3,
     clusters: int = 0,
+    race: int = 0,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
-    if clusters:
+    if race:
+        on_raced_clusters(race, seed, only.split(";") if only else [], json or RESULTS / f"race-{seed}.json")
+    elif clusters:
         on_random_clusters(clusters, seed, json)
     elif equal_devices:
         on_equal_devices(rounds, sigma, reward_s, only)

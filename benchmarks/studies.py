@@ -61,10 +61,16 @@ def conventional(*steps: int, label: str = "G={}") -> dict[str, Parameters]:
     }
 
 
-def window(name: str, staleness: int) -> Parameters:
-    """A schedule with a bound on staleness, and as many groups in flight as it allows."""
-    in_flight = {"groups_in_flight": 2 * (staleness + 1), "staleness": staleness}
+def window(name: str, staleness: int, times: int = 1) -> Parameters:
+    """A schedule with a bound on staleness, and as many groups in flight as it allows without masks; or so
+    many times as many."""
+    in_flight = {"groups_in_flight": 2 * (staleness + 1) * times, "staleness": staleness}
     return {"name": name, "groups_per_step": 2, **in_flight}
+
+
+def masked(staleness: int, times: int = 1) -> Parameters:
+    """tailrace that masks what is too old."""
+    return {**window("tailrace", staleness, times), "stale": "mask"}
 
 
 STUDIES = {
@@ -141,6 +147,24 @@ STUDIES = {
         evaluations=2,
         figure=True,
         shared={"lag": ("G=1", "G=8", "G=16", "G=32", "G=64", "pipelinerl", "pipelinerl H=256")},
+    ),
+    "masked": Study(
+        "A bound on lag that masks stale tokens, and waits for none, learns as much from as many samples",
+        REINFORCE,
+        {
+            "tailrace 1 masked": masked(1),
+            "tailrace 1 masked, twice in flight": masked(1, times=2),
+            "tailrace 4 masked": masked(4),
+            "tailrace 4 masked, twice in flight": masked(4, times=2),
+            "pipelinerl H=32, 4 masked": {**IN_FLIGHT, **BLOCK, "in_flight_per_engine": 32, "staleness": 4},
+            "pipelinerl, 8 masked": {**IN_FLIGHT, **BLOCK, "staleness": 8},
+        },
+        samples=4096,
+        evaluations=2,
+        shared={
+            "lag": ("G=1", "pipelinerl"),
+            "lagcurve": ("tailrace 1", "tailrace 4", "pipelinerl H=32"),
+        },
     ),
     "kv": Study(
         "PipelineRL, 5.1: a stale cache does no harm",

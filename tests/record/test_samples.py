@@ -32,6 +32,7 @@ def test_every_trained_sample_stands_in_its_rounds_file(tmp_path: Path) -> None:
         "finish_reason": "length",
         "num_tokens": 20,
         "spans": [[0, 20]],
+        "num_masked": 0,
     }
 
 
