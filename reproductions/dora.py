@@ -1,0 +1,139 @@
+"""DORA (Hu et al. 2026, arXiv 2604.26256), section 5.2: the step of four paradigms on 64 and 128 H800.
+
+No row is fitted: all rates follow from the devices and the model by the simulator's defaults.
+"""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from statistics import median
+from typing import NamedTuple
+
+from reproductions.base import Figure, Paper, Table, parameters
+from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import simulate
+from tailrace.rollout.placement import DeviceSharing
+from tailrace.schedules import Schedule
+from tailrace.schedules.april import april
+from tailrace.schedules.dora import dora
+from tailrace.schedules.one_step_off import one_step_off
+from tailrace.schedules.serial import serial
+from tailrace.sim.cluster import rates
+from tailrace.sim.settings import SimSettings
+
+K, GROUPS, UPDATES, VERSIONS = 16, 512, 16, 3
+"""Responses of a prompt; prompts and optimizer steps of a training step; versions at a time (K)."""
+ALIVE = GROUPS * 3 // 2
+"""Prompts in flight of DORA and of partial rollout (RBS)."""
+MEDIAN, MEAN, LONGEST, PROMPT = 1045.0, 2400, 30_720, 150
+"""Of the lengths, and the prompts: with sigma 1.3 the mean is the printed one."""
+ROUNDS, WARM_UP_ROUNDS, SYNC_ROUNDS = 5, 2, 2
+
+
+class Row(NamedTuple):
+    """A bar of Fig. 8: minutes of a step, and the share of it in which nothing trains; devices that generate,
+    if they do not train."""
+
+    name: str
+    devices: int
+    minutes: float
+    rollout_only: float | None
+    generating: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.devices} H800, {self.name}"
+
+
+SYNC = (Row("synchronous", 64, 22.91, 0.65), Row("synchronous", 128, 20.23, 0.73))
+ROWS = (
+    SYNC[0],
+    Row("one-step off-policy", 64, 22.94, 0.33, 32),
+    Row("partial rollout", 64, 17.38, 0.46),
+    Row("DORA", 64, 14.67, 0.12, 32),
+    SYNC[1],
+    Row("one-step off-policy", 128, 14.0, None, 64),
+    Row("partial rollout", 128, 13.95, None),
+    Row("DORA", 128, 10.46, 0.24, 64),
+)
+SEPARATE_UPDATES = ("synchronous", "one-step off-policy")
+"""Paradigms whose schedules make each optimizer step; those of others make one a publication."""
+SCHEDULES: Mapping[str, Schedule] = {
+    "synchronous": partial(serial, groups_per_round=GROUPS, groups_per_step=GROUPS // UPDATES),
+    "one-step off-policy": partial(one_step_off, groups_per_round=GROUPS, groups_per_step=GROUPS // UPDATES),
+    "partial rollout": partial(april, groups_per_round=GROUPS, groups_launched=ALIVE),
+    "DORA": partial(dora, groups_per_step=GROUPS, groups_in_flight=ALIVE, staleness=VERSIONS - 1),
+}
+
+
+def setup(row: Row, updates: int) -> SimSettings:
+    """The costs of a row. `updates`: optimizer steps that one of its schedule stands for."""
+    cluster = {"device": "H800", "model": "Qwen2.5-32B", "tensor_parallel": 4, "devices": row.devices}
+    # Old log-probs are one more forward pass: 10 FLOPs a parameter and token, not 8.
+    cluster |= {"rollout_devices": row.generating, "training_efficiency": 0.4 * 8 / 10}
+    lengths = {"median_tokens": MEDIAN, "sigma": 1.3, "max_tokens": LONGEST, "prompt_tokens": PROMPT}
+    rewards = {"median_s": 0.0, "workers": GROUPS * K}
+    sections = {"cluster": cluster, "lengths": lengths, "rewards": rewards, "engines": {"slots": 1024}}
+    found = rates(SimSettings.model_validate(sections))
+    step_s = updates * found.trainer.step_s
+    return found.model_copy(update={"trainer": found.trainer.model_copy(update={"step_s": step_s})})
+
+
+@cache
+def measured(row: Row, seed: int) -> tuple[float, float]:
+    """Minutes of a step, and those of them in which nothing trains."""
+    sim = setup(row, 1 if row.name in SEPARATE_UPDATES else UPDATES)
+    rounds, warm_up_rounds = (SYNC_ROUNDS, 0) if row in SYNC else (ROUNDS, WARM_UP_ROUNDS)
+    figures = simulate(
+        SCHEDULES[row.name],
+        sim,
+        RunSettings(rounds=rounds, group_size=K, seed=seed),
+        sharing=DeviceSharing("disaggregated" if row.generating else "colocated"),
+        warm_up_rounds=warm_up_rounds,
+    ).figures
+    minutes = GROUPS * K / figures["samples_per_s"] / 60
+    return minutes, minutes - figures["trainer_compute_s"] / 60
+
+
+def steps(seed: int) -> Table:
+    """Fig. 8: minutes of a step, with the error, and the share in which nothing trains; DORA's speed-ups."""
+    figures, errors = list[Figure](), list[float]()
+    ours = {str(row): measured(row, seed) for row in ROWS}
+    for row in ROWS:
+        minutes, rollout_only = ours[str(row)]
+        error = 100 * (minutes / row.minutes - 1)
+        errors.append(abs(error))
+        figures.append(Figure(str(row), "step", "min", row.minutes, minutes, tolerance=0.1 * row.minutes))
+        figures.append(Figure(str(row), "error of the step", "%", None, error))
+        printed = None if row.rollout_only is None else 100 * row.rollout_only
+        figures.append(Figure(str(row), "rollout only", "%", printed, 100 * rollout_only / minutes))
+    figures.append(Figure("predicted rows", "median error", "%", 0.0, median(errors), "determined", 10.0))
+    for devices in (64, 128):
+        *others, own = (row for row in ROWS if row.devices == devices)
+        for row in others:
+            speed_up = ours[str(row)][0] / ours[str(own)][0]
+            what, printed = f"DORA over {row.name}", row.minutes / own.minutes
+            figures.append(Figure(f"{devices} H800", what, "x", printed, speed_up, "determined", 0.1))
+    return Table("Fig. 8", "step of Qwen2.5-32B", tuple(figures))
+
+
+PARAMETERS = """
+printed 8 | 512 prompts of 16 responses a step, 16 optimizer steps, mean length 2.4K, at most 30K, K = 3, two
+    scales | section 5.1
+assumed 6 | H800 with the simulator's rates; TP 4; sigma 1.3 and correlation 0.7; prompts of 150 tokens; old
+    log-probs by a forward pass |
+assumed 3 | half of the devices generate for one-step off-policy and DORA; 768 prompts in flight (RBS) for
+    DORA and partial rollout |
+"""
+PAPER = Paper(
+    name="dora",
+    citation="Hu et al., 2026: DORA, a scalable asynchronous RL system for language model training",
+    set_up=("Synchronous and partial rollout have all devices in turn; rewards take no time.",),
+    parameters=parameters(PARAMETERS),
+    tables={"Fig. 8": steps},
+    contradictions=(
+        "Throughput times step gives 2,370 tokens a sample for the synchronous rows and 2,610 for DORA's: the"
+        " rows have different lengths.",
+        "On 64 devices DORA trains for 12.9 min of a step, the synchronous row for 8.0 min.",
+        "128 devices generate the same batch in 14.8 min, 64 in 14.9 min.",
+    ),
+    not_attempted="LongCat-Flash on 4,096 accelerators, rewards, overheads, the ablation of the KV cache.",
+)
