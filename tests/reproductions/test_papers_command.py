@@ -51,6 +51,7 @@ def test_a_table_shows_each_printed_figure_beside_ours_with_its_kind_and_its_bar
 @pytest.mark.parametrize("name", [name for name in PAPERS if name != "staleness"])  # it has no set-up to fit
 def test_a_paper_says_what_is_printed_fitted_and_assumed_and_what_is_not_attempted(name: str) -> None:
     paper = import_module(f"reproductions.{name}").PAPER
-    assert all(paper.num_parameters.values()) and sum(paper.num_parameters.values()) > len(paper.parameters)
+    assert paper.num_parameters["printed"] and paper.num_parameters["assumed"]
+    assert sum(paper.num_parameters.values()) > len(paper.parameters)
     assert all(each.source or each.kind == "assumed" for each in paper.parameters)
-    assert paper.contradictions and paper.not_attempted
+    assert paper.not_attempted and (paper.contradictions or not paper.num_fitted)
