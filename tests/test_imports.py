@@ -38,9 +38,10 @@ HEART: Mapping[str, set[str]] = {
 WHOLE_HEART = set(HEART)
 KINDS_IMPORT = ("data", "engine", "trainer", "weights", "workers")
 DRIVERS: Mapping[str, set[str]] = {
-    "drivers.engine": {"contracts"},
+    "drivers.models": set(),
+    "drivers.engine": {"contracts", "drivers.models"},
     "drivers.weights": {"contracts"},
-    "drivers.trainer": {"contracts", "algo"},
+    "drivers.trainer": {"contracts", "algo", "drivers.models"},
     "drivers.data": {"contracts"},
     "drivers.environments": {"contracts", "rollout", "drivers.data"},
     "drivers.reward": {"contracts", "rollout", "drivers.data"},

@@ -1,16 +1,22 @@
-"""Which architectures train exactly: each is exact in every sample of a pack, or refused with the reason. The
-list is in docs/servers-and-devices.md."""
+"""Architectures train exactly, packed or one sequence at a time. The list:
+docs/servers-and-devices.md."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.lfm2 import modeling_lfm2
 
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.distributed import Ranks
 from tailrace.drivers.trainer.model import PolicyModel
-from tailrace.drivers.trainer.packing import MicroBatch
+from tailrace.drivers.trainer.packing import MicroBatch, Packing
 from tailrace.errors import ConfigError
 from tailrace.types import SampleId
 
@@ -56,6 +62,8 @@ EXACT: dict[str, dict[str, object]] = {
     "apertus": {},
     "arcee": {},
     "biogpt": {},
+    "cohere": {"logit_scale": 0.1},
+    "cohere2": {"logit_scale": 0.1, **WINDOWED},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "dots1": {},
@@ -63,6 +71,7 @@ EXACT: dict[str, dict[str, object]] = {
     "ernie4_5_moe": {},
     "exaone4": WINDOWED,
     "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, **WINDOWED},
     "gemma3_text": {"head_dim": 8, **WINDOWED},
     "gemma4_text": {
         "head_dim": 8,
@@ -79,11 +88,19 @@ EXACT: dict[str, dict[str, object]] = {
     "gpt2": OLD,
     "gpt_bigcode": OLD,
     "gpt_neox": {},
+    "gpt_oss": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        **WINDOWED,
+    },
+    "granite": {"logits_scaling": 3.0},
     "granitemoe": {},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "jetmoe": {"kv_channels": 8},
     "llama": {},
     "minimax_m2": {"head_dim": 8},
+    "ministral3": {"head_dim": 8},
     "mistral": {"sliding_window": 9},
     "mixtral": {},
     "olmo": {},
@@ -104,34 +121,62 @@ EXACT: dict[str, dict[str, object]] = {
 }
 BOUNDARIES = "packed boundaries do not reach its attention"
 MIXES = "a packed sequence changes log-probs of the next"
-DIFFERS = "packed log-probs differ from its own by up to"
-REFUSED: dict[str, tuple[dict[str, object], str]] = {
+DIFFERS = "log-probs differ from its own by up to"
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+SEPARATE: dict[str, dict[str, object]] = {
+    "codegen": {**OLD, "rotary_dim": 4},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 9,
+    },
+}
+ALONE: dict[str, tuple[dict[str, object], str]] = {
+    "bamba": ({**MAMBA, "attn_layer_indices": [1]}, MIXES),
     "bloom": (OLD, MIXES),
-    "cohere": ({"logit_scale": 0.1}, DIFFERS),
     "falcon": ({"ffn_hidden_size": 48}, MIXES),
     "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, MIXES),
-    "gemma2": ({"head_dim": 8}, "its attention takes 'softcap'"),
-    "gpt_oss": ({"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "'s_aux'"),
-    "granite": ({"logits_scaling": 3.0}, DIFFERS),
+    "granitemoehybrid": ({**MAMBA, "layer_types": ["mamba", "attention"]}, MIXES),
     "jamba": ({"mamba_d_state": 8, "mamba_dt_rank": 4}, MIXES),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, MIXES),
-    "llama4_text": ({"intermediate_size_mlp": 48, "head_dim": 8}, "no attribute 'last_hidden_state'"),
+    "lfm2_moe": ({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, MIXES),
+    "llama4_text": ({"intermediate_size_mlp": 48, "head_dim": 8}, DIFFERS),
     "mamba": ({"state_size": 8}, MIXES),
+    "mamba2": ({"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, MIXES),
+    "minimax": ({"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}, MIXES),
     "nemotron": ({"head_dim": 8}, BOUNDARIES),
-    "phimoe": ({"sliding_window": 9}, DIFFERS),  # its window does not reach the attention
-    "qwen3_next": (
+    "nemotron_h": (
         {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
             "head_dim": 8,
         },
         MIXES,
     ),
+    "olmo_hybrid": (GATED_DELTA | {"linear_num_value_heads": 2}, MIXES),
+    "phimoe": ({"sliding_window": 9}, DIFFERS),  # its window does not reach the attention
+    "qwen3_5_moe_text": (GATED_DELTA, MIXES),
+    "qwen3_5_text": (GATED_DELTA, MIXES),
+    "qwen3_next": (GATED_DELTA, MIXES),
+    "recurrent_gemma": (
+        {"num_hidden_layers": 3, "lru_width": 32, "head_dim": 8, "attention_window_size": 9},
+        MIXES,
+    ),
     "stablelm": ({}, BOUNDARIES),
 }
+SHAPES: dict[str, dict[str, object]] = EXACT | SEPARATE | {name: each for name, (each, _) in ALONE.items()}
 
 
 def random_model(model_type: str, changes: dict[str, object], std: float = 0.2) -> PreTrainedModel:
@@ -158,39 +203,113 @@ def samples() -> list[TrainingSample]:
     ]
 
 
-@pytest.mark.parametrize("model_type", EXACT)
-def test_an_architecture_is_exact_in_both_samples_of_a_pack(model_type: str) -> None:
-    policy = PolicyModel(random_model(model_type, EXACT[model_type]), TrainerSettings(), temperature=0.8)
-    given = samples()
+def policy_of(model_type: str, model: PreTrainedModel | None = None) -> PolicyModel:
+    return PolicyModel(
+        model or random_model(model_type, SHAPES[model_type]), TrainerSettings(), temperature=0.8
+    )
+
+
+def own_logprobs(model: PreTrainedModel) -> Tensor:
+    """Log-probs of the completions by transformers' own forward pass, which sees one sample at a time."""
+    model.set_attn_implementation("eager")
+    found = []
+    for each in samples():
+        ids = torch.tensor([each.prompt_ids + each.completion_ids])
+        logp = (model(ids, use_cache=False).logits / 0.8)[0, NUM_PROMPT - 1 : -1].log_softmax(-1)
+        found.append(logp.gather(1, ids[0, NUM_PROMPT:, None])[:, 0])
+    return torch.cat(found)
+
+
+def computed(policy: PolicyModel) -> Tensor:
+    batches = [MicroBatch.of(samples(), policy.device, policy.packing)]
+    return torch.cat([policy.logprobs(batch).logprobs for batch in batches])
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_an_architecture_is_exact_in_both_samples_however_they_are_computed(model_type: str) -> None:
+    policy = policy_of(model_type)
+    if model_type in ALONE:
+        assert policy.way.startswith("one sequence at a time: ") and ALONE[model_type][1] in policy.way
+    else:
+        assert policy.packing is (Packing.SEPARATE if model_type in SEPARATE else Packing.SHARED)
     with torch.no_grad():
-        packed = policy.logprobs(MicroBatch.of(given, policy.device)).logprobs
-        policy.model.set_attn_implementation("eager")
-        ids = torch.tensor([each.prompt_ids + each.completion_ids for each in given])
-        alone = (policy.model(ids, use_cache=False).logits / 0.8)[:, NUM_PROMPT - 1 : -1].log_softmax(-1)
-    wanted = alone.gather(2, ids[:, NUM_PROMPT:, None]).flatten()
-    torch.testing.assert_close(packed, wanted, atol=5e-6, rtol=0)
+        torch.testing.assert_close(computed(policy), own_logprobs(policy.model), atol=5e-6, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_an_architecture_that_would_not_be_exact_is_refused_with_the_reason(model_type: str) -> None:
-    changes, reason = REFUSED[model_type]
-    with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed: ") as caught:
-        PolicyModel(random_model(model_type, changes), TrainerSettings(), temperature=1.0)
-    assert reason in str(caught.value)
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma2", "gpt_oss", "granite", "falcon_h1", "gpt_neo", "jamba", "lfm2", "nemotron_h", "qwen3_5_text"],
+)
+def test_gradients_are_those_of_transformers_own_forward_pass(model_type: str) -> None:
+    policy, upstream = policy_of(model_type), torch.linspace(-1, 1, 120)
+    gradients = []
+    for logprobs in (computed(policy), own_logprobs(policy.model)):
+        policy.model.zero_grad()
+        (logprobs * upstream).sum().backward()
+        gradients.append({name: each.grad for name, each in policy.model.named_parameters()})
+    ours, theirs = gradients
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, atol=1e-4, rtol=1e-4)
 
 
-def test_a_leak_that_is_small_because_the_weights_are_is_refused() -> None:
-    model = random_model("falcon_h1", REFUSED["falcon_h1"][0], std=0.01)
-    with pytest.raises(ConfigError, match=MIXES):
-        PolicyModel(model, TrainerSettings(), temperature=1.0)
+def test_samples_of_a_group_share_no_prompt_where_a_layer_carries_a_state() -> None:
+    policy, group = policy_of("qwen3_5_text"), [replace(samples()[0], id=SampleId(0, 0, i)) for i in range(3)]
+    batches = policy.own_micro_batches(group, max_tokens=1000)
+    assert [each.lengths for each in batches] == [[79]] * 3
+
+
+def convolved_by(heeds: Callable[[Tensor | None], bool]) -> Callable[..., Tensor]:
+    """transformers' convolution of LFM2 on a CPU, which begins anew where `seq_idx` changes if it is heeded,
+    as the kernel of causal-conv1d does."""
+    own = modeling_lfm2.causal_conv1d_fn
+
+    def convolve(x: Tensor, *others: object, seq_idx: Tensor | None = None, **named: object) -> Tensor:
+        if seq_idx is None or not heeds(seq_idx):
+            return own(x, *others, **named)
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([own(each, *others, **named) for each in x.split(lengths, 2)], 2)
+
+    return convolve
+
+
+def test_a_layer_with_a_state_that_heeds_the_boundaries_is_packed_without_shared_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", convolved_by(lambda _: True))
+    policy = policy_of("lfm2")
+    assert policy.packing is Packing.SEPARATE
+    with torch.no_grad():
+        torch.testing.assert_close(computed(policy), own_logprobs(policy.model), atol=5e-6, rtol=0)
+
+
+def test_a_leak_planted_in_one_layer_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two convolutions ignores the boundaries."""
+    calls = itertools.count()
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", convolved_by(lambda _: next(calls) % 2 == 0))
+    shape = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
+    policy = policy_of("lfm2", random_model("lfm2", shape))
+    assert policy.packing is Packing.ALONE and MIXES in policy.way
+
+
+def test_a_leak_that_is_small_because_the_weights_are_is_not_packed() -> None:
+    assert MIXES in policy_of("falcon_h1", random_model("falcon_h1", SHAPES["falcon_h1"], std=0.01)).way
+
+
+def test_ranks_cannot_share_a_model_that_computes_one_sequence_at_a_time() -> None:
+    problem = r"trainer\.ranks = 2: an architecture of type 'lfm2' trains one sequence at a time"
+    with pytest.raises(ConfigError, match=problem):
+        PolicyModel(
+            random_model("lfm2", SHAPES["lfm2"]), TrainerSettings(), temperature=1.0, ranks=Ranks(0, 2)
+        )
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_a_rotary_embedding_that_depends_on_the_longest_sequence_is_refused(rope_type: str) -> None:
+def test_a_rotary_embedding_that_depends_on_the_longest_sequence_is_not_packed(rope_type: str) -> None:
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope_type == "longrope" else {}
-    with pytest.raises(ConfigError, match=f"its rope type '{rope_type}' depends on the longest sequence"):
-        PolicyModel(random_model("llama", {"rope_parameters": rope}), TrainerSettings(), temperature=1.0)
+    policy = policy_of("llama", random_model("llama", {"rope_parameters": rope}))
+    assert f"at a time: its rope type '{rope_type}' depends on the longest sequence" in policy.way
 
 
 def test_windows_are_those_of_the_config_after_the_check() -> None:
@@ -204,6 +323,7 @@ def test_the_page_lists_exactly_the_architectures_that_are_tried() -> None:
         line.strip("| ").split(" | ", 1) for line in PAGE.read_text().splitlines() if "`model_type`" in line
     )
     assert rows == {
-        "exact, by `model_type`": ", ".join(EXACT),
-        "refused, by `model_type`": ", ".join(REFUSED),
+        "packed, by `model_type`": ", ".join(EXACT),
+        "packed without shared prompts, by `model_type`": ", ".join(SEPARATE),
+        "one sequence at a time, by `model_type`": ", ".join(ALONE),
     }

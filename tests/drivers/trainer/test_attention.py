@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
 from tailrace.drivers.trainer.model import packed_causal_attention
@@ -78,15 +80,33 @@ def test_sequences_that_share_a_context_attend_to_it(window: int | None) -> None
     torch.testing.assert_close(out, wanted.transpose(1, 2))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("named", [{"softcap": 0.7}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+def test_caps_and_sinks_are_those_of_transformers_eager_attention(
+    named: dict[str, object], window: int | None
+) -> None:
+    lengths = [5, 1, 7]
+    query, key, value, boundaries = packed(lengths)
+    of_lengths = {"cu_seq_lens_q": boundaries, "sequence_lengths": lengths}
+    out, _ = packed_causal_attention(
+        MODULE, query, key, value, None, 0.3, sliding_window=window, **named, **of_lengths
+    )
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 2, named.get("s_aux")
+    seen = same_sequence(lengths) & causal(torch.arange(13), window)
+    mask = torch.zeros(13, 13).masked_fill(~seen, float("-inf"))
+    eager = (modeling_gemma2 if "softcap" in named else modeling_gpt_oss).eager_attention_forward
+    wanted, _ = eager(module, query, key, value, mask, scaling=0.3, **named)
+    torch.testing.assert_close(out, wanted)
+
+
 def test_attention_without_boundaries_is_refused() -> None:
     query, key, value, _ = packed([3])
     with pytest.raises(NotImplementedError, match="packed boundaries do not reach its attention"):
         packed_causal_attention(MODULE, query, key, value, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [("softcap", 50.0), ("s_aux", torch.zeros(4)), ("is_causal", False), ("new_bias", 0)]
-)
+@pytest.mark.parametrize(("name", "given"), [("indices", torch.zeros(4)), ("is_causal", False), ("bias", 0)])
 def test_attention_with_an_argument_that_it_does_not_compute_is_refused_by_name(
     name: str, given: object
 ) -> None:

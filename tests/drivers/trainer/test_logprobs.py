@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tailrace.drivers.trainer import model
 from tailrace.drivers.trainer.model import token_logprobs
@@ -11,6 +12,10 @@ def leaves(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((11, 6), (9, 6), (9,)))
     targets = torch.randint(9, (11,), generator=generator)
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+
+
+def head(weight: Tensor, bias: Tensor | None = None) -> model.Head:
+    return lambda hidden: linear(hidden, weight, bias)
 
 
 def naive(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -27,7 +32,7 @@ def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def test_chunked_log_probs_and_gradients_equal_those_of_all_logits_at_once() -> None:
     upstream = torch.linspace(-1, 1, 11)
     *ours, targets = leaves()
-    got = token_logprobs(*ours, targets, temperature=0.7).logprobs
+    got = token_logprobs(ours[0], head(*ours[1:]), targets, vocabulary=9, temperature=0.7).logprobs
     (got * upstream).sum().backward()
     *theirs, _ = leaves()
     wanted = naive(*theirs, targets, 0.7)
@@ -39,7 +44,7 @@ def test_chunked_log_probs_and_gradients_equal_those_of_all_logits_at_once() -> 
 
 def test_entropy_is_that_of_the_tempered_distribution() -> None:
     hidden, weight, bias, targets = leaves()
-    entropy = token_logprobs(hidden, weight, bias, targets, temperature=0.7).entropy
+    entropy = token_logprobs(hidden, head(weight, bias), targets, vocabulary=9, temperature=0.7).entropy
     wanted = torch.distributions.Categorical(logits=(hidden @ weight.T + bias) / 0.7).entropy()
     torch.testing.assert_close(entropy, wanted.detach())
     assert not entropy.requires_grad
@@ -47,14 +52,16 @@ def test_entropy_is_that_of_the_tempered_distribution() -> None:
 
 def test_a_uniform_head_gives_each_token_the_log_of_one_in_v() -> None:
     hidden, weight = torch.randn(3, 4), torch.zeros(8, 4)
-    got = token_logprobs(hidden, weight, None, torch.tensor([0, 3, 7]), temperature=1.0)
+    got = token_logprobs(hidden, head(weight), torch.tensor([0, 3, 7]), vocabulary=8, temperature=1.0)
     torch.testing.assert_close(got.logprobs, torch.full((3,), -torch.tensor(8.0).log()))
     torch.testing.assert_close(got.entropy, torch.full((3,), torch.tensor(8.0).log()))
 
 
 def test_bfloat16_products_stay_near_float32() -> None:
     hidden, weight, bias, targets = leaves()
-    got = token_logprobs(hidden, weight, bias, targets, temperature=1.0, dtype=torch.bfloat16).logprobs
+    got = token_logprobs(
+        hidden, head(weight, bias), targets, vocabulary=9, temperature=1.0, dtype=torch.bfloat16
+    ).logprobs
     got.sum().backward()
     wanted = naive(*(x.detach() for x in (hidden, weight, bias)), targets, 1.0)
     assert got.dtype == torch.float32

@@ -62,18 +62,6 @@ def test_packed_log_probs_equal_the_plain_forward_of_each_sample(
     torch.testing.assert_close(got, torch.cat(wanted), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("granite", {"logits_scaling": 3.0}), ("mamba", {}), ("stablelm", {})],
-    ids=["logits changed after the head", "state runs through packed sequences", "boundaries not passed on"],
-)
-def test_an_architecture_that_cannot_run_packed_is_refused(
-    model_type: str, changes: dict[str, object]
-) -> None:
-    with pytest.raises(ConfigError, match=f"type '{model_type}' does not run packed: "):
-        PolicyModel(random_model(model_type, **changes), TrainerSettings(), temperature=1.0)
-
-
 @pytest.mark.parametrize("weight", [float("nan"), 3.4e38])
 def test_damaged_weights_are_not_taken_for_an_architecture(weight: float) -> None:
     model = random_model("llama")

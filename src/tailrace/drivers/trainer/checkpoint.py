@@ -33,10 +33,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import GenerationConfig
 
 from tailrace.contracts.trainer import FILE_BYTES
+from tailrace.drivers.models.causal_lm import read_model
 from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.checksums import remedy
 from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
-from tailrace.drivers.trainer.model import PolicyModel, read_model
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.model_folder import folder_error
 

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.models.causal_lm import read_model, read_shape
 from tailrace.drivers.trainer.distributed import DTYPES, Ranks, blocks, recompute_activations, shard
-from tailrace.drivers.trainer.model import PACKED, hidden_states, read_model, read_shape
+from tailrace.drivers.trainer.model import hidden_states, use_attention
 from tailrace.drivers.trainer.optimizer import Optimizer
-from tailrace.drivers.trainer.packing import MicroBatch
+from tailrace.drivers.trainer.packing import MicroBatch, Packing
 
 
 class Values(nn.Module):
@@ -39,10 +40,10 @@ class Critic:
     """Predicts the return from each token on. It begins with the weights of the policy's Hugging Face folder
     and a head of zeros, so its first predictions are 0."""
 
-    def __init__(self, path: Path, settings: TrainerSettings, ranks: Ranks) -> None:
+    def __init__(self, path: Path, settings: TrainerSettings, ranks: Ranks, packing: Packing) -> None:
         source = read_model(path) if ranks.rank == 0 else read_shape(path)
         model: PreTrainedModel = source.base_model
-        model.set_attn_implementation(PACKED)
+        use_attention(model, packing)
         self._values = Values(model, DTYPES[settings.dtype]).eval()
         if settings.activation_checkpointing:
             recompute_activations(blocks(model))

@@ -149,6 +149,13 @@ class Ranks:
             for work in [dist.all_reduce(each, group=self.replicas, async_op=True) for each in values]:
                 work.wait()
 
+    def of_first(self, value: T) -> T:
+        """The value that rank 0 of this replica has."""
+        values = [value]
+        if self.mesh:
+            dist.broadcast_object_list(values, group=self.mesh.get_group(), group_src=0)
+        return values[0]
+
     def together(self, work: Callable[[], T]) -> T:
         """Do work without collectives in every rank of the replica. Raises a CheckpointError in all
         ranks if one of them raised it, so that none waits for another."""

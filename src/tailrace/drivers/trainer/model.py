@@ -1,8 +1,13 @@
 """The model that is trained: a Hugging Face causal language model on packed micro-batches.
 
 Weights are float32; bfloat16 applies to the computation (autocast). The model is in evaluation mode: without
-dropout, the trained policy is the policy that generates. Any architecture whose attention goes through
-transformers' AttentionInterface is supported; it is tested on three sequences when it is loaded.
+dropout, the trained policy is the policy that generates.
+
+An architecture is tested on three sequences when it is loaded, and gets the fastest `Packing` whose log-probs
+are its own. Packed are those whose attention goes through transformers' AttentionInterface. A layer that
+carries a state from token to token needs the boundaries, as `cu_seq_lens_q` or `seq_idx`, and no context is
+shared then: transformers' own layers heed them on GPUs with the kernels of fla and causal-conv1d, and ignore
+them on a CPU. All other models compute one sequence at a time, by their own forward pass.
 
 The logits of C tokens are [C, V] and would exceed everything else in memory. They are computed for one chunk
 of rows at a time, and computed again in the backward pass (activation checkpointing).
@@ -15,28 +20,27 @@ architecture that runs packed there runs packed here. Their lengths come as a li
 device would stop it in each layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.initialization import no_init_weights
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, TrainerSettings
 from tailrace.contracts.weights import DTYPE
 from tailrace.devices import attention_kernels, for_fused_attention
+from tailrace.drivers.models.causal_lm import length_dependent_ropes, read_model, read_shape
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
-from tailrace.drivers.trainer.packing import MicroBatch, pack, share
+from tailrace.drivers.trainer.packing import MicroBatch, Packing, pack, share
 from tailrace.errors import ConfigError
-from tailrace.model_folder import folder_error, weights_defect
 from tailrace.types import SampleId
 
 if TYPE_CHECKING:
@@ -52,26 +56,29 @@ class TokenLogProbs(NamedTuple):
     """[C] float32, not differentiable."""
 
 
+Head = Callable[[Tensor], Tensor]
+"""Computes logits, [C, V], of last hidden states, [C, D]."""
+
+
 def token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     targets: Tensor,
     *,
+    vocabulary: int,
     temperature: float,
     dtype: torch.dtype = torch.float32,
 ) -> TokenLogProbs:
-    """Compute log softmax((h W^T + b) / temperature) at the targets: the distribution that was sampled from.
+    """Compute log softmax(head(h) / temperature) at the targets: the distribution that was sampled from.
 
     Args:
         hidden: [C, D] final hidden states at the positions that predict the targets.
-        weight: [V, D] weight of the output embedding.
-        bias: [V] or None.
         targets: [C]
+        vocabulary: logits of a token.
         dtype: of the matrix products; the softmax is float32.
     """
-    rows = max(1, CHUNK_ELEMENTS // len(weight))
-    others = (weight, bias, temperature, dtype)
+    rows = max(1, CHUNK_ELEMENTS // vocabulary)
+    others = (head, temperature, dtype)
     if len(targets) <= rows:
         return TokenLogProbs(*_chunk(hidden, targets, *others))
     parts = [
@@ -85,24 +92,30 @@ def token_logprobs(
 def _chunk(
     hidden: Tensor,
     targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: Head,
     temperature: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, [rows] each."""
     with torch.autocast(hidden.device.type, dtype, enabled=dtype != torch.float32):
-        logits = linear(hidden, weight)
+        logits = head(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = logits.float() if bias is None else logits.float() + bias
-        logp = (logits / temperature).log_softmax(-1)
+        logp = (logits.float() / temperature).log_softmax(-1)
         constant = logp.detach()
         entropy = -(constant.exp() * constant).sum(-1)
         return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
 PACKED = "tailrace_packed"
-HARMLESS = {"position_ids", "max_length_q", "max_length_k", "dropout", "use_cache", "output_attentions"}
+HARMLESS = {
+    "position_ids",
+    "seq_idx",
+    "max_length_q",
+    "max_length_k",
+    "dropout",
+    "use_cache",
+    "output_attentions",
+}
 """Arguments of an attention that do not change what packed sequences in evaluation mode get."""
 
 
@@ -116,6 +129,8 @@ def packed_causal_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     sequence_lengths: Sequence[int] = (),
     keys: Tensor | None = None,
     key_lengths: Sequence[int] = (),
@@ -132,6 +147,8 @@ def packed_causal_attention(
         scaling: factor of query times key; None: D^(-1/2).
         sliding_window: number of positions that a token attends to, including itself; None: all before it.
         cu_seq_lens_q: [S + 1] int32: the S sequences begin at its first S entries, the last entry is T.
+        softcap: scores are capped: softcap * tanh(score / softcap).
+        s_aux: [H], sinks: scores of one more key, whose value is zero.
         sequence_lengths: [S], of the sequences.
         keys, cu_seq_lens_k, key_lengths: what each sequence attends to (`MicroBatch`), where some share a
             context. The last keys of a sequence are its own tokens.
@@ -141,6 +158,8 @@ def packed_causal_attention(
     """
     if cu_seq_lens_q is None or not sequence_lengths:
         raise NotImplementedError("packed boundaries do not reach its attention")
+    if key.shape[2] != query.shape[2]:
+        raise NotImplementedError("its attention has keys that are not those of the tokens")
     for name, given in others.items():
         if given is not None and name not in HARMLESS and (name, given) != ("is_causal", True):
             raise NotImplementedError(
@@ -150,7 +169,8 @@ def packed_causal_attention(
         key_lengths, cu_seq_lens_k = sequence_lengths, cu_seq_lens_q
     else:
         key, value = key.index_select(2, keys), value.index_select(2, keys)
-    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+    is_plain = softcap is None and s_aux is None
+    if is_plain and query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         # Autocast does not apply to the kernel: rotary embeddings may have left float32 queries and keys.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         longest = max(sequence_lengths), max(key_lengths)
@@ -167,11 +187,36 @@ def packed_causal_attention(
     with attention_kernels():
         for q, k, v in zip(queries, *parts, strict=True):
             band = _band(q.shape[2], k.shape[2], sliding_window, q.device)
+            if not is_plain:
+                outs.append(_capped_attention(q, k, v, band, scaling, softcap, s_aux))
+                continue
             causal = band is None
             outs.append(
                 scaled_dot_product_attention(q, k, v, band, is_causal=causal, scale=scaling, enable_gqa=True)
             )
-    return torch.cat(outs, dim=2).transpose(1, 2), None
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1), None  # some take a view of it
+
+
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    band: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a cap or with sinks, which no fused kernel has. Arguments as `packed_causal_attention`;
+    makes [1, H, T, K]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril_()
+    scores = scores.masked_fill(~(seen if band is None else band), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
 
 
 def _band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -186,64 +231,21 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
 AttentionInterface.register(PACKED, packed_causal_attention)
 
 
-def read_model(folder: Path) -> PreTrainedModel:
-    """Load a causal language model in float32. Raises a ConfigError if a file is missing or damaged, or
-    config.json and the weights do not fit together. The message names the file."""
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    except Exception as error:  # transformers has no common error for a bad folder
-        raise folder_error(folder, _defect(folder, error)) from error
-    # transformers fills missing and mismatched weights with random numbers.
-    wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if wrong:
-        names = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-        problem = f"does not fit the weights: {len(wrong)} are missing or have another shape ({names})"
-        raise folder_error(folder, f"{folder / 'config.json'} {problem}")
-    return model
-
-
-def read_shape(folder: Path) -> PreTrainedModel:
-    """Make the model of a folder without its weights. Their memory is not touched. Raises a ConfigError if
-    config.json is missing or describes no model."""
-    try:
-        with no_init_weights():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # as above
-        raise folder_error(folder, _defect(folder, error)) from error
-    model.tie_weights()
-    return model
-
-
-def as_in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A whole parameter as Hugging Face files have it: each expert has tensors of its own there, and
-    transformers keeps the experts of a layer in one."""
-    for file_name, part in revert_weight_conversion(model, {name: tensor}).items():
-        yield file_name, part if part.numel() == tensor.numel() else part.clone()  # no two share memory
-
-
-def _defect(folder: Path, error: Exception) -> str:
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    for file in sorted(folder.glob("*.safetensors")):
-        if defect := weights_defect(file):
-            return f"{file} {defect}"
-    reason = " ".join(str(error).split())[:200]
-    if isinstance(error, OSError):  # it names the file itself
-        return reason
-    problem = f"describes no model that can be loaded ({type(error).__name__}: {reason})"
-    return f"{folder / 'config.json'} {problem}"
+def use_attention(model: PreTrainedModel, packing: Packing) -> None:
+    """Let a model attend as `packing` needs it. Fused attention of transformers ignores caps of scores."""
+    model.set_attn_implementation("eager" if packing is Packing.ALONE else PACKED)
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
     """Run a model without its head: [C, D], the last hidden states that predict a completion token."""
     with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        if batch.packing is Packing.ALONE:
+            sequences = torch.split(batch.input_ids, batch.lengths, 1)
+            parts = [model(input_ids=ids, use_cache=False)[0][0] for ids in sequences]
+            return torch.cat(parts)[batch.predictors]
+        packed: dict[str, Any] = {}
+        if batch.packing is Packing.SEPARATE:
+            packed["seq_idx"] = torch.repeat_interleave(batch.boundaries.diff())[None].int()
         hidden: Tensor = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -255,8 +257,43 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
             sequence_lengths=batch.lengths,
             keys=batch.keys if batch.key_lengths != batch.lengths else None,
             key_lengths=batch.key_lengths,
-        ).last_hidden_state[0]
+            **packed,
+        )[0][0]
     return hidden[batch.predictors]
+
+
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its head."""
+    inner = model.base_model
+    parts = (each for each in model.children() if isinstance(each, PreTrainedModel))
+    return next(parts, model) if inner is model else inner
+
+
+class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]
+    """The output of a backbone that has nothing but last hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def own_head(model: PreTrainedModel) -> Head:
+    """Return the part of the model's forward pass after its backbone. Some scale logits, or cap them."""
+
+    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
+
+    def head(hidden: Tensor) -> Tensor:
+        for each in inner:
+            each.forward = lambda *_, **__: _HiddenStates(last_hidden_state=hidden[None])
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            for each in inner:
+                del each.forward
+        return logits
+
+    return head
 
 
 class LogProbs(nn.Module):
@@ -264,15 +301,14 @@ class LogProbs(nn.Module):
 
     def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model, self.temperature, self.dtype = model, temperature, dtype
+        self.model, self.temperature, self.dtype, self.head = model, temperature, dtype, own_head(model)
 
     def forward(self, batch: MicroBatch) -> TokenLogProbs:
-        head = self.model.get_output_embeddings()
         found = token_logprobs(
-            hidden_states(self.model.base_model, batch, self.dtype),
-            head.weight,
-            head.bias,
+            hidden_states(backbone(self.model), batch, self.dtype),
+            self.head,
             batch.targets,
+            vocabulary=len(self.model.get_output_embeddings().weight),
             temperature=self.temperature,
             dtype=self.dtype,
         )
@@ -280,10 +316,13 @@ class LogProbs(nn.Module):
 
 
 class PolicyModel:
-    """Computes log-probs of completion tokens under the current weights. Raises a ConfigError if the
-    architecture cannot run packed, or has no layers for the adapter. `model`: with its head, in float32, on
-    the CPU. With a sharded model only rank 0 needs its weights."""
+    """Computes log-probs of completion tokens under the current weights. Raises a ConfigError if they would
+    not be those of the architecture, or it has no layers for the adapter. `model`: with its head, in float32,
+    on the CPU. With a sharded model only rank 0 needs its weights."""
 
+    packing = Packing.SHARED
+    way = ""
+    """How it computes several samples, in words."""
     adapter: "Adapter | None" = None
 
     def __init__(
@@ -300,11 +339,10 @@ class PolicyModel:
         mesh = self._ranks.mesh
         if mesh is None:
             model.to(self.device)
-        if self._ranks.rank == 0 and (why := self._packing_defect()):
-            problem = f"an architecture of type {model.config.model_type!r} does not run packed: {why}"
-            remedy = "choose one of the list in docs/servers-and-devices.md"
-            raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
-        model.set_attn_implementation(PACKED)
+        if self._ranks.rank == 0:
+            self.packing = self._exact_packing()
+        self.packing = Packing(self._ranks.of_first(self.packing.value))
+        use_attention(model, self.packing)
         if settings.lora:
             from tailrace.drivers.trainer.lora import Adapter  # peft is an extra
 
@@ -320,20 +358,21 @@ class PolicyModel:
         cls, path: Path, settings: TrainerSettings, temperature: float, ranks: Ranks | None = None
     ) -> "PolicyModel":
         """Load a Hugging Face folder. `ranks`: over which it is sharded; None: this process has the model.
-        Raises a ConfigError if the folder is incomplete or damaged, or the architecture cannot run packed."""
+        Raises a ConfigError if the folder is incomplete or damaged, or as the class does."""
         model = read_model(path) if ranks is None or ranks.rank == 0 else read_shape(path)
         return cls(model, settings, temperature=temperature, ranks=ranks)
 
     def micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
         """Pack all samples with a token in the loss, at most `max_tokens` input tokens together."""
-        return [MicroBatch.of(bin, self.device) for bin in pack(samples, max_tokens)]
+        bins = pack(samples, max_tokens, self.packing)
+        return [MicroBatch.of(bin, self.device, self.packing) for bin in bins]
 
     def own_micro_batches(self, samples: Sequence[TrainingSample], max_tokens: int) -> list[MicroBatch]:
         """Pack the micro-batches of this rank, with fillers."""
         rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
-        bins = share(samples, max_tokens, rank=rank, num_ranks=num_ranks)
-        device = self.device
-        return [MicroBatch.of(bin, device) if bin else MicroBatch.filler(device) for bin in bins]
+        bins = share(samples, max_tokens, self.packing, rank=rank, num_ranks=num_ranks)
+        where = self.device, self.packing
+        return [MicroBatch.of(bin, *where) if bin else MicroBatch.filler(*where) for bin in bins]
 
     def logprobs(self, batch: MicroBatch) -> TokenLogProbs:
         """Compute log-probs and entropies of the batch's completion tokens: [C] each. All ranks of a replica
@@ -387,50 +426,69 @@ class PolicyModel:
         """Inside the block the model is the one that LoRA began with."""
         return self.adapter.off() if self.adapter else nullcontext()
 
+    def _exact_packing(self) -> Packing:
+        """The fastest packing whose log-probs are the model's own. Raises a ConfigError if there is none, or
+        ranks cannot share it."""
+        model, ranks, defects = self.model, self._ranks.num_ranks, list[str]()
+        kind = f"an architecture of type {model.config.model_type!r}"
+        with _short_windows(model):
+            for packing in Packing:
+                if (defect := self._packing_defect(packing)) is None:
+                    break
+                defects.append(defect)
+            else:
+                problem, remedy = f"{kind} does not train exactly: {defects[-1]}", "choose another model"
+                raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
+        if packing is Packing.ALONE and ranks > 1:
+            problem = f"{kind} trains one sequence at a time, which ranks cannot share: {defects[0]}"
+            raise ConfigError("trainer.ranks", ranks, problem, "set it to 1; trainer.replicas may be more")
+        self.way = ": ".join([packing.value, *defects[:1]])
+        return packing
+
     @torch.no_grad()
-    def _packing_defect(self) -> str | None:
-        """Why packed log-probs are not the model's own, or None. Three sequences are packed, the last of
-        which shares the prompt of the first. They must agree with the model's own forward pass. With other
+    def _packing_defect(self, packing: Packing) -> str | None:
+        """Why log-probs of a packing are not the model's own, or None. Three sequences are computed, the last
+        of which has the prompt of the first. They must agree with the model's own forward pass. With other
         tokens in the first and the last, the second must be the same bits. Experts are an exception: how many
         tokens each gets changes the shapes of their products."""
         model, kept = self.model, self._logprobs.dtype == torch.float32
         vocabulary = len(model.get_output_embeddings().weight)
         first, other, second = ([i * step % vocabulary for i in range(1, 65)] for step in (7, 11, 13))
-        if rope := LENGTH_DEPENDENT & {each for module in model.modules() for each in _rope_types(module)}:
+        if packing is not Packing.ALONE and (rope := length_dependent_ropes(model)):
             return f"its rope type {min(rope)!r} depends on the longest sequence of a pack"
-        with _short_windows(model):
-            model.set_attn_implementation("eager")
-            alone = torch.cat(
-                [self._plain_logprobs(second, 32), self._plain_logprobs(first[:60] + other[:4], 60)]
-            )
-            if not alone.isfinite().all():
-                problem, remedy = "its log-probs are not finite: weights are damaged", "choose another folder"
-                raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
-            model.set_attn_implementation(PACKED)
-            try:
-                packed, changed = (
-                    self._packed_logprobs(
-                        (ids[:60], ids[60:]), (second[:32], second[32:]), (ids[:60], other[:4])
-                    )
-                    for ids in (first, other)
+        model.set_attn_implementation("eager")
+        alone = torch.cat(
+            [self._plain_logprobs(second, 32), self._plain_logprobs(first[:60] + other[:4], 60)]
+        )
+        if not alone.isfinite().all():
+            problem, remedy = "its log-probs are not finite: weights are damaged", "choose another folder"
+            raise ConfigError("model.path", model.config.name_or_path, problem, remedy)
+        use_attention(model, packing)
+        try:
+            packed, changed = (
+                self._logprobs_of(
+                    packing, (ids[:60], ids[60:]), (second[:32], second[32:]), (ids[:60], other[:4])
                 )
-            except (NotImplementedError, AttributeError, TypeError) as why:
-                return str(why)
+                for ids in (first, other)
+            )
+        except Exception as why:  # of any architecture
+            return f"{type(why).__name__}: {why}" if packing is Packing.ALONE else str(why)
         leak = float((packed - changed)[:32].abs().max())
         has_experts = any("expert" in name for name, _ in model.named_parameters())
         if leak > (0 if not has_experts else 1e-5 if kept else 0.1):
             return f"a packed sequence changes log-probs of the next by up to {leak:.2g}"
         if not torch.allclose(alone, packed, atol=(near := 1e-3 if kept else 0.1), rtol=near):
-            return f"packed log-probs differ from its own by up to {(alone - packed).abs().max():.2g}"
+            return f"log-probs differ from its own by up to {(alone - packed).abs().max():.2g}"
         return None
 
-    def _packed_logprobs(self, *pairs: tuple[list[int], list[int]]) -> Tensor:
+    def _logprobs_of(self, packing: Packing, *pairs: tuple[list[int], list[int]]) -> Tensor:
         """[num_tokens] of the completions but the first. `pairs`: prompts and completions."""
         samples = [
             TrainingSample(SampleId(0, 0, i), prompt, completion, [0.0] * len(completion), 0.0)
             for i, (prompt, completion) in enumerate(pairs)
         ]
-        return self.logprobs(MicroBatch.of(samples, self.model.device)).logprobs[len(pairs[0][1]) :]
+        batch = MicroBatch.of(samples, self.model.device, packing)
+        return self.logprobs(batch).logprobs[len(pairs[0][1]) :]
 
     def _plain_logprobs(self, ids: list[int], num_prompt: int) -> Tensor:
         """[num_tokens] by the model's own forward pass."""
@@ -438,16 +496,6 @@ class PolicyModel:
         logits: Tensor = self.model(given, use_cache=False).logits[0, num_prompt - 1 : -1]
         logp = (logits.float() / self._logprobs.temperature).log_softmax(-1)
         return logp.gather(1, given[0, num_prompt:, None])[:, 0]
-
-
-LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Rotary embeddings whose frequencies are those of the longest sequence of a forward pass."""
-
-
-def _rope_types(module: nn.Module) -> list[str]:
-    """Return the types of a rotary embedding; some have one for each type of layer."""
-    found = getattr(module, "rope_type", None)
-    return [*found.values()] if isinstance(found, dict) else [found] if isinstance(found, str) else []
 
 
 @contextmanager

@@ -14,6 +14,9 @@ share its input tokens. So the samples of a group are packed together where they
 Invariants: every sample with a token in the loss is in exactly one micro-batch; a micro-batch exceeds the
 limit only if it is a single sample; the result depends on the samples and their order only.
 
+Some architectures cannot share a context, or cannot be packed (`Packing`). Then each sequence has its own
+context, or each sample a micro-batch of its own, whose sequences are computed one at a time.
+
 The ranks of a sharded model compute side by side, a micro-batch each, and must all compute equally often. A
 rank that has none left computes a filler, which counts for nothing.
 """
@@ -21,6 +24,7 @@ rank that has none left computes a filler, which counts for nothing.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -29,6 +33,14 @@ from torch import Tensor
 
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.types import SampleId
+
+
+class Packing(Enum):
+    """Ways to compute several samples; the first is the fastest."""
+
+    SHARED = "packed, with shared prompts"
+    SEPARATE = "packed, without shared prompts"
+    ALONE = "one sequence at a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +81,20 @@ class MicroBatch:
     """[N] float32"""
     num_tokens: Tensor
     """[N]: completion tokens of each sample. Their sum is C."""
+    packing: Packing = Packing.SHARED
     is_filler: bool = False
     """Computed only because other ranks compute a micro-batch."""
 
     @classmethod
-    def filler(cls, device: torch.device) -> "MicroBatch":
+    def filler(cls, device: torch.device, packing: Packing = Packing.SHARED) -> "MicroBatch":
         """One prompt token and one completion token."""
         sample = TrainingSample(SampleId(0, 0, 0), [0], [0], [0.0], 0.0, [0.0])
-        return replace(cls.of([sample], device), is_filler=True)
+        return replace(cls.of([sample], device, packing), is_filler=True)
 
     @classmethod
-    def of(cls, samples: Sequence[TrainingSample], device: torch.device) -> "MicroBatch":
+    def of(
+        cls, samples: Sequence[TrainingSample], device: torch.device, packing: Packing = Packing.SHARED
+    ) -> "MicroBatch":
         """Pack samples, all with a completion, in their order."""
         input_ids: list[int] = []
         position_ids: list[int] = []
@@ -90,6 +105,7 @@ class MicroBatch:
         for sample, sequence in [(each, sequence) for each in samples for sequence in each.sequences]:
             start, begin, length = sequence.start, len(input_ids), len(sequence.context_ids)
             first = contexts.setdefault(tuple(sequence.context_ids), begin)
+            first = first if packing is Packing.SHARED else begin
             shared = length if first < begin else 0
             input_ids += sequence.context_ids[shared:]
             for end, observation in [*sequence.observations, (sequence.end, [])]:
@@ -127,6 +143,7 @@ class MicroBatch:
             carried=tensor([sample.is_carried for sample in samples], torch.bool),
             advantages=tensor([sample.advantage for sample in samples], torch.float32),
             num_tokens=tensor([len(sample.completion_ids) for sample in samples]),
+            packing=packing,
         )
 
 
@@ -168,21 +185,25 @@ class _Bin:
         self.contexts |= item.contexts.keys()
 
 
-def _items(samples: Sequence[TrainingSample]) -> list[_Item]:
+def _items(samples: Sequence[TrainingSample], packing: Packing) -> list[_Item]:
     """The samples with a token in the loss: those of a prompt together, the longest first."""
-    names: dict[tuple[int, ...], int] = {}
+    names: dict[object, int] = {}
     groups: dict[tuple[int, ...], list[_Item]] = {}
     complete = [sample for sample in samples if sample.num_loss_tokens]
     for sample in sorted(complete, key=lambda sample: sample.num_input_tokens, reverse=True):
         prompt, *others = (tuple(ids) for ids in (sample.prompt_ids, *(ids for _, ids in sample.branches)))
-        contexts = {names.setdefault(each, len(names)): len(each) for each in (prompt, *others)}
+        contexts = {
+            names.setdefault(each if packing is Packing.SHARED else object(), len(names)): len(each)
+            for each in (prompt, *others)
+        }
         groups.setdefault(prompt, []).append(_Item(sample, sample.num_input_tokens, contexts))
     return list(itertools.chain.from_iterable(groups.values()))
 
 
-def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
+def _pack(items: Sequence[_Item], max_tokens: int, packing: Packing) -> list[_Bin]:
     """First fit; a micro-batch with the sample's prompt comes first."""
     bins: list[_Bin] = []
+    max_tokens = 0 if packing is Packing.ALONE else max_tokens
     for item in items:
         fitting = [bin for bin in bins if bin.fits(max_tokens, item)]
         bin = min(fitting, key=lambda bin: bin.contexts.isdisjoint(item.contexts), default=None)
@@ -192,21 +213,27 @@ def _pack(items: Sequence[_Item], max_tokens: int) -> list[_Bin]:
     return bins
 
 
-def pack(samples: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
+def pack(
+    samples: Sequence[TrainingSample], max_tokens: int, packing: Packing = Packing.SHARED
+) -> list[list[TrainingSample]]:
     """Divide samples into micro-batches of at most `max_tokens` input tokens: first fit, longest first, the
     samples of a prompt one after another.
 
     Samples without a token in the loss are left out. A sample longer than `max_tokens` is alone.
     """
-    return [bin.samples for bin in _pack(_items(samples), max_tokens)]
+    return [bin.samples for bin in _pack(_items(samples, packing), max_tokens, packing)]
 
 
 def take_full(
-    samples: Sequence[TrainingSample], min_tokens: int, max_tokens: int
+    samples: Sequence[TrainingSample],
+    min_tokens: int,
+    max_tokens: int,
+    packing: Packing = Packing.SHARED,
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
     """Divide samples into those to compute now and those that wait for others: all if they have fewer than
     `min_tokens`, else the emptiest micro-batch of `pack` where that has fewer."""
-    bins = sorted(_pack(_items(samples), max_tokens), key=lambda bin: bin.num_tokens, reverse=True)
+    bins = _pack(_items(samples, packing), max_tokens, packing)
+    bins.sort(key=lambda bin: bin.num_tokens, reverse=True)
     if sum(bin.num_tokens for bin in bins) < min_tokens:
         return [], list(samples)
     rest = bins.pop().samples if len(bins) > 1 and bins[-1].num_tokens < min_tokens else []
@@ -214,15 +241,20 @@ def take_full(
 
 
 def share(
-    samples: Sequence[TrainingSample], max_tokens: int, *, rank: int, num_ranks: int
+    samples: Sequence[TrainingSample],
+    max_tokens: int,
+    packing: Packing = Packing.SHARED,
+    *,
+    rank: int,
+    num_ranks: int,
 ) -> list[list[TrainingSample]]:
     """Divide samples into micro-batches, and return those of one rank. An empty one stands for a filler.
 
     One rank has those of `pack`. With more ranks the tokens are divided evenly over as many rounds as `pack`
     would need, if the limit allows that.
     """
-    items = _items(samples)
-    bins = _pack(items, max_tokens)
+    items = _items(samples, packing)
+    bins = _pack(items, max_tokens, packing)
     if num_ranks > 1:
         num_bins = -(-len(bins) // num_ranks) * num_ranks
         even = [_Bin() for _ in range(num_bins)]

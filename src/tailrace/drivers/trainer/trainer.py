@@ -23,6 +23,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE
+from tailrace.drivers.models.causal_lm import as_in_files
 from tailrace.drivers.trainer import checkpoint
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.trainer.checkpoint import prefixed, section
@@ -30,7 +31,7 @@ from tailrace.drivers.trainer.critic import Critic
 from tailrace.drivers.trainer.distributed import Ranks, gather
 from tailrace.drivers.trainer.forward_backward import ForwardBackward, PublishedPolicy, StepStatistics
 from tailrace.drivers.trainer.losses import effective_sample_size, weight_sums
-from tailrace.drivers.trainer.model import PolicyModel, as_in_files
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.offload import Offloaded
 from tailrace.drivers.trainer.optimizer import Optimizer
 from tailrace.drivers.trainer.packing import take_full
@@ -59,7 +60,7 @@ class TorchTrainer:
         self._policy = policy = PolicyModel.load(path, settings, sampling.temperature, ranks)
         if ranks.rank == 0:
             checkpoint.try_export(policy, path)
-        self._critic = Critic(path, settings, ranks) if algorithm.advantage == "gae" else None
+        self._critic = Critic(path, settings, ranks, policy.packing) if algorithm.advantage == "gae" else None
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._max_tokens = settings.max_tokens_per_microbatch
         self._forward_backward = ForwardBackward(
@@ -83,7 +84,9 @@ class TorchTrainer:
         least = self._settings.least_tokens() * self._ranks.num_ranks
         for unit in units:
             self._statistics.add_unit(unit)
-            full, self._waiting = take_full([*self._waiting, *unit], least, self._max_tokens)
+            full, self._waiting = take_full(
+                [*self._waiting, *unit], least, self._max_tokens, self._policy.packing
+            )
             self._compute(full)
 
     def run_tokens(
@@ -164,6 +167,11 @@ class TorchTrainer:
         weights, squares, num_tokens = totals.tolist()
         self._statistics.compute_s += time.perf_counter() - started
         return effective_sample_size(weights, squares, int(num_tokens))
+
+    @property
+    def way(self) -> str:
+        """How the model computes several samples, in words."""
+        return self._policy.way
 
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """Compute the log-probs of a sample's completion tokens under the current weights."""

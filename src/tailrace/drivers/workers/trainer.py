@@ -34,7 +34,7 @@ from tailrace.drivers.weights.settings import WeightsSettings
 from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
 from tailrace.drivers.workers.process import give_memory_back, return_freed_tensors
-from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied
+from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied, say
 from tailrace.kinds import kind_of
 from tailrace.types import Sample, SampleId
 
@@ -109,6 +109,12 @@ class Listening(msgspec.Struct):
     port: int
 
 
+class Loaded(msgspec.Struct):
+    """The trainer has loaded its model. `way`: how it computes several samples, in words."""
+
+    way: str
+
+
 class Stranded(msgspec.Struct):
     """A collective of the trainer's processes failed: another one has ended, or did not take part in time.
     The process does nothing more."""
@@ -122,7 +128,7 @@ class TrainerWorker(Worker):
 
     job_type = TrainerJob
     role = "trainer"
-    events = (Listening, Stranded)
+    events = (Listening, Loaded, Stranded)
     _store: "TCPStore"
     _written: Future[None]
     """Done when the last checkpoint that was begun is written."""
@@ -329,6 +335,8 @@ class TrainerWorker(Worker):
         torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
         self._publisher, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
+        if job.listens:
+            self._connection.tell(Loaded(self._trainer.way))
         self._connection.answer(STARTED, None)
         for call in self._received:
             self._connection.execute(self, call)
@@ -555,7 +563,10 @@ class RemoteTrainer:
             for number in range(len(self._given))
         ]
 
-    def _on_event(self, worker: RemoteWorker, event: Listening | Stranded) -> None:
+    def _on_event(self, worker: RemoteWorker, event: Listening | Loaded | Stranded) -> None:
+        if isinstance(event, Loaded):
+            say(f"the trainer computes samples {event.way}")
+            return
         if isinstance(event, Listening):
             for each in self.workers[1:]:
                 with suppress(WorkerDied):  # the run ends with it
