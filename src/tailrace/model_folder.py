@@ -12,7 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from tailrace.errors import ConfigError
 
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+_OPTIONAL = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OLD = {"n_embd": _SIZES[0], "n_layer": _SIZES[1], "num_layers": _SIZES[1], "n_inner": _OPTIONAL[0]}
+_OLD |= {"n_head": _OPTIONAL[1], "num_heads": _OPTIONAL[1], "n_positions": "max_position_embeddings"}
 _CONTEXT = "max_position_embeddings"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,13 +59,18 @@ def read_config(path: Path) -> dict[str, Any]:
         raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
     if not (path / "config.json").is_file():
         raise folder_error(path, "the folder has no config.json")
-    return _read_object(path, "config.json")
+    config = _read_object(path, "config.json")
+    text = config.get("text_config")  # of a model that reads images, too
+    config = {**(text if isinstance(text, dict) else {}), **config}
+    if isinstance(layers := config.get("layers_block_type"), list):  # one entry a layer
+        config.setdefault("num_hidden_layers", len(layers))
+    return {_OLD.get(name, name): value for name, value in config.items()}
 
 
 def check_files(path: Path) -> None:
     """Check the values and the files of a model folder, whatever its architecture. Raises a ConfigError if a
     file is missing or damaged, or a value in it is impossible. The message names the file."""
-    config = read_config(path)
+    config, _ = read_config(path), context_length(path)
     for problem in _impossible(config):
         raise folder_error(path, f"config.json: {problem}")
     size = config["vocab_size"]
@@ -87,7 +95,8 @@ def context_length(path: Path) -> int:
     it."""
     length = read_config(path).get(_CONTEXT)
     if not _is_size(length):
-        raise folder_error(path, f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1")
+        problem = f"config.json: {_CONTEXT} = {length!r} must be a whole number of at least 1"
+        raise folder_error(path, problem, "write the longest sequence that you need")
     return length
 
 
@@ -189,13 +198,12 @@ def _is_positive(value: object) -> bool:
 
 def _impossible(config: dict[str, Any]) -> list[str]:
     """Return the defect of the values of config.json that no model may have, or None."""
-    optional = ("num_key_value_heads", "head_dim")
-    given = {name: config[name] for name in optional if config.get(name) is not None}
-    sizes = {name: config.get(name) for name in (*_SIZES, _CONTEXT)} | given
+    given = {name: config[name] for name in _OPTIONAL if config.get(name) is not None}
+    sizes = {name: config.get(name) for name in _SIZES} | given
     wrong = {name: value for name, value in sizes.items() if not _is_size(value)}
     if wrong:
         return [f"{name} = {value!r} must be a whole number of at least 1" for name, value in wrong.items()]
-    heads, hidden, rope = config["num_attention_heads"], config["hidden_size"], rope_section(config)
+    heads, hidden, rope = given.get("num_attention_heads", 1), config["hidden_size"], rope_section(config)
     if not isinstance(rope, dict):
         return [f"the rope section {rope!r} must be an object"]
     factors = {"rms_norm_eps": config.get("rms_norm_eps"), "rope_theta": config.get("rope_theta")} | rope

@@ -150,12 +150,11 @@ def test_every_schedule_is_in_the_table_and_has_a_section(name: str) -> None:
     assert f"`{name}`" in sections or f"\n### {name}\n" in page
 
 
-def test_the_readme_has_the_number_of_schedules_and_the_kinds_of_models() -> None:
-    *most, last = [kind.capitalize() for kind in MODEL_TYPES]
-    readme = (ROOT / "README.md").read_text()
-    assert f"There are {len(SCHEDULES)}: " in readme
-    assert f"{', '.join(most)} or {last} kind" in readme
-    assert f"{', '.join(most)} and {last} kind" in (ROOT / "docs" / "your-own-run.md").read_text()
+def test_the_pages_have_the_number_of_schedules_and_the_models_with_a_fast_forward_pass() -> None:
+    *most, last = MODEL_TYPES
+    assert f"There are {len(SCHEDULES)}: " in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "servers-and-devices.md").read_text()
+    assert f"a fast forward pass for {', '.join(most)} and {last}." in page
 
 
 def test_pages_that_the_source_names_exist() -> None:

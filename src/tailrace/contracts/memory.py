@@ -57,8 +57,8 @@ class ModelShape:
         for name, shape in tensor_shapes(path).items():
             block = _BLOCK.search(name)
             blocks[block[1] if block else ""] += 0 if is_tied and name == _HEAD else prod(shape)
-        heads, experts = config["num_attention_heads"], config.get("num_experts_per_tok")
-        mlp = config.get("moe_intermediate_size") if experts else None
+        heads, experts = config.get("num_attention_heads") or 1, config.get("num_experts_per_tok")
+        mlp = (config.get("moe_intermediate_size") if experts else None) or config.get("intermediate_size")
         return cls(
             num_parameters=sum(blocks.values()),
             outside_parameters=blocks.pop("", 0),
@@ -68,7 +68,7 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            mlp_size=(mlp or config["intermediate_size"]) * (experts or 1),
+            mlp_size=(mlp or 4 * config["hidden_size"]) * (experts or 1),
             vocabulary=config["vocab_size"],
             context_tokens=context_length(path),
         )

@@ -1,6 +1,7 @@
 """The embedded engine: each is a process of the run."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from typing_extensions import override
 
@@ -8,11 +9,13 @@ from tailrace.config import RunConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
 from tailrace.devices import check_device
-from tailrace.drivers.engine.native.support import check_model
+from tailrace.drivers.engine.native.support import check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
+
 from tailrace.drivers.workers.trainer import RemoteTrainer
+from tailrace.errors import ConfigError, say
 from tailrace.types import ITEM_BYTES
 
 
@@ -24,7 +27,10 @@ class Native(EngineKind):
     @override
     def check(self, config: RunConfig) -> None:
         assert config.model
-        check_model(config.model.path)
+        check_served(config.model.path)
+        if config.trainer.adapter and (feature := not_fused(config.model.path)):
+            problem = f"the embedded engine serves no adapters of a model with {feature}"
+            raise ConfigError("trainer.lora.publish", "adapter", problem, 'write "merged"')
         if config.host.starts("engine"):  # other hosts may have others
             check_device("engine.device", config.engine.torch_device)
 
@@ -55,6 +61,13 @@ class Native(EngineKind):
             return remote
 
         return begin
+
+
+def check_served(path: Path) -> None:
+    """Check a model, and say if it is served slowly. Raises as `check_model`."""
+    check_model(path)
+    if feature := not_fused(path):
+        say(f"the embedded engine serves the model by transformers' own forward pass, slower: {feature}")
 
 
 def engine_memory(

@@ -20,7 +20,7 @@ architecture that runs packed there runs packed here. Their lengths come as a li
 device would stop it in each layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,12 +31,20 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, TrainerSettings
 from tailrace.contracts.weights import DTYPE
 from tailrace.devices import attention_kernels, for_fused_attention
-from tailrace.drivers.models.causal_lm import length_dependent_ropes, read_model, read_shape
+from tailrace.drivers.models.causal_lm import (
+    Head,
+    backbone,
+    buffers_of,
+    length_dependent_ropes,
+    own_head,
+    read_model,
+    read_shape,
+    short_windows,
+)
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
 from tailrace.drivers.trainer.packing import MicroBatch, Packing, pack, share
@@ -54,10 +62,6 @@ class TokenLogProbs(NamedTuple):
     """[C] float32, differentiable."""
     entropy: Tensor
     """[C] float32, not differentiable."""
-
-
-Head = Callable[[Tensor], Tensor]
-"""Computes logits, [C, V], of last hidden states, [C, D]."""
 
 
 def token_logprobs(
@@ -262,40 +266,6 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
     return hidden[batch.predictors]
 
 
-def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head."""
-    inner = model.base_model
-    parts = (each for each in model.children() if isinstance(each, PreTrainedModel))
-    return next(parts, model) if inner is model else inner
-
-
-class _HiddenStates(BaseModelOutputWithPast):  # type: ignore[misc]
-    """The output of a backbone that has nothing but last hidden states."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def own_head(model: PreTrainedModel) -> Head:
-    """Return the part of the model's forward pass after its backbone. Some scale logits, or cap them."""
-
-    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each is not model]
-
-    def head(hidden: Tensor) -> Tensor:
-        for each in inner:
-            each.forward = lambda *_, **__: _HiddenStates(last_hidden_state=hidden[None])
-        try:
-            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            for each in inner:
-                del each.forward
-        return logits
-
-    return head
-
-
 class LogProbs(nn.Module):
     """The computation from packed tokens to log-probs: what FSDP sees as the root of the model."""
 
@@ -414,13 +384,13 @@ class PolicyModel:
         return self._parameters if self.adapter else {}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights with their Hugging Face names, the adapter added, one after another. They are copies if
+        """All tensors with their Hugging Face names, the adapter added, one after another. They are copies if
         they are sharded or adapted; all ranks of the replica must take those of a sharded model."""
         if self.adapter:
             yield from self.adapter.merged()
-            return
-        for name, parameter in self._parameters.items():
-            yield name, gather(parameter)
+        else:
+            yield from ((name, gather(parameter)) for name, parameter in self._parameters.items())
+        yield from buffers_of(self.model).items()
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Inside the block the model is the one that LoRA began with."""
@@ -431,7 +401,7 @@ class PolicyModel:
         ranks cannot share it."""
         model, ranks, defects = self.model, self._ranks.num_ranks, list[str]()
         kind = f"an architecture of type {model.config.model_type!r}"
-        with _short_windows(model):
+        with short_windows(model):
             for packing in Packing:
                 if (defect := self._packing_defect(packing)) is None:
                     break
@@ -496,20 +466,3 @@ class PolicyModel:
         logits: Tensor = self.model(given, use_cache=False).logits[0, num_prompt - 1 : -1]
         logp = (logits.float() / self._logprobs.temperature).log_softmax(-1)
         return logp.gather(1, given[0, num_prompt:, None])[:, 0]
-
-
-@contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block windows and chunks of attention have 9 tokens: a layer that does not pass its window
-    on would be right on short sequences."""
-    owners = [model.config, *model.modules()]
-    names = ("sliding_window", "attention_chunk_size")
-    own = [(each, name, getattr(each, name, None)) for each in owners for name in names]
-    changed = [(each, name, size) for each, name, size in own if isinstance(size, int) and size > 9]
-    try:
-        for each, name, _ in changed:
-            setattr(each, name, 9)
-        yield
-    finally:
-        for each, name, size in changed:
-            setattr(each, name, size)

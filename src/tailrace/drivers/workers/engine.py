@@ -101,12 +101,12 @@ class EngineWorker(Worker):
     @override
     @classmethod
     def load_job(cls, job: EngineJob, connection: WorkerConnection) -> "EngineWorker":
-        from tailrace.drivers.engine.native.engine import NativeEngine
+        from tailrace.drivers.engine.native.any_model import engine_class
 
         lora = job.adapter
         scale, num = (lora.alpha / lora.rank, lora.versions) if lora else (None, 1)
         model, settings, sampling = job.model, job.engine, job.sampling
-        engine = NativeEngine(model, settings, sampling, adapter_scale=scale, num_versions=num)
+        engine = engine_class(model)(model, settings, sampling, adapter_scale=scale, num_versions=num)
         return cls(engine, connection, job)
 
     @override

@@ -21,8 +21,8 @@ from tailrace.drivers.assembly.live import check_policy, fitted_to_machine
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
-from tailrace.drivers.engine.native.support import check_model
 from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
+from tailrace.drivers.kinds.native import check_served
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker
 from tailrace.drivers.workers.process import LocalSpawner, preload
 from tailrace.drivers.workers.trainer import RemoteTrainer
@@ -78,7 +78,7 @@ def serve(
     if overrides:
         (key, value), *_ = overrides.items()
         raise ConfigError(f"--{key}", value, "serve has no config to override without --tinker", "remove it")
-    check_model(model)
+    check_served(model)
     check_device("--device", engine.device)
     tokenizer = load_tokenizer(model)
     folder = settings.weights_folder

@@ -155,6 +155,9 @@ class Cache:
         budget: positions that may be allocated.
     """
 
+    lends_prompts = True
+    """Whether a prompt may be copied from a running sequence."""
+
     def __init__(self, empty: Tensor, *, max_tokens: int, budget: int) -> None:
         self.budget = budget
         self.tiers = [Tier(empty, capacity) for capacity in capacities(max_tokens)]

@@ -34,6 +34,7 @@ from tailrace.drivers.engine.native.model import (
 )
 from tailrace.drivers.engine.native.sampler import draw, noise, noise_stream
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
+from tailrace.drivers.engine.native.states import States
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.engine.stops import string_reached
 from tailrace.model_folder import end_of_text_ids, folder_error
@@ -101,16 +102,12 @@ class NativeEngine:
         adapter_scale: float | None = None,
         num_versions: int = 1,
     ) -> None:
-        budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
-        device = torch.device(settings.device)
+        self._path, self._adapter_scale, self._num_versions = path, adapter_scale, num_versions
         with torch.inference_mode():
-            self._model = CausalLM.from_pretrained(path, max_tokens=budget, device=device, dtype=dtype)
-            cache = Cache(self._model.empty_cache(), max_tokens=self._model.max_tokens, budget=budget)
-        self._scheduler, self.weights = Scheduler(cache, settings), self._model.weights
+            self._scheduler = Scheduler(self._open(settings), settings)
         self._sampling = msgspec.convert(sampling.model_dump(), SamplingParams)
         self._stops = StopConditions(path, self._model.max_tokens)
         self._stops.check(self._sampling)
-        self._path, self._adapter_scale, self._num_versions = path, adapter_scale, num_versions
         self._version, self._num_prefilled, self._decoded = 0, 0, DecodeSums()
         self._adapters: dict[int, Lora] = {0: {}}
         """Adapters of the versions that it serves, the newest last."""
@@ -123,6 +120,18 @@ class NativeEngine:
         self._scored: dict[Sequence, Block] = {}  # the prefix that `score` computed last
         self._last_step_s: float | None = None
         """End of the last step, if requests remained."""
+
+    def _open(self, settings: NativeEngineSettings) -> Cache | States:
+        """Load the model. Returns what remembers its sequences."""
+        budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
+        device = torch.device(settings.device)
+        self._model = CausalLM.from_pretrained(self._path, max_tokens=budget, device=device, dtype=dtype)
+        self._cache = Cache(self._model.empty_cache(), max_tokens=self._model.max_tokens, budget=budget)
+        return self._cache
+
+    def weights(self) -> abc.Mapping[str, Tensor]:
+        """The weights, as `load` takes them."""
+        return self._model.weights()
 
     @property
     def idle(self) -> bool:
@@ -287,7 +296,7 @@ class NativeEngine:
         for admission in admissions:
             context = admission.sequences[0].context
             sibling = admission.sibling
-            block = cache.read(sibling, len(context)) if sibling else next(blocks)
+            block = self._cache.read(sibling, len(context)) if sibling else next(blocks)
             for sequence in admission.sequences:
                 cache.write(sequence, block)
 
@@ -314,16 +323,9 @@ class NativeEngine:
 
     def _decode(self) -> list[int]:
         """Generate one token of every running request. Returns their lengths before."""
-        cache = self._scheduler.cache
-        sequences = cache.sequences()
+        sequences = self._scheduler.cache.sequences()
         lengths = [len(sequence.tokens) for sequence in sequences]
-        positions = self._tensor(lengths) - 1
-        attention = DecodeAttention([tier for tier in cache.tiers if tier.sequences], lengths, positions)
-        adapted = self._adapted(sequences, [1] * len(sequences))
-        x = self._model.forward(
-            self._tensor([s.tokens[-1] for s in sequences]), positions, attention, adapted
-        )
-        logits = self._model.logits(x)
+        logits = self._logits(sequences)
         uniforms = noise([s.noise_stream for s in sequences], [s.num_completion for s in sequences])
         greedy = [row for row, sequence in enumerate(sequences) if sequence.greedy]
         sampling = [sequence.sampling for sequence in sequences]
@@ -337,6 +339,15 @@ class NativeEngine:
                 self._finished.append(self._output(sequence, reason))
         self.num_generated += len(sequences)
         return lengths
+
+    def _logits(self, sequences: list[Sequence]) -> Tensor:
+        """Read the last token of all running sequences, in the order of the cache: [T, V], float32."""
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        positions, tiers = self._tensor(lengths) - 1, [tier for tier in self._cache.tiers if tier.sequences]
+        attention = DecodeAttention(tiers, lengths, positions)
+        adapted = self._adapted(sequences, [1] * len(sequences))
+        ids = self._tensor([sequence.tokens[-1] for sequence in sequences])
+        return self._model.logits(self._model.forward(ids, positions, attention, adapted))
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._model.device)

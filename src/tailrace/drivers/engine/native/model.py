@@ -216,11 +216,7 @@ class CausalLM:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite all weights, in place, from a Hugging Face state dict. Raises ValueError if a tensor is
         missing or of another shape; nothing has changed then."""
-        wrong = [n for n, w in self.weights().items() if n not in tensors or tensors[n].shape != w.shape]
-        if wrong:
-            named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
-            num = f"{len(wrong)} of {len(self._weights)}"
-            raise ValueError(f"{num} weights are missing or of another shape: {named}")
+        check_weights(tensors, self.weights())
         for name, weight in self._weights.items():
             weight.copy_(tensors[name])
         for matrix in self._matrices():
@@ -282,6 +278,15 @@ class CausalLM:
     def logits(self, x: Tensor) -> Tensor:
         """[T, V], float32, of a residual stream [T, hidden]."""
         return self._head(self._norm(x, self._last_norm)).float()
+
+
+def check_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError if tensors lack one of the weights, or it has another shape there."""
+    wrong = [n for n, w in weights.items() if n not in tensors or tensors[n].shape != w.shape]
+    if wrong:
+        named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        num = f"{len(wrong)} of {len(weights)}"
+        raise ValueError(f"{num} weights are missing or of another shape: {named}")
 
 
 def _storage(weight: Tensor) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tailrace.drivers.engine.native.cache import Cache, Sequence
+from tailrace.drivers.engine.native.states import States
 from tailrace.drivers.engine.settings import NativeEngineSettings
 
 
@@ -35,7 +36,7 @@ class Admitted:
 class Scheduler:
     """Decides which sequences run."""
 
-    def __init__(self, cache: Cache, settings: NativeEngineSettings) -> None:
+    def __init__(self, cache: Cache | States, settings: NativeEngineSettings) -> None:
         self.cache = cache
         self.waiting: deque[Sequence] = deque()
         self.running: dict[str, Sequence] = {}
@@ -66,7 +67,8 @@ class Scheduler:
                 context = version, tuple(sequence.context)
                 admission = computed.get(context)
                 if admission is None:
-                    sibling = sibling_of(sequence, version, self.running.values())
+                    others = self.running.values() if self.cache.lends_prompts else ()
+                    sibling = sibling_of(sequence, version, others)
                     if sibling is None:
                         if len(sequence.context) > budget < limit:
                             break
