@@ -13,7 +13,6 @@ from tailrace.drivers.engine.native.support import check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
-
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, say
 from tailrace.types import ITEM_BYTES
