@@ -16,6 +16,7 @@ lagcurve    accuracy and reward after equal samples over the mean lag, of fiftee
 masked      a bound on lag that masks stale tokens, beside one that waits, and none
 kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 critic      pipelinerl with the group's mean against a learned value function as its baseline
+distillation  a model that GRPO has trained teaches a fresh one, against GRPO
 episodes    pipelinerl against serial: updates within episodes of several turns
 groups      groups of 8 against the first 4 of 8 to end, and against one sample a prompt
 real        ten schedules on SmolLM2-135M and sums with a long tail of lengths
@@ -132,6 +133,11 @@ def groups_of(parameters: Result) -> int:
 def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> None:
     """Train the model of the study, or go on with that; the files of the run are in the folder."""
     settings = study.settings_of(name)
+    if settings.get("algorithm.name") == "distillation":
+        teacher = folder.with_name(f"teacher-{seed}")
+        if not (teacher / "model").exists():
+            learn(study, study.teacher, samples, seed, teacher)
+        settings["teacher.path"] = str(teacher / "model")
     per_round = load_config(study.config, settings).run.num_trained * groups_of(study.schedules[name])
     rounds = samples // per_round
     if rounds < study.evaluations:

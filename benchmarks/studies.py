@@ -33,6 +33,8 @@ class Study(NamedTuple):
     """Checkpoints of a run, from which it goes on after a stop. 0: only a signal that ends it makes one."""
     figure: bool = False
     """Whether a page of docs/ shows its figure."""
+    teacher: str = ""
+    """The run whose model teaches those that distil; empty: none does."""
     runner: Runner = "tailrace"
     """Who measures: tailrace, kl_study.py or TRL (trl_grpo.py)."""
 
@@ -178,6 +180,15 @@ STUDIES = {
         REINFORCE,
         {f"pipelinerl {baseline}": {**IN_FLIGHT, **BLOCK} for baseline in ("mean", "value")},
         own={"pipelinerl value": {"algorithm.advantage": "gae", "trainer.critic_learning_rate": "1e-3"}},
+    ),
+    "distillation": Study(
+        "On-policy distillation (2306.13649; 2606.22600): a trained model teaches a fresh one in fewer "
+        "samples than rewards do",
+        {},
+        {name: {"name": "rolloutpipe", **WHOLE} for name in ("GRPO", "distillation")},
+        evaluations=32,
+        own={"distillation": {"algorithm.name": "distillation"}},
+        teacher="GRPO",
     ),
     "episodes": Study(
         "PipelineRL, 7: agents may gain most",

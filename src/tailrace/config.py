@@ -22,7 +22,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.drivers.data.settings import TASKSET_KEYS, DataSettings
 from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.environments.settings import EnvironmentSettings, SingleTurnSettings
-from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.reward.settings import RewardSettings, TeacherSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
@@ -146,6 +146,8 @@ class RunConfig(Settings):
     environment: EnvironmentSettings = SingleTurnSettings()
     engine: Resumable[EngineSettings] = NativeEngineSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    teacher: tuple[TeacherSettings, ...] = ()
+    """The teacher of `algorithm.distill_coef`, or several, as [[teacher]]."""
     trainer: Resumable[TrainerSettings] = TrainerSettings()
     weights: Resumable[WeightsSettings] = SharedMemorySettings()
     placement: Resumable[PlacementSettings] = PlacementSettings()
@@ -158,6 +160,10 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> "RunConfig":
         check_algorithm(self.algorithm, group_size=self.run.num_trained, sampling=self.sampling)
+        if bool(self.teacher) != (self.algorithm.distill_coef > 0):
+            problem = "a teacher needs a factor" if self.teacher else "there is no teacher"
+            remedy = 'set algorithm.name = "distillation", and name the teacher in [teacher]'
+            raise ConfigError("algorithm.distill_coef", self.algorithm.distill_coef, problem, remedy)
         if (self.engine.kind == "tinker") != (self.trainer.kind == "tinker"):
             problem, remedy = "engine and trainer are of one service", 'set both kinds to "tinker", or none'
             raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)
@@ -213,7 +219,10 @@ def config_of(tree: dict[str, Any], overrides: Mapping[str, str] | None = None) 
     """Return the config of a tree of sections. Raises as `load_config`."""
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
-    config: RunConfig = validated(RunConfig, _with_tasks_as_data(tree))
+    tree = _with_tasks_as_data(tree)
+    if isinstance(teacher := tree.get("teacher"), dict):
+        tree = {**tree, "teacher": [teacher]}
+    config: RunConfig = validated(RunConfig, tree)
     return config
 
 

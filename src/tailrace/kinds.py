@@ -47,6 +47,8 @@ BUILT_IN: Mapping[str, str] = {
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
+    "teacher.folder": "tailrace.drivers.kinds.teacher:FolderTeacher",
+    "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",
     "tracker.mlflow": "tailrace.extras.trackers.kinds:MLflow",
     "tracker.swanlab": "tailrace.extras.trackers.kinds:SwanLab",
     "tracker.tensorboard": "tailrace.extras.trackers.kinds:TensorBoard",

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from helpers.virtual import EXACT, change, simulate
+from helpers.virtual import EXACT, SCHEDULES_BY_NAME, change, simulate
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.drivers.assembly.simulation import simulated_parts
-from tailrace.record.events import Accumulated, Evaluated, SampleScored
+from tailrace.record.events import Accumulated, Evaluated, ReferenceScored, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine
 from tailrace.types import Sample
@@ -86,3 +86,14 @@ def test_the_simulated_reference_computes_one_sample_at_a_time() -> None:
     sim = change(EXACT, reference={"tokens_per_s": 11.0})
     outcome = simulate(SCHEDULE, PAIRS, sim, algorithm=WITH_KL)
     assert [event.time_s for event in outcome.of(SampleScored)] == pytest.approx([11, 12, 13, 14])
+
+
+@pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
+def test_every_schedule_distils_in_virtual_time_and_says_when_each_sample_was_scored(name: str) -> None:
+    """Also samples of equal rewards are trained. None is scored by the teacher twice."""
+    teaching = AlgorithmSettings.model_validate({"name": "distillation"})
+    outcome = simulate(SCHEDULES_BY_NAME[name], algorithm=teaching)
+    scored = [event.sample for event in outcome.of(ReferenceScored)]
+    trained = {sample for event in outcome.of(Accumulated) for sample in event.samples}
+    assert trained and trained <= set(scored) and len(scored) == len(set(scored))
+    assert all(event.end_s > event.start_s for event in outcome.of(ReferenceScored))

@@ -110,8 +110,9 @@ class ComputeAdvantages:
         advantages = rewards if scale == "gae" or scale == "batch" else group_advantages(rewards, scale=scale)
         if any(abs(advantage) > MAX_ADVANTAGE for advantage in advantages):
             return "reward too large"
+        coef = 1.0 if self.wait_for_step else self.settings.reward_coef
         for sample, advantage in zip(samples, advantages, strict=True):
-            sample.advantage = advantage
+            sample.advantage = coef * advantage
         return None
 
     @property
@@ -128,7 +129,7 @@ class ComputeAdvantages:
         """Set the advantages of a step, as of one group. Until then they are the shaped rewards."""
         advantages = group_advantages([sample.advantage for sample in samples], scale="group")
         for sample, advantage in zip(samples, advantages, strict=True):
-            sample.advantage = advantage
+            sample.advantage = self.settings.reward_coef * advantage
 
     def shaped_reward(self, sample: Sample) -> float:
         """The reward of the task minus the overlong penalty and, if it is in the reward, the KL."""

@@ -21,7 +21,9 @@ Correction = Literal["none", "truncate", "mask", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 TokenLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 """Losses of Tinker's `forward_backward`, which are sums over tokens (losses.token_loss)."""
-Preset = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo", "one_sample"]
+Preset = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo", "one_sample", "distillation"
+]
 
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "grpo": {},
@@ -50,13 +52,23 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     },
     "ppo": {"advantage": "gae", "normalize": "token_mean", "kl_estimator": "k1", "kl_in": "reward"},
     "one_sample": {"advantage": "batch"},
+    "distillation": {
+        "loss": "reinforce",
+        "advantage": "none",
+        "normalize": "token_mean",
+        "correction": "truncate",
+        "distill_coef": 1.0,
+        "reward_coef": 0.0,
+    },
 }
 """Sources: GRPO 2402.03300 4.1. Dr. GRPO 2503.20783 3.2. DAPO 2503.14476 3 and 4.1 (clip 0.28, an overlong
 penalty over the last 4,096 of 20,480 tokens). GSPO 2507.18071 5.1. CISPO 2506.13585 3.1, which prints no
 bound: weights up to 5, as TRL's documentation advises. RLOO 2402.14740. REINFORCE as PipelineRL 2, eq. 5
 with the mean of the group and the ratio of each token. PPO 1707.06347. One sample a prompt, with an advantage
 over the batch, is of 2606.17250, of which the abstract alone was at hand: its negative token filtering, which
-it holds necessary for stable training, is not implemented. The loss is GRPO's."""
+it holds necessary for stable training, is not implemented. The loss is GRPO's. On-policy distillation: the
+reverse KL to a teacher on the student's own samples as an advantage of each token (2306.13649 with lambda 1;
+2606.22600, eq. of A_OPD, as TRL's IWOPDTrainer with gamma 0), weighted for tokens of older weights."""
 
 
 class AlgorithmSettings(Settings):
@@ -122,6 +134,12 @@ class AlgorithmSettings(Settings):
     """Multiply each estimate in the loss by pi / pi_old, differentiated: its gradient is then the KL's
     (DeepSeek-V3.2, 2512.02556)."""
 
+    distill_coef: float = Field(default=0.0, ge=0)
+    """Factor of log p_teacher - log mu, which is added to the advantage of each token. mu generated it. The
+    teacher is that of [teacher]. 0: there is none."""
+    reward_coef: float = Field(default=1.0, ge=0)
+    """Factor of the advantage that comes from rewards. 0: rewards are a metric only. Not used by gae."""
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
@@ -131,13 +149,15 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is loaded."""
-        return self.kl_coef > 0
+        """Whether samples need log-probs under another model: the reference, or a teacher."""
+        return self.kl_coef > 0 or self.distill_coef > 0
 
     @property
     def learns_without_advantage(self) -> bool:
-        """Whether a sample with an advantage of zero has a gradient: from a critic or a KL in the loss."""
-        return self.advantage == "gae" or (self.needs_reference and self.kl_in == "loss")
+        """Whether a sample with an advantage of zero has a gradient: from a critic, a teacher or a KL in the
+        loss."""
+        in_loss = self.kl_coef > 0 and self.kl_in == "loss"
+        return self.advantage == "gae" or self.distill_coef > 0 or in_loss
 
 
 def check_algorithm(
@@ -159,7 +179,7 @@ def check_algorithm(
         "raise run.group_size",
     )
     refuse(
-        group_size == 1 and algorithm.advantage not in ("gae", "batch"),
+        group_size == 1 and algorithm.advantage not in ("gae", "batch") and not algorithm.distill_coef,
         "advantage",
         "a group of one sample always has an advantage of zero",
         "raise run.group_size, compare the samples of a step: 'batch', or use a critic: 'gae'",
@@ -193,6 +213,30 @@ def check_algorithm(
         "kl_bias_correction",
         "a KL in the reward is not differentiated, so there is no gradient to correct",
         "leave it out, or set algorithm.kl_in = 'loss'",
+    )
+    refuse(
+        algorithm.distill_coef > 0 and algorithm.kl_coef > 0,
+        "kl_coef",
+        "a sample has log-probs under one other model, and with distill_coef that is the teacher",
+        "set it to 0, or algorithm.distill_coef to 0",
+    )
+    refuse(
+        not algorithm.distill_coef and not algorithm.reward_coef,
+        "reward_coef",
+        "nothing else gives an advantage",
+        "raise it, or choose algorithm.name = 'distillation'",
+    )
+    refuse(
+        algorithm.distill_coef > 0 and algorithm.advantage in ("gae", "batch"),
+        "advantage",
+        "a teacher gives an advantage for each token, beside that of a group alone",
+        "choose 'group', 'none' or 'rloo'",
+    )
+    refuse(
+        algorithm.distill_coef > 0 and algorithm.loss == "gspo",
+        "loss",
+        "gspo has one ratio for a sequence, and a teacher gives an advantage for each token",
+        "choose 'reinforce'",
     )
     refuse(
         algorithm.overlong_penalty > 0 and not algorithm.overlong_buffer,

@@ -592,8 +592,13 @@ class Run:
 
     def _rewards(self, pool: Pool) -> Rewards:
         parts, rollout = self._parts, pool if self._parts.synchronous_rewards else None
-        limit, reference = parts.max_failures, parts.reference
-        return chain_of_rewards(parts.rewards, max_failures=limit, reference=reference, rollout=rollout)
+        return chain_of_rewards(
+            parts.rewards,
+            max_failures=parts.max_failures,
+            reference=parts.reference,
+            recorder=self._recorder,
+            rollout=rollout,
+        )
 
     async def _accumulate(self, units: list[list[Sample]], replicas: int | None) -> None:
         start_s, samples = clock.now(), list(chain.from_iterable(units))

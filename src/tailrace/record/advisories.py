@@ -70,7 +70,7 @@ def _zero_variance(steps: Sequence[Figures]) -> Iterator[Advisory]:
         why = "most groups are all right or all wrong. Use prompts of middling difficulty ([data])"
     else:
         why = "most groups get the same reward. Look at reward.function and at the prompts ([data])"
-    text = f"In {share:.0%} of the groups of {last_steps(steps)} all rewards are equal, so they teach "
+    text = f"In {share:.0%} of the groups of {last_steps(steps)} all rewards are equal, so these teach "
     text += f"nothing. The mean reward is {reward:g}: {why}."
     yield Advisory("groups without variance", text)
 

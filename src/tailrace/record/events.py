@@ -95,6 +95,14 @@ class SampleScored(Moment, frozen=True):
     """Message of the reward function about the failure."""
 
 
+class ReferenceScored(Interval, frozen=True):
+    """A sample waited for its log-probs under the reference model or a teacher, and got them."""
+
+    sample: SampleId
+    num_tokens: int
+    """Completion tokens."""
+
+
 class GroupReady(Moment, frozen=True):
     """A group is complete and not filtered, and its advantages are set: it can be trained."""
 
@@ -310,6 +318,7 @@ LoggedEvent: TypeAlias = (
     | RequestEnded
     | Decoded
     | SampleScored
+    | ReferenceScored
     | GroupReady
     | StagesFilled
     | GroupEnded

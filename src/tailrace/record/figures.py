@@ -195,7 +195,7 @@ grad_norm | - | - | - | Global norm of the gradient before clipping.
 learning_rate | - | - | - | Of the optimizer step.
 entropy | nats a token | - | - | Entropy of the policy at the sampling temperature.
 clip_ratio/region_mean | share | - | - | Tokens whose gradient the clip removed.
-kl | nats a token | - | - | KL of the current policy to the reference model; 0 without a reference.
+kl | nats a token | - | - | KL of the current policy to the reference model or the teacher; 0 without one.
 mismatch_kl | nats a token | over_tokens | trial.mismatch_kl | KL of the behaviour policy (engine) to the
     current one (trainer). The age of the tokens is in it.
 engine_mismatch_kl | nats a token | - | - | The same over samples generated entirely by the weights that are

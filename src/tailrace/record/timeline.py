@@ -141,6 +141,7 @@ _LISTS: Mapping[type, str] = {
     ServedRequest: "requests",
     Scoring: "scorings",
     RoundSpan: "rounds",
+    events.ReferenceScored: "references",
     events.Decoded: "decoded",
     events.Accumulated: "passes",
     events.OptimizerStep: "steps",
@@ -166,6 +167,7 @@ class Timeline:
     """Time of its last event."""
     requests: list[ServedRequest] = field(default_factory=list)
     scorings: list[Scoring] = field(default_factory=list)
+    references: list[events.ReferenceScored] = field(default_factory=list)
     rounds: list[RoundSpan] = field(default_factory=list)
     decoded: list[events.Decoded] = field(default_factory=list)
     passes: list[events.Accumulated] = field(default_factory=list)

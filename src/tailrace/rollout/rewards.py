@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Protocol
 
-from tailrace.clock import Signal
+from tailrace.clock import Signal, now
 from tailrace.contracts.reward import Rewards
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import RewardBroken, RewardFailed, ScheduleError
+from tailrace.record.events import Recorder, ReferenceScored
 from tailrace.types import Sample
 
 
@@ -30,6 +31,7 @@ def chain_of_rewards(
     *,
     max_failures: int | None,
     reference: Reference | None = None,
+    recorder: Recorder | None = None,
     rollout: Rollout | None = None,
 ) -> Rewards:
     """Return the rewards of a run.
@@ -38,11 +40,12 @@ def chain_of_rewards(
         scorers: reward functions, programs in place of them and judges beside them, or simulated ones.
         max_failures: failures in sequence that end the run. None: there is no limit.
         reference: sets log-probs of each sample, too.
+        recorder: is told when.
         rollout: whose end rewards wait for.
     """
     chain: list[Callable[[Rewards], Rewards] | None] = [  # from the inside
+        partial(WithReference, reference=reference, recorder=recorder) if reference is not None else None,
         partial(WithFailureLimit, limit=max_failures) if max_failures is not None else None,
-        partial(WithReference, reference=reference) if reference is not None else None,
         partial(SynchronousRewards, rollout=rollout) if rollout is not None else None,
     ]
     return reduce(lambda inner, link: link(inner) if link else inner, chain, scorers)
@@ -81,16 +84,23 @@ class WithReference:
     """`Rewards` (contracts/reward.py) that also set `Sample.reference_logprobs`. Both are computed at the
     same time, as soon as a sample is finished."""
 
-    def __init__(self, rewards: Rewards, reference: Reference) -> None:
-        self._rewards, self._reference = rewards, reference
+    def __init__(self, rewards: Rewards, reference: Reference, recorder: Recorder | None = None) -> None:
+        self._rewards, self._reference, self._recorder = rewards, reference, recorder
 
     async def score(self, sample: Sample) -> float:
         """Score as `Rewards.score`. A reference log-prob that is not finite is a RewardFailed, too."""
-        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._reference.logprobs(sample))
+        reward, logprobs = await asyncio.gather(self._rewards.score(sample), self._logprobs(sample))
         if not all(map(math.isfinite, logprobs)):
             raise RewardFailed("without reference", "a log-prob under the reference model is not finite")
         sample.reference_logprobs = logprobs
         return reward
+
+    async def _logprobs(self, sample: Sample) -> list[float]:
+        begun_s = now()
+        logprobs = await self._reference.logprobs(sample)
+        if self._recorder:
+            self._recorder.emit(ReferenceScored(begun_s, now(), sample.id, sample.num_tokens))
+        return logprobs
 
 
 class SynchronousRewards:

@@ -11,7 +11,9 @@ import random
 import tempfile
 from array import array
 from base64 import b64decode, b64encode
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,8 @@ class Case(NamedTuple):
     beta: float = 0.0
     """Of the KL. Set late: a trainer that is made with one looks for a reference model to load."""
     trainer: str = "GRPO"
-    """RLOO's old policy is the current one; its loss has another value than ours and the same gradient."""
+    """RLOO's old policy is the current one; its loss has another value than ours and the same gradient. IWOPD
+    is on-policy distillation, whose teacher is the reference; its weights by position are off."""
 
 
 CASES = {
@@ -53,6 +56,7 @@ CASES = {
     "truncate": Case({"correction": "truncate"}, {"loss_type": "grpo"}, "token_truncate"),
     "mask": Case({"correction": "mask"}, {"loss_type": "grpo"}, "token_mask"),
     "rloo": Case({"name": "rloo"}, {"beta": 0.0}, trainer="RLOO"),
+    "distillation": Case({"name": "distillation", "correction": "none"}, {}, trainer="IWOPD"),
     "sequence": Case({"correction": "sequence"}, {"loss_type": "grpo"}, "sequence_truncate"),
 }
 
@@ -113,6 +117,8 @@ def padded(rows: list[list[Any]], *, left: bool) -> tuple[torch.Tensor, torch.Te
 
 def trl_loss_and_gradient(case: Case) -> tuple[float, list[float]]:
     """Run TRL on the batch as one optimizer step would; of the gradient what is kept."""
+    if case.trainer == "IWOPD":
+        return _distilled()
     trainer = _trl_trainer(case)
     samples = reference_samples()
     prompt_ids, prompt_mask = padded([s["prompt_ids"] for s in samples], left=True)
@@ -140,8 +146,38 @@ def trl_loss_and_gradient(case: Case) -> tuple[float, list[float]]:
         inputs["importance_sampling_ratio"] = _importance_sampling_ratio(case.vllm, difference)
     loss = trainer.compute_loss(model, inputs)
     loss.backward()
-    gradients = {name: p.grad.flatten().tolist() for name, p in trainer.model.named_parameters()}
-    return loss.item(), [value for name in sorted(gradients) for value in gradients[name]][::KEPT]
+    return loss.item(), _kept_gradient(trainer.model)
+
+
+def _kept_gradient(model: PreTrainedModel) -> list[float]:
+    gradients = {name: p.grad.flatten().tolist() for name, p in model.named_parameters()}
+    return [value for name in sorted(gradients) for value in gradients[name]][::KEPT]
+
+
+def _distilled() -> tuple[float, list[float]]:
+    """The loss of a trainer that would load a teacher: its method, with what that reads of the trainer."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    model, samples = reference_model().eval(), reference_samples()
+    prompts, prompt_mask = padded([s["prompt_ids"] for s in samples], left=True)
+    ids, mask = padded([s["completion_ids"] for s in samples], left=False)
+    recorded, teachers = (
+        padded([s[name] for s in samples], left=False)[0]
+        for name in ("behavior_logprobs", "reference_logprobs")
+    )
+    attended = torch.cat([prompt_mask, mask], dim=1)
+    positions = (attended.cumsum(1) - 1).clamp(min=0)
+    whole = torch.cat([prompts, ids], dim=1)
+    logits = model(input_ids=whole, attention_mask=attended, position_ids=positions).logits
+    metrics = {"eval": defaultdict(list), "train": defaultdict(list)}
+    own = SimpleNamespace(
+        temperature=TEMPERATURE, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8, model=model, _metrics=metrics
+    )
+    labels = ids.masked_fill(mask == 0, -100)
+    asked = logits[:, prompts.shape[1] - 1 : -1], ids, labels, teachers, recorded, mask.sum()
+    loss = IWOPDTrainer._compute_iw_opd_loss(own, *asked)
+    loss.backward()
+    return loss.item(), _kept_gradient(model)
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, 
 from tailrace.drivers.data.open import check_lengths, open_prompts
 from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
+from tailrace.drivers.kinds.teacher import check_teachers
 from tailrace.drivers.kinds.tracker import check_trackers
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.functions import Scorer
@@ -99,6 +100,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
         say(f"prompts end with {tag[0]!r}: completions lack it, and rewards get it as completion_prefix")
     _check_rewards(config, [prompt.row for prompt in first])
     _check_judges(config, first)
+    check_teachers(config, [prompt.row for prompt in first])
     import_sinks(config.record.sinks)
     check_trackers(config.record.trackers)
     check_placement(config)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tailrace.config import RunConfig
 from tailrace.contracts.memory import MIB, ProcessMemory
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
+from tailrace.drivers.kinds.teacher import teacher_kind
 from tailrace.drivers.reward.kinds import judge_kind
 from tailrace.drivers.trainer.adapter import adapter_parameters
 from tailrace.model_folder import context_length
@@ -25,6 +26,8 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
     adapters = adapter_parameters(config.model.path, adapter) * config.num_versions
     yield from trainer_kind(config).memory(config, longest)
     yield from engine_kind(config).memory(config, longest, adapters)
+    for teacher in config.teacher:
+        yield from teacher_kind(teacher).memory(teacher, config)
     for judge in config.reward.judges:
         yield from judge_kind(judge).memory(judge)
     small = {"process": SMALL_PROCESS_BYTES}

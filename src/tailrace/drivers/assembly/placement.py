@@ -129,7 +129,7 @@ def _check_reference(config: RunConfig) -> None:
     """With LoRA the reference is the trainer without its adapter."""
     trainer = config.trainer
     sleeps = config.placement.kind != "disaggregated" and "weights" not in trainer.kept_asleep()
-    if sleeps and trainer.lora and config.algorithm.needs_reference:
+    if sleeps and trainer.lora and config.algorithm.kl_coef:
         problem = "the reference is the trainer without its adapter, and computes while engines generate"
         key, remedy = "trainer.offload.weights", 'set it to "device"'
         raise ConfigError(key, trainer.offload.weights, problem, remedy)

@@ -14,6 +14,7 @@ from tailrace.drivers.assembly.environments import calls_reward_functions
 from tailrace.drivers.assembly.placement import device_map, trainer_cpus_reserved
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.kinds.base import Opening, engine_kind, trainer_kind
+from tailrace.drivers.kinds.teacher import begin_teachers
 from tailrace.drivers.reward.kinds import Judge, judge_kind
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.hosts import host_kind
@@ -32,7 +33,7 @@ class Workers:
     """Workers of reward functions; None: no function is called."""
     judges: tuple[Judge, ...]
     reference: Reference | None
-    """The reference model; None: the algorithm needs none."""
+    """The reference model, or the teachers; None: the algorithm needs none."""
 
 
 @asynccontextmanager
@@ -66,7 +67,10 @@ async def open_workers(
                 trainer = await trainer_of.begin(opening)
                 async with ended_by_death((), *opening.watching()):
                     engines = engines_of.begin(opening, trainer)
-                    reference = await trainer_of.reference(opening, trainer)
+                    if config.teacher:
+                        reference: Reference | None = await begin_teachers(opening)
+                    else:
+                        reference = await trainer_of.reference(opening, trainer)
                     if config.placement.kind != "disaggregated":
                         await trainer.ready()
                         await trainer.sleep()  # a server takes the memory that it finds free

@@ -63,7 +63,7 @@ class Torch(TrainerKind):
         if getattr(config.weights, "backend", "") == "nccl" and host.starts("trainer"):
             # the newest one, and its tensors before they are joined to messages
             yield ProcessMemory("publication", trainer.device, {"publication": 2 * published}, {})
-        if config.algorithm.needs_reference and not trainer.lora and host.starts("reference"):
+        if config.algorithm.kl_coef and not trainer.lora and host.starts("reference"):
             parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
             yield ProcessMemory("reference", trainer.device, parts, {"process": TRANSFORMERS_BYTES})
 
@@ -101,7 +101,7 @@ class Torch(TrainerKind):
     async def reference(self, opening: Opening, trainer: RemoteTrainer) -> Reference | None:
         """With LoRA it is the trainer without its adapter."""
         settings = opening.config.trainer
-        if not opening.config.algorithm.needs_reference:
+        if not opening.config.algorithm.kl_coef:
             return None
         if settings.lora:
             return AdapterOff(trainer)

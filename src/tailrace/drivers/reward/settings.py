@@ -1,15 +1,16 @@
 """The [reward] section: reward functions, judges, and programs with test cases."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, Tag, field_validator, model_validator
 
 from tailrace.contracts.reward import TimeoutSettings
 from tailrace.devices import Device
+from tailrace.drivers.reward.calls import column_of
 from tailrace.errors import ConfigError
-from tailrace.settings import Resumable, RunFunction, RunPath, Settings
+from tailrace.settings import Resumable, RunFunction, RunPath, Settings, default_tag
 
 
 class WeightedSettings(Settings):
@@ -149,6 +150,55 @@ class LocalJudgeSettings(AnswerSettings):
 
 
 JudgeSettings = Annotated[EndpointJudgeSettings | LocalJudgeSettings, Field(discriminator="kind")]
+
+
+class TeacherBase(Settings):
+    """Settings of all teachers."""
+
+    rows: dict[str, str | bool | int] = {}
+    """Columns and values of the rows that it teaches, such as `{ topic = "sums" }`. A dot leads into a column
+    that is an object. Empty: all that no earlier teacher has."""
+
+    def teaches(self, row: Mapping[str, object]) -> bool:
+        """Return whether it teaches a row."""
+        return all(column_of(row, name) == value for name, value in self.rows.items())
+
+
+class FolderTeacherSettings(TeacherBase):
+    """A model that a process of this run loads, with the trainer's type and packing."""
+
+    kind: Literal["folder"] = "folder"
+    """Where the model runs."""
+    path: RunPath
+    """A Hugging Face folder, whose vocabulary is the model's."""
+    device: Resumable[Device | None] = None
+    """Device on which it computes. None: the trainer's."""
+    threads: Resumable[int] = Field(default=1, ge=1, le=1024)
+    """Threads on the CPU."""
+
+
+class ServerTeacherSettings(TeacherBase):
+    """A server that returns log-probs of a prompt: vLLM, or `tailrace serve`."""
+
+    kind: Literal["server"] = "server"
+    """Where the model runs."""
+    url: Resumable[str] = Field(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$")
+    """Base address, such as `http://127.0.0.1:8000`."""
+    model: str | None = Field(default=None, min_length=1)
+    """Name of the model at the server. None: its only one."""
+    api_key_env: Resumable[str | None] = Field(default=None, min_length=1)
+    """Environment variable that holds the API key. None: no key is sent."""
+    concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)
+    """Requests at a time."""
+    retry_timeout_s: Resumable[float] = Field(default=300.0, ge=0, le=86_400)
+    """Seconds for which failures of the server (connection, 408, 429, 5xx) are retried before a sample fails;
+    at most a day."""
+
+
+TeacherSettings = Annotated[
+    Annotated[FolderTeacherSettings, Tag("folder")] | Annotated[ServerTeacherSettings, Tag("server")],
+    default_tag("folder"),
+]
 
 
 SandboxKind = Literal["bubblewrap", "none"]

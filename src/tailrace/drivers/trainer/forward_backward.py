@@ -261,7 +261,7 @@ class ForwardBackward:
             reference_kl = (estimates.detach() * counted).sum()
             if settings.kl_bias_correction:
                 estimates = estimates * (logprobs - old_logprobs).exp()
-            if settings.kl_in == "loss":
+            if settings.kl_coef and settings.kl_in == "loss":
                 per_token = per_token + settings.kl_coef * estimates
         loss = (per_token * weights).sum()
         behavior_kl = kl(batch.behavior_logprobs, current, "k3") * counted
@@ -310,7 +310,10 @@ class ForwardBackward:
     def _advantages(self, batch: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The advantage of each token, [C], and the summed loss of the critic after its backward pass."""
         if self.critic is None:
-            return spread(batch.advantages, batch.num_tokens), torch.zeros((), device=self.policy.device)
+            advantages = spread(batch.advantages, batch.num_tokens)
+            if coef := self.algorithm.distill_coef:
+                advantages = advantages + coef * (batch.reference_logprobs - batch.behavior_logprobs)
+            return advantages, torch.zeros((), device=self.policy.device)
         values = self.critic.values(batch)
         advantages = token_advantages(values, batch, self.algorithm)
         loss = (losses.value_loss(values, advantages + values.detach()) * weights).sum()

@@ -31,7 +31,7 @@ class RayHost(HostKind):
         from tailrace.extras.cluster.ray import open_ray, plan_bundles
 
         assert config.host.kind == "ray"
-        reward, needs_reference = config.reward, config.algorithm.needs_reference
+        reward, needs_reference = config.reward, config.algorithm.kl_coef > 0
         bundles = plan_bundles(config.host, config.engine, config.trainer, reward, needs_reference)
         functions = [reward.function or "", *(each.function for each in reward.functions)]
         files = [file for function in functions if (file := _file_of(function))]

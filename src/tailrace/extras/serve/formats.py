@@ -201,7 +201,11 @@ class ChatCompletionRequest(OpenAIFields):
 class GenerateSampling(SamplingFields):
     """`sampling_params` of /inference/v1/generate."""
 
+    carried_out = frozenset({"prompt_logprobs"})
     logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: Literal[0] | None = None
+    """Whether the reply has the log-probs of the prompt's tokens from the second on, at temperature 1. Not in
+    a stream."""
 
 
 class GenerateRequest(ServingFields):
@@ -414,6 +418,9 @@ class GenerateFormat(Format[GenerateRequest]):
     """/inference/v1/generate. The entries of log-probs have the token's id under both keys that versions of
     vLLM have used, so that clients of either parse them."""
 
+    prompt_logprobs: Sequence[float] | None = None
+    """Log-probs of the prompt tokens from the second on. None: nobody asked for them."""
+
     @override
     def choice(self, number: int, new: Delta, *, whole: bool) -> Json:
         has_logprobs = self.body.sampling_params.logprobs is not None
@@ -433,9 +440,16 @@ class GenerateFormat(Format[GenerateRequest]):
         reply: Json = {"request_id": self.id, "output_mode": "tokens", "choices": choices, "usage": usage}
         if whole:
             reply |= {"model": self.model, "created": self._created}
+        if whole and self.prompt_logprobs is not None:
+            told = zip(self.prompt_ids[1:], self.prompt_logprobs, strict=True)
+            rows = [{str(id): self._prompt_entry(id, logprob)} for id, logprob in told]
+            reply["prompt_logprobs"] = [None, *rows]
         if self.body.return_token_ids and self._begins("reply"):
             reply["prompt_token_ids"] = self.prompt_ids
         return reply
+
+    def _prompt_entry(self, id: int, logprob: float) -> Json:
+        return {"logprob": _finite(logprob), "rank": None, "decoded_token": self._strings(id)}
 
 
 def _entry(id: int, logprob: float) -> Json:

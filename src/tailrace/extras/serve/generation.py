@@ -163,6 +163,10 @@ class ServedEngine(EngineClient):
                     with suppress(WorkerDied):
                         self.worker.send(EngineWorker.abort, id)
 
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probs of a sequence's tokens from the second on."""
+        return await self.worker.call(EngineWorker.score, list(ids), 1)
+
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their names; None: all. Their iterators end with None. Returns their number."""
         every = self._open.items()
@@ -300,6 +304,8 @@ class Generation:
 
         id = given if kind is GenerateFormat else prefix + given
         format = kind(body, id, self._model.name, self._strings, prompt)
+        if isinstance(format, GenerateFormat) and format.body.sampling_params.prompt_logprobs is not None:
+            format.prompt_logprobs = await self._engine.score(prompt) if len(prompt) > 1 else []
         return await respond(format, deltas(), request)
 
     def _check(self, prompt: Sequence[int]) -> None:

@@ -87,6 +87,7 @@ def check_algorithm_of_service(algorithm: AlgorithmSettings, sampling: SamplingS
         (algorithm.loss not in LOSSES, "loss", f"Tinker's API has {', '.join(LOSSES)}", "choose one of them"),
         (algorithm.advantage == "gae", "advantage", "Tinker's API has no critic", 'choose "group"'),
         (algorithm.kl_coef > 0, "kl_coef", "Tinker's losses have no KL to a reference", "set it to 0"),
+        (algorithm.distill_coef > 0, "distill_coef", "a service's losses get no teacher", "set it to 0"),
         (recomputed, "old_policy", "a service computes no old log-probs", 'set it to "recorded"'),
         (corrected, "correction", "Tinker's losses have no such weight", 'use "none" or "truncate"'),
     ):

@@ -1,7 +1,8 @@
 """A run as Chrome trace events, for ui.perfetto.dev or chrome://tracing.
 
 One process is the run, with lanes for rounds, trainer, weights, the controller's lag and what it waited for
-at the end. One is the scoring stage: a sample has a lane there from the end of its generation to its reward.
+at the end. One is the scoring stage: a sample has a lane there from the end of its generation to its reward,
+and in it the time of its reference or teacher.
 Each engine is a process with a lane for each of its slots; a mark across it tells that it died, fell asleep
 or opened. An arrow goes from the last request of a group to each step that trains it. Times are microseconds
 since the run's first event; the time between two processes of a run is left out.
@@ -58,6 +59,9 @@ def trace_events(processes: Sequence[Timeline]) -> Iterator[TraceEvent]:
         outcome = f"reward {each.reward}" if each.outcome == "reward" else each.outcome
         args = {"sample": str(each.sample), "outcome": outcome}
         yield _slice(_Lane(SCORING_PID, each.slot), f"group {each.sample.prompt}", each, args)
+    slots = {each.sample: each.slot for each in scorings}
+    for told in (told for process in processes for told in process.references if told.sample in slots):
+        yield _slice(_Lane(SCORING_PID, slots[told.sample]), "reference", told, {"tokens": told.num_tokens})
     ids = count(1)
     for process in processes:
         yield from _work_of_the_run(process)

@@ -1,0 +1,121 @@
+"""Teachers of on-policy distillation: what a run asks of a kind, the kind in a process, and several as one.
+
+A teacher is a `Reference` (contracts/trainer.py): finished samples get log-probs under it in the stage in
+which they are scored, and `algorithm.distill_coef` makes advantages of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from tailrace.config import RunConfig
+from tailrace.contracts.memory import LOGIT_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
+from tailrace.contracts.trainer import CHUNK_ELEMENTS, Reference
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.kinds.base import Opening
+from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherBase
+from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
+from tailrace.errors import ConfigError, RewardFailed
+from tailrace.kinds import kind_of
+from tailrace.model_folder import context_length
+from tailrace.types import Sample
+
+
+class TeacherKind:
+    """A kind of teacher. The settings are always those of this kind."""
+
+    def check(self, teacher: Any, config: RunConfig) -> None:
+        """Check a teacher before anything starts. Raises a ConfigError."""
+
+    def memory(self, teacher: Any, config: RunConfig) -> Iterable[ProcessMemory]:
+        """Estimate the memory of its processes on this machine, after `check`."""
+        return ()
+
+    async def begin(self, teacher: Any, name: str, opening: Opening) -> Reference:
+        """Begin a teacher. `name`: of its process. Raises a ConfigError if it cannot teach this model."""
+        raise NotImplementedError
+
+
+class FolderTeacher(TeacherKind):
+    """A folder that a process of the run loads."""
+
+    @override
+    def check(self, teacher: FolderTeacherSettings, config: RunConfig) -> None:
+        assert config.model and config.data
+        if config.host.kind != "local" or config.host.join:
+            problem = "a process of this host loads a teacher, and the run has workers on others"
+            raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
+        own_words, words = (
+            load_tokenizer(path).backend_tokenizer.get_vocab() for path in (teacher.path, config.model.path)
+        )
+        if own_words != words:
+            problem = f"its vocabulary is not that of {config.model.path}: its tokens mean something else"
+            remedy = "name a model with the same tokenizer"
+            raise ConfigError("teacher.path", str(teacher.path), problem, remedy)
+        own, students = context_length(teacher.path), context_length(config.model.path)
+        asked = config.sampling.max_completion_tokens if config.sampling else 0
+        prompts = max((each.max_prompt_tokens or students for each in config.data.sources), default=students)
+        if own < min(students, prompts + asked):
+            problem = f"it reads {own} tokens, and samples may have {min(students, prompts + asked)}"
+            remedy = "lower sampling.max_completion_tokens or data.max_prompt_tokens"
+            raise ConfigError("teacher.path", str(teacher.path), problem, remedy)
+
+    @override
+    def memory(self, teacher: FolderTeacherSettings, config: RunConfig) -> Iterable[ProcessMemory]:
+        shape, device = ModelShape.read(teacher.path), teacher.device or config.trainer.device
+        parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
+        yield ProcessMemory("teacher", device, parts, {"process": TRANSFORMERS_BYTES})
+
+    @override
+    async def begin(self, teacher: FolderTeacherSettings, name: str, opening: Opening) -> Reference:
+        trainer = opening.config.trainer
+        changes = {"lora": None, "device": teacher.device or trainer.device}
+        job = ReferenceJob(
+            threads=teacher.threads,
+            model=teacher.path,
+            trainer=trainer.model_copy(update=changes),
+            temperature=opening.sampling.temperature,
+        )
+        return RemoteReference(await opening.start(ReferenceWorker, name, job))
+
+
+def teacher_kind(teacher: TeacherBase) -> TeacherKind:
+    """Return the kind of a teacher."""
+    kind: TeacherKind = kind_of("teacher", teacher.kind)  # type: ignore[attr-defined]
+    return kind
+
+
+def check_teachers(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+    """Check the teachers before anything starts. Raises a ConfigError, also if a row has none."""
+    for teacher in config.teacher:
+        teacher_kind(teacher).check(teacher, config)
+    for row in rows if config.teacher else ():
+        if not any(teacher.teaches(row) for teacher in config.teacher):
+            found = {name: row.get(name) for teacher in config.teacher for name in teacher.rows}
+            problem = "no teacher has a row of the data with these values"
+            raise ConfigError("teacher.rows", found, problem, "add a [[teacher]] without `rows` at the end")
+
+
+async def begin_teachers(opening: Opening) -> Reference:
+    """Begin the teachers of a run. Raises as `TeacherKind.begin`."""
+    teachers = opening.config.teacher
+    begun = [
+        await teacher_kind(each).begin(each, f"teacher-{number}", opening)
+        for number, each in enumerate(teachers)
+    ]
+    return Teachers([*zip(teachers, begun, strict=True)])
+
+
+class Teachers:
+    """A `Reference` that asks the first teacher of a sample's row."""
+
+    def __init__(self, teachers: Sequence[tuple[TeacherBase, Reference]]) -> None:
+        self._teachers = teachers
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """Return log-probs as `Reference.logprobs`. Raises a RewardFailed if no teacher has the row."""
+        for settings, teacher in self._teachers:
+            if settings.teaches(sample.prompt.row):
+                return await teacher.logprobs(sample)
+        raise RewardFailed("no teacher", "no [[teacher]] has the row of this sample", is_defect=True)

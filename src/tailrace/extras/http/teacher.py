@@ -1,0 +1,113 @@
+"""A teacher behind a server that returns log-probs of a prompt: vLLM, or `tailrace serve`."""
+
+import asyncio
+import math
+import os
+from typing import Any
+
+import httpx
+from typing_extensions import override
+
+from tailrace.clock import now
+from tailrace.config import RunConfig
+from tailrace.contracts.trainer import Reference
+from tailrace.drivers.kinds.base import Opening
+from tailrace.drivers.kinds.teacher import TeacherKind
+from tailrace.drivers.reward.settings import ServerTeacherSettings
+from tailrace.errors import ConfigError, EngineDied, RewardFailed, ServerRefused
+from tailrace.extras.http.dialect import call
+from tailrace.types import Sample
+
+ROUTE = "/inference/v1/generate"
+PAUSE_S = 0.5
+"""Seconds until a request is repeated; then twice as many each time, up to MAX_PAUSE_S."""
+MAX_PAUSE_S = 30.0
+TEXT = "What is 12 + 30? The answer is 42."
+"""Its tokens show whether the server has the vocabulary of the model that is trained."""
+
+
+class ServerTeacher(TeacherKind):
+    """A server, which gives log-probs at temperature 1."""
+
+    @override
+    def check(self, teacher: ServerTeacherSettings, config: RunConfig) -> None:
+        sampling = config.sampling
+        if sampling and sampling.temperature != 1:
+            problem = "a server gives log-probs of a prompt at temperature 1"
+            raise ConfigError("sampling.temperature", sampling.temperature, problem, "set it to 1")
+        if config.environment.kind != "single_turn":
+            problem = "a server reads a prompt and one completion, and an episode may have several contexts"
+            raise ConfigError("teacher.kind", "server", problem, 'use a "folder"')
+        if teacher.api_key_env and teacher.api_key_env not in os.environ:
+            problem = "this environment variable is not set"
+            raise ConfigError("teacher.api_key_env", teacher.api_key_env, problem, "set it")
+
+    @override
+    async def begin(self, teacher: ServerTeacherSettings, name: str, opening: Opening) -> Reference:
+        client = ScoringClient(teacher)
+        opening.closing.append(client.close)
+        ids = opening.tokenizer.encode(TEXT, add_special_tokens=False)
+        try:
+            rows = await client.rows(ids)
+        except (EngineDied, ServerRefused) as why:
+            remedy = "start it, or name another; it must be vLLM 0.30 or later, or tailrace serve"
+            raise ConfigError("teacher.url", teacher.url, f"it gives no log-probs ({why})", remedy) from None
+        for place, id in enumerate(ids[1:], 1):
+            text = rows[place].get(str(id), {}).get("decoded_token")
+            if text is None or text.strip() != opening.decode([id]).strip():
+                problem = f"token {id} is {text!r} there, and {opening.decode([id])!r} here"
+                remedy = "name a model with the same tokenizer"
+                raise ConfigError("teacher.url", teacher.url, problem, remedy)
+        return client
+
+
+class ScoringClient:
+    """A `Reference` behind a server."""
+
+    def __init__(self, settings: ServerTeacherSettings) -> None:
+        self._settings = settings
+        key = os.environ.get(settings.api_key_env or "", "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        base = settings.url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.AsyncClient(base_url=base, headers=headers, trust_env=False)
+        self._places = asyncio.Semaphore(settings.concurrency)
+
+    async def logprobs(self, sample: Sample) -> list[float]:
+        """Return the log-probs of a sample's tokens. Raises a RewardFailed if the server refuses it, or has
+        failed for `retry_timeout_s`."""
+        prompt, ids = list(sample.prompt.ids), sample.completion_ids
+        begun, pause_s = now(), PAUSE_S
+        async with self._places:
+            while True:
+                try:
+                    rows = await self.rows(prompt + ids)
+                    break
+                except (EngineDied, ServerRefused) as why:
+                    waited = now() + pause_s > begun + self._settings.retry_timeout_s
+                    if waited or (isinstance(why, ServerRefused) and not _may_pass(why.status)):
+                        raise RewardFailed("teacher", str(why)) from None
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        places = enumerate(ids, len(prompt))
+        return [float(rows[place].get(str(id), {}).get("logprob", math.nan)) for place, id in places]
+
+    async def rows(self, ids: list[int]) -> list[dict[str, Any]]:
+        """Return what the server says of each token of a sequence. Raises as `call`."""
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling, "stream": False}
+        if self._settings.model:
+            body["model"] = self._settings.model
+        reply = await call(self._client, "POST", ROUTE, body=body, timeout_s=600.0)
+        rows: list[dict[str, Any]] = (reply or {}).get("prompt_logprobs") or []
+        if len(rows) != len(ids):
+            raise ServerRefused(f"POST {self._client.base_url}{ROUTE}", 400, "no prompt_logprobs in it")
+        return [row or {} for row in rows]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+
+def _may_pass(status: int) -> bool:
+    """Whether a request that was answered with an HTTP status may be answered later."""
+    return status >= 500 or status in (408, 429)
