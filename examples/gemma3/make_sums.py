@@ -1,4 +1,4 @@
-"""Write two files of sums of numbers with two digits, each after four that are solved, and their answers.
+"""Write two files of sums of a number with two digits and one with one, each after four that are solved.
 
 python examples/gemma3/make_sums.py
 
@@ -11,8 +11,8 @@ import random
 from itertools import product
 from pathlib import Path
 
-NUM_ROWS, NUM_HELD_OUT = 2000, 1024
-SOLVED = "<bos>12 + 35 = 47\n68 + 57 = 125\n20 + 31 = 51\n49 + 36 = 85\n"
+NUM_HELD_OUT = 200
+SOLVED = "<bos>12 + 5 = 17\n68 + 7 = 75\n20 + 3 = 23\n99 + 6 = 105\n"
 """A base model follows examples, and Gemma needs the first token."""
 
 
@@ -24,10 +24,10 @@ def write(name: str, pairs: list[tuple[int, int]]) -> None:
 
 
 def main() -> None:
-    numbers = range(10, 100)
-    pairs = random.Random(0).sample([*product(numbers, numbers)], NUM_ROWS + NUM_HELD_OUT)
-    write("train", pairs[:NUM_ROWS])
-    write("held_out", pairs[NUM_ROWS:])
+    pairs = [*product(range(10, 100), range(1, 10))]
+    random.Random(0).shuffle(pairs)
+    write("train", pairs[NUM_HELD_OUT:])
+    write("held_out", pairs[:NUM_HELD_OUT])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_each_prompt_has_four_solved_sums_and_held_out_numbers_are_not_trained(
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "held_out")
     )
-    assert (len(train), len(held_out)) == (2000, 1024)
+    assert (len(train), len(held_out)) == (610, 200)
     for row in (train[0], held_out[0]):
         *solved, asked = row["prompt"].removeprefix("<bos>").split("\n")
         for line in [*solved, f"{asked} {row['answer']}"]:

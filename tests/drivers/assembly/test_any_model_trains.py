@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from helpers.architectures import SHAPES, random_model
+from helpers.architectures import SHAPES, SIZES, random_model
 from helpers.small_run import EXAMPLES, train_here, write_small_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,6 +42,27 @@ def test_a_model_trains_embedded_and_engine_and_trainer_agree(
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     mismatches = [value for row in rows for name, value in row.items() if "engine_mismatch_kl" in name]
     assert mismatches and max(value for value in mismatches if value is not None) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "text"), [("gemma3", "gemma3_text"), ("qwen3_5", "qwen3_5_text")])
+def test_a_checkpoint_of_a_model_that_reads_images_trains_its_text_model(
+    model_type: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_attention_heads": 2}
+    vision = sizes | {
+        "depth": 1,
+        "num_hidden_layers": 1,
+        "out_hidden_size": 32,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = AutoConfig.for_model(model_type, text_config=SIZES | SHAPES[text], vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    for file in (EXAMPLES / "quickstart" / "model").glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path / "model")
+    words = ("--model.path", str(tmp_path / "model"), "--run.eval_every", "0", "--run.rounds", "2")
+    assert train_here(write_small_run(tmp_path), *words) == 0, capfd.readouterr().err
 
 
 def test_adapters_of_a_model_that_is_served_slowly_are_refused_before_the_start(

@@ -49,7 +49,7 @@ class AnyLM:
         check_model(path)
         self.device, self._dtype = device, dtype
         self.restore(path)
-        config = self._module.config
+        config = self._module.config.get_text_config()
         ropes = length_dependent_ropes(self._module)
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         if "longrope" in ropes:  # beyond it the frequencies of all tokens change
@@ -131,7 +131,7 @@ class AnyLM:
     def _is_exact(self) -> bool:
         """Whether sequences may be computed together. Log-probs of likely tokens are compared with those of
         the forward pass without a cache, beyond the border of windows."""
-        vocabulary = self._module.config.vocab_size
+        vocabulary = self._module.config.get_text_config().vocab_size
         first, second = ([i * step % vocabulary for i in range(1, 41)] for step in (7, 11))
         near = 2e-4 if self._dtype == torch.float32 else 0.3
         rows = [first, second[:25] if self.together == ANY else second]
