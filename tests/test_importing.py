@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function, install
+from tailrace.importing import import_function, install, source
 
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path: Path) -> None:
@@ -84,18 +84,66 @@ def test_a_file_that_is_no_python_is_a_config_error(tmp_path: Path) -> None:
         import_function(f"{file}:f", "schedule.name")
 
 
-def test_an_extra_is_installed_from_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Checkout:
-        def read_text(self, name: str) -> str:
-            return '{"url": "file:///home/me/tailrace", "dir_info": {"editable": true}}'
+CHECKOUT, WHEEL = "/home/me/my%20tailrace", "/home/me/tailrace-0.2.0-py3-none-any.whl"
+FORMS = {
+    "an index": (None, "pip", "", "pip install 'tailrace[lora]'"),
+    "an index, by uv": (None, "uv", "", "uv pip install 'tailrace[lora]'"),
+    "an index, as a tool of uv": (None, "uv", "uv-receipt.toml", "uv tool install 'tailrace[lora]'"),
+    "an index, by pipx": (None, "pip", "pipx_metadata.json", "pipx install --force 'tailrace[lora]'"),
+    "a wheel": (
+        {"url": f"file://{WHEEL}", "archive_info": {}},
+        "pip",
+        "",
+        f"pip install '{WHEEL}[lora]'",
+    ),
+    "a wheel at a server": (
+        {"url": f"https://example.org{WHEEL}", "archive_info": {}},
+        "pip",
+        "",
+        f"pip install 'tailrace[lora] @ https://example.org{WHEEL}'",
+    ),
+    "a checkout": (
+        {"url": f"file://{CHECKOUT}", "dir_info": {}},
+        "pip",
+        "",
+        "pip install '/home/me/my tailrace[lora]'",
+    ),
+    "a checkout, editable": (
+        {"url": f"file://{CHECKOUT}", "dir_info": {"editable": True}},
+        "pip",
+        "",
+        "pip install --editable '/home/me/my tailrace[lora]'",
+    ),
+    "a checkout, editable, as a tool of uv": (
+        {"url": f"file://{CHECKOUT}", "dir_info": {"editable": True}},
+        "uv",
+        "uv-receipt.toml",
+        "uv tool install --editable '/home/me/my tailrace[lora]'",
+    ),
+    "a repository": (
+        {"url": "https://example.org/t.git", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
+        "pip",
+        "",
+        "pip install 'tailrace[lora] @ git+https://example.org/t.git@c0ffee'",
+    ),
+}
+"""direct_url.json, the installer, the file of a tool in the environment, and the command for an extra."""
 
-    class Registry:
-        def read_text(self, name: str) -> None:
-            return None
 
-    for origin, command in (
-        (Checkout, "pip install '/home/me/tailrace[lora]'"),
-        (Registry, "pip install 'tailrace[lora]'"),
-    ):
-        monkeypatch.setattr("importlib.metadata.distribution", lambda name, origin=origin: origin())
-        assert install("lora") == command
+@pytest.mark.parametrize("form", FORMS)
+def test_an_extra_is_installed_by_the_tool_and_from_the_source_of_the_package(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct_url, installer, receipt, command = FORMS[form]
+    info = tmp_path / "tailrace-0.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: tailrace\nVersion: 0.2.0\n")
+    (info / "INSTALLER").write_text(f"{installer}\n")
+    if direct_url:
+        (info / "direct_url.json").write_text(json.dumps(direct_url))
+    if receipt:
+        (tmp_path / receipt).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert install("lora") == command
+    assert source() in command.replace("[lora]", "")

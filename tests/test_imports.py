@@ -72,6 +72,7 @@ EXTRAS: Mapping[str, set[str]] = {
     "extras.plan": {"extras.http"},
     "extras.view": {"extras.serve"},
     "extras.diagnose": set(),
+    "extras.quickstart": set(),
     "extras.trackers": set(),
 }
 """Each product, and the other products that it may import. It may import the heart and all drivers."""
@@ -91,6 +92,7 @@ MAX_PRODUCT_LINES = {
     "extras.http": 2_427,
     "extras.judges": 1_085,
     "extras.plan": 2_292,
+    "extras.quickstart": 23,
     "extras.sandbox": 798,
     "extras.serve": 1_756,
     "extras.tinker": 1_477,

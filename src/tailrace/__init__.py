@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tailrace.schedules.parameters import require
     from tailrace.types import Group, Prompt, Sample
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ORDERS",

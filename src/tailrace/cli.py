@@ -20,6 +20,10 @@ from tailrace.errors import ConfigError, Interrupted, TailraceError
 from tailrace.kinds import entries, load, package_of, registered
 
 COMMANDS = {
+    "quickstart": (
+        "extras.quickstart.command:quickstart",
+        "a small model learns sums: a first run, without files of your own",
+    ),
     "train": (
         "drivers.commands.train:run",
         "train a model; all files of the run go into the output directory",

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import pickle
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from tailrace.errors import ConfigError
 
@@ -48,13 +51,39 @@ def import_function(spec: str, key: str) -> Any:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra of this package, from the checkout that it came from."""
+    """Return the command that installs an extra of this package where it is installed: by the same tool, and
+    from the same source."""
+    origin, installer = _origin()
+    environment = Path(sys.prefix)
+    if (environment / "uv-receipt.toml").exists():
+        tool = "uv tool install"
+    elif (environment / "pipx_metadata.json").exists():
+        tool = "pipx install --force"
+    else:
+        tool = "uv pip install" if installer == "uv" else "pip install"
+    editable = " --editable" if origin.get("dir_info", {}).get("editable") else ""
+    return f"{tool}{editable} {source(extra)}"
+
+
+def source(extra: str = "") -> str:
+    """Return the argument of pip that names this package, where it came from, quoted for a shell."""
+    origin, _ = _origin()
+    name, url = f"[{extra}]" if extra else "", str(origin.get("url", ""))
+    if url.startswith("file:"):  # a checkout, a wheel or an sdist
+        return shlex.quote(url2pathname(urlsplit(url).path) + name)
+    if "vcs_info" in origin:
+        url = "{vcs}+{url}@{commit_id}".format(url=url, **origin["vcs_info"])
+    return shlex.quote(f"tailrace{name} @ {url}" if url else f"tailrace{name}")
+
+
+def _origin() -> tuple[dict[str, Any], str]:
+    """Return direct_url.json (PEP 610), which a package from an index does not have, and the installer."""
     try:
-        origin = json.loads(metadata.distribution("tailrace").read_text("direct_url.json") or "{}")
+        package = metadata.distribution("tailrace")
     except metadata.PackageNotFoundError:
-        origin = {}
-    checkout = str(origin.get("url", "")).removeprefix("file://")
-    return f"pip install '{checkout if 'dir_info' in origin else 'tailrace'}[{extra}]'"
+        return {}, ""
+    direct_url, installer = package.read_text("direct_url.json"), package.read_text("INSTALLER")
+    return json.loads(direct_url or "{}"), (installer or "").strip()
 
 
 def saved_function(function: Callable[..., Any], key: str) -> bytes:

@@ -1,6 +1,7 @@
 """Logs of other frameworks (fixtures/README.md): their figures, what is fitted to them, what is refused."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.simulation import simulate
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit_command import fitted_run
+from tailrace.extras.plan.logs import EXTRAS
 from tailrace.extras.plan.peer_fit import fit_peer
 from tailrace.extras.plan.peers import PeerLog, read_peer
 from tailrace.rollout.placement import DeviceSharing
@@ -289,5 +291,5 @@ def test_the_offline_file_of_a_killed_run_is_read_to_its_last_whole_record(tmp_p
 )
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {module}; pip install '"):
+    with pytest.raises(ConfigError, match=re.escape(f"needs the package {module}; {EXTRAS}")):
         read_peer(LOGS / name, samples=8)

@@ -39,6 +39,7 @@ from tailrace.extras.http.dialect import (
     spans_of,
 )
 from tailrace.extras.http.vllm_plugin import BACKEND
+from tailrace.importing import source
 from tailrace.types import KV
 
 OLDEST = (0, 32)
@@ -266,7 +267,7 @@ def _missing(
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if kind.backend and backend != kind.backend:
         missing.append(
-            f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps tailrace` there, "
+            f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps {source()}` there, "
             f'and start it with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
     wanted = logprobs_mode(sampling)

@@ -1,0 +1,115 @@
+"""The check of a release: wheel and sdist install in fresh environments, and the quickstart learns there.
+
+    make release-check        python benchmarks/release_check.py [PYTHON ...]
+
+1. The version of the package, the newest section of CHANGELOG.md and a tag of the commit agree.
+2. `build` makes the sdist, and the wheel from the sdist.
+3. Each is installed with constraints.txt in a fresh environment: the wheel for each PYTHON, the sdist for the
+   first. In an empty folder, `tailrace quickstart` reaches a held-out accuracy of LEAST_ACCURACY.
+
+This runs on the standard library. The exit code is 1 if something failed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+LEAST_ACCURACY = 0.9
+RELEASED = re.compile(r"(\d+\.\d+\.\d+) - \d{4}-\d{2}-\d{2}")
+UNRELEASED = "unreleased"
+
+
+def disagreements(changelog: str, version: str, tags: Sequence[str]) -> list[str]:
+    """Return what keeps a commit from being a release.
+
+    Args:
+        changelog: its sections are "VERSION - DATE", the newest first; before them may be "unreleased".
+        version: of the package.
+        tags: those of the commit; a release has the tag vVERSION.
+    """
+    sections = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    released = sections[sections[:1] == [UNRELEASED] :]
+    found = [
+        f'CHANGELOG.md: "## {section}" is not "## VERSION - DATE"'
+        for section in released
+        if not RELEASED.fullmatch(section)
+    ]
+    newest, *_ = (*(section.partition(" ")[0] for section in released), "nothing")
+    if newest != version:
+        found.append(f"CHANGELOG.md: the newest version is {newest}, the package's is {version}")
+    of_versions = [tag for tag in tags if re.match(r"v?\d", tag)]
+    found += [f"the tag {tag} is not v{version}" for tag in of_versions if tag != f"v{version}"]
+    if of_versions and released != sections:
+        found.append(f'CHANGELOG.md: a release has no section "## {UNRELEASED}"')
+    return found
+
+
+def version_of_package() -> str:
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "src/tailrace/__init__.py").read_text(), re.M)
+    return str(version)
+
+
+def tags_of_commit() -> list[str]:
+    command = ["git", "-C", str(ROOT), "tag", "--points-at", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
+def run(*command: str | Path, folder: Path) -> None:
+    print("+", *command, flush=True)
+    outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run(command, cwd=folder, env=outside, check=True)
+
+
+def fresh_environment(python: str, folder: Path, *packages: str) -> Path:
+    """Make a virtual environment, install packages in their order, and return its `bin`."""
+    run(python, "-m", "venv", folder, folder=folder.parent)
+    pip = (folder / "bin" / "pip", "--quiet", "--disable-pip-version-check", "install")
+    for package in packages:
+        run(*pip, "--constraint", ROOT / "constraints.txt", package, folder=folder)
+    return folder / "bin"
+
+
+def check_quickstart(python: str, package: Path, scratch: Path) -> float:
+    """Install a package, train the quickstart, and return the last held-out accuracy."""
+    # torch is named first: see the Makefile.
+    programs = fresh_environment(python, scratch / "environment", "torch", f"{package}[quickstart]")
+    empty = scratch / "empty"
+    empty.mkdir()
+    run(programs / "tailrace", "quickstart", folder=empty)
+    summary = json.loads((empty / "runs" / "quickstart" / "summary.json").read_text())
+    return float(summary["eval"]["last"])
+
+
+def main(pythons: Sequence[str]) -> int:
+    version = version_of_package()
+    failures = disagreements((ROOT / "CHANGELOG.md").read_text(), version, tags_of_commit())
+    with TemporaryDirectory() as folder:
+        build = fresh_environment(pythons[0], Path(folder) / "build", "build")
+        packages = Path(folder) / "packages"
+        run(build / "python", "-m", "build", "--outdir", packages, ROOT, folder=Path(folder))
+        wheel, sdist = (
+            packages / f"tailrace-{version}-py3-none-any.whl",
+            packages / f"tailrace-{version}.tar.gz",
+        )
+        for python, package in (*((python, wheel) for python in pythons), (pythons[0], sdist)):
+            with TemporaryDirectory() as scratch:
+                try:
+                    accuracy = check_quickstart(python, package, Path(scratch))
+                except subprocess.CalledProcessError as why:
+                    failures.append(f"{python}, {package.name}: {why}")
+                    continue
+            print(f"{python}, {package.name}: held-out accuracy {accuracy:.3f}", flush=True)
+            if accuracy < LEAST_ACCURACY:
+                failures.append(f"{python}, {package.name}: {accuracy:.3f} is less than {LEAST_ACCURACY}")
+    print(*failures or [f"tailrace {version} can be released"], sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or [sys.executable]))

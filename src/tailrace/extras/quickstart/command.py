@@ -1,0 +1,19 @@
+"""`tailrace quickstart`: a model of 0.4M parameters learns sums."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tailrace.config import load_config
+from tailrace.drivers.assembly.running import train
+
+CONFIG = Path(__file__).parent / "quickstart.toml"
+
+
+def quickstart(*, output_dir: Path = Path("runs/quickstart"), overrides: Mapping[str, str]) -> None:
+    """Train the quickstart's model: two CPU cores, some minutes.
+
+    Args:
+        output_dir: for all files of the run.
+    """
+    train(load_config(CONFIG, overrides), output_dir)
+    print(f"next      tailrace inspect {output_dir}; its config, to start from: {output_dir / 'config.toml'}")
