@@ -89,7 +89,7 @@ MAX_PRODUCT_LINES = {
     "extras.agents": 734,
     "extras.cluster": 556,
     "extras.diagnose": 305,
-    "extras.http": 2_427,
+    "extras.http": 2_428,
     "extras.judges": 1_085,
     "extras.plan": 2_292,
     "extras.quickstart": 23,
