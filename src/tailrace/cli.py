@@ -28,6 +28,10 @@ COMMANDS = {
         "drivers.commands.train:run",
         "train a model; all files of the run go into the output directory",
     ),
+    "sft": (
+        "extras.sft.command:sft",
+        "fine-tune a model on given responses; `tailrace train` goes on from its model",
+    ),
     "compare": (
         "drivers.commands.compare:compare",
         "compare schedules: the same weights, prompts and seeds for each",

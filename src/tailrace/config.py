@@ -128,6 +128,24 @@ class PlanSettings(Settings):
     """Candidates that are printed."""
 
 
+class SftSettings(Settings):
+    """`tailrace sft`: supervised fine-tuning on the responses of [data]."""
+
+    response_column: str = "response"
+    """Column of the response: a string, or a list with one message. Rows without it are messages in
+    `data.prompt_column`, of which the last one, the assistant's, is the response."""
+    rows_per_step: int = Field(default=32, ge=1, le=65_536)
+    """Rows of an optimizer step."""
+    steps: Resumable[int] = Field(default=100, ge=1)
+    """Optimizer steps."""
+    eval_every: Resumable[int] = Field(default=20, ge=0)
+    """Steps between two losses of held-out rows; there is also one at the start and at the end. 0: none."""
+    eval_rows: Resumable[int] = Field(default=128, ge=1)
+    """Held-out rows."""
+    checkpoint_every: Resumable[int] = Field(default=50, ge=0)
+    """Steps between checkpoints. 0: only at the end."""
+
+
 class RunConfig(Settings):
     """The whole config of a run."""
 
@@ -139,6 +157,7 @@ class RunConfig(Settings):
     """Parameters of one schedule, by its name. They replace those of [schedule] if `schedule.name` is it."""
     compare: Resumable[CompareSettings] = CompareSettings()
     plan: Resumable[PlanSettings] = PlanSettings()
+    sft: Resumable[SftSettings] = SftSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None

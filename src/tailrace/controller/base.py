@@ -15,7 +15,7 @@ from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.rollout.router import RunEpisode
-from tailrace.settings import Resumable, Settings
+from tailrace.settings import PlainPath, Resumable, Settings
 
 
 class RunSettings(Settings):
@@ -52,6 +52,9 @@ class RunSettings(Settings):
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run ends with that as its error. If it has not ended
     ten minutes later, because something hangs, the process ends."""
+    replay: PlainPath | None = None
+    """Output directory of a run whose recorded samples are trained again, without engines: `tailrace train
+    --replay` sets it. None: samples are generated."""
     accept_changed_inputs: Resumable[bool] = False
     """Whether a resumed run may find rows, functions or a model folder whose content has changed."""
 

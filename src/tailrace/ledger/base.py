@@ -47,6 +47,8 @@ class LedgerSettings(Settings):
     flush_s: float = Field(default=0.2, gt=0, le=3600)
     """Seconds between two commits. A kill loses the tokens generated since the last one; they are counted as
     waste with the reason "crash"."""
+    keep_tokens: bool = False
+    """Whether tokens of trained samples stay when checkpoints cover them, for `tailrace train --replay`."""
 
 
 class LedgerRow(msgspec.Struct, frozen=True, array_like=True):

@@ -29,6 +29,7 @@ from tailrace.drivers.assembly.live import (
     open_parts,
     rewind,
 )
+from tailrace.drivers.assembly.replay import Recording, check_replay, open_replay, replayed
 from tailrace.drivers.assembly.resumption import best_evaluation, opened
 from tailrace.drivers.assembly.schedule import (
     BoundSchedule,
@@ -79,14 +80,21 @@ def train(
         interruption: lets another thread end the run in order.
     """
     config = with_published_defaults(with_model_folder(config))
-    schedule = schedule or resolve(config)
+    recording = Recording.read(config) if config.run.replay else None
+    if not recording:
+        schedule = schedule or resolve(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
         checked = Path(scratch) / "reward.pkl"
         checked.write_bytes(saved)
-        fitted = check_live(_with_reward(config, reward, checked), schedule)
+        if recording:
+            fitted = check_replay(config, recording)
+            schedule = partial(replayed, config=fitted.config, recording=recording)
+        else:
+            assert schedule
+            fitted = check_live(_with_reward(config, reward, checked), schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
@@ -95,7 +103,7 @@ def train(
         while True:
             try:
                 is_resumed = resume or num_restarts > 0
-                summary = _one_life(config, schedule, folder, is_resumed, saved, interruption)
+                summary = _one_life(config, schedule, folder, is_resumed, saved, interruption, recording)
                 for each in fitted.remarks:  # the bound takes the threads as given
                     say(f"warning: {each}")
                 return summary
@@ -124,13 +132,16 @@ def _one_life(
     resume: bool,
     reward: bytes,
     interruption: Interruption,
+    recording: Recording | None,
 ) -> RunSummary:
     """Train until the run ends or a worker dies."""
     folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
     with opened(folder.kept(config), folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
-        if start.base.cut_steps:
+        if recording and start.life == 1:
+            recording.fill(start, config, folder)
+        if start.base.cut_steps and not recording:
             start.steps_per_round = steps_of_a_round(config, schedule)
         try:
             training = _train(config, schedule, folder, store, start, interruption)
@@ -169,7 +180,9 @@ async def _train(
 ) -> tuple[RunResult, RunSummary]:
     interruption.begin()
     start.began_s = clock.now()
-    async with open_parts(config, folder.path, life=start.life) as parts:
+    replays = config.run.replay is not None
+    opening = open_replay if replays else partial(open_parts, life=start.life)
+    async with opening(config, folder.path) as parts:
         say(f"the workers are ready after {clock.now() - start.began_s:.1f} s")
         if start.base.checkpoint:
             await rewind(parts, folder.checkpoints / start.base.checkpoint, start.base.version)
@@ -179,7 +192,9 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         recorder, summary = _recorder(config, folder, start, interruption)
         with commits_on_thread(store) if store else nullcontext() as commit:
-            journal = Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal()
+            ledger, journal = config.ledger, NullJournal()
+            if commit:
+                journal = Journal(commit, start, flush_s=ledger.flush_s, keep_tokens=ledger.keep_tokens)
             outcome = await _executed(
                 ComparedSchedule(config, schedule),
                 parts,

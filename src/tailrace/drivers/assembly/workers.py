@@ -83,6 +83,23 @@ async def open_workers(
                 await asyncio.gather(*(close() for close in closing))
 
 
+@asynccontextmanager
+async def open_trainer(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Trainer]:
+    """Start the trainer of a checked config alone, and end it with the block. Raises as `open_workers`."""
+    devices = device_map(config)
+    async with host_kind(config.host).open(config, folder) as spawner:
+        opening = Opening(config, folder, None, tokenizer, spawner, devices)
+        try:
+            trainer = await trainer_kind(config).begin(opening)
+            await _all_done(trainer.ready(), *(worker.ready() for worker in opening.started))
+            async with ended_by_death(opening.started, *opening.watching()):
+                yield trainer
+        finally:
+            await asyncio.gather(
+                *(close() for close in [*(w.close for w in opening.started), *opening.closing])
+            )
+
+
 async def _rewards(opening: Opening) -> tuple[RewardPool | None, tuple[Judge, ...]]:
     """Start the reward workers, if reward functions are called, and the judges."""
     config = opening.config

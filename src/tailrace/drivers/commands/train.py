@@ -1,11 +1,13 @@
 """`tailrace train`: one live run."""
 
+import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 from tailrace.config import load_config, with_model_folder
 from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import resolve
 
@@ -17,6 +19,7 @@ def run(
     output_dir: Path,
     resume: bool = False,
     dry_run: bool = False,
+    replay: Path | None = None,
     overrides: Mapping[str, str],
 ) -> None:
     """Train a model.
@@ -26,12 +29,19 @@ def run(
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
         dry_run: print the resolved config, with a table of the processes as comments, and stop.
+        replay: a run whose recorded samples are trained again, without engines: with another loss, learning
+            rate or number of groups a step, or with the same to the same gradients.
     """
+    if replay:
+        overrides = {**overrides, "run.replay": json.dumps(str(replay.resolve()))}
     loaded = load_config(config, overrides)
     if not dry_run:
         train(loaded, output_dir, resume=resume)
         return
     loaded = with_model_folder(loaded)
-    fitted = check_live(loaded, resolve(loaded))
+    if loaded.run.replay:
+        fitted = check_replay(loaded, Recording.read(loaded))
+    else:
+        fitted = check_live(loaded, resolve(loaded))
     print(fitted.config.toml(), end="")
     print(textwrap.indent(fitted.table, "# "))

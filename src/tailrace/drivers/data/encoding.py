@@ -200,6 +200,33 @@ class PromptEncoder:
             raise BadRow(TOO_LONG, f"{len(ids)} tokens, at most {limit} fit (data.max_prompt_tokens)")
         return text, ids
 
+    def encode_response(
+        self,
+        prompt: object,
+        text: str,
+        response: Mapping[str, object],
+        end_of_text: Sequence[int],
+        tools: Tools | None = None,
+    ) -> list[int]:
+        """Return the token ids of a response as the chat template closes its message, or of a plain string
+        with the end-of-text token. Raises a BadRow if the template writes it elsewhere.
+
+        Args:
+            text: of the prompt, as `encode` returns it.
+            response: a message of the assistant.
+            end_of_text: the token that ends a plain string, if there is one.
+        """
+        if isinstance(prompt, str) and not (self.has_template and self._settings.chat_template != "never"):
+            ids = self._tokenizer.encode(str(response["content"]), add_special_tokens=False)
+            return [*ids, *end_of_text]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        assert isinstance(messages, list)
+        plain = [self._plain(message) for message in [*messages, response]]
+        whole = self._apply_template(plain, [*self._tools, *(tools or ())] or None, closed=True)
+        if not whole.startswith(text):
+            raise BadRow("a response that the chat template does not write after its prompt", whole[-80:])
+        return self._tokenizer.encode(whole[len(text) :], add_special_tokens=False)
+
     def opened(self, prompt: object, text: str) -> str:
         """Return what a prompt has of the assistant's turn already: a last message of the assistant, or a tag
         that is open at the end of the text, as <think>. Mostly it is empty."""
@@ -229,23 +256,26 @@ class PromptEncoder:
             content = content if self._header is None else "\n".join(texts)
         return {**{key: each for key, each in message.items() if each is not None}, "content": content or ""}
 
-    def _apply_template(self, messages: ChatMessages, tools: Tools | None) -> str:
+    def _apply_template(self, messages: ChatMessages, tools: Tools | None, *, closed: bool = False) -> str:
         system = self._settings.system_prompt
         if system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
         if not tools:
-            return self._render(messages)
-        bare = self._render(messages)
+            return self._render(messages, closed=closed)
+        bare = self._render(messages, closed=closed)
         moved = self._settings.tools_in_system_prompt
-        text = self._render(_with_tools(messages, tools)) if moved else self._render(messages, tools)
+        asked = (_with_tools(messages, tools), None) if moved else (messages, tools)
+        text = self._render(*asked, closed=closed)
         for name in map(_name_of, tools):
             if text.count(name) <= bare.count(name):  # a tool without a name makes the text longer
                 raise BadRow(LEFT_OUT, f"{name}; data.tools_in_system_prompt = true describes them")
         return text
 
-    def _render(self, messages: ChatMessages, tools: Tools | None = None) -> str:
-        goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
-        given = {"tools": tools, "add_generation_prompt": not goes_on, **self._settings.chat_template_kwargs}
+    def _render(self, messages: ChatMessages, tools: Tools | None = None, *, closed: bool = False) -> str:
+        """Return the text of messages. `closed`: nothing follows the last one."""
+        ends = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+        goes_on, opens = ends and not closed, not ends and not closed
+        given = {"tools": tools, "add_generation_prompt": opens, **self._settings.chat_template_kwargs}
         given |= {"continue_final_message": True} if goes_on else {}
         try:
             return render(self._tokenizer, messages, given)

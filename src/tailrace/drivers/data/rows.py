@@ -166,7 +166,7 @@ class RowPrompts:
         row_number = self._epochs.row_at(index)
         row = self._row(self._places[row_number])
         given = row.get(self._column)
-        text, ids = self._encoder.encode(given, _tools(row.get(self._tools_column)))
+        text, ids = self._encoder.encode(given, tools_of(row.get(self._tools_column)))
         carried, source = _sendable(row), row.get("data_source")
         named, opened = source if isinstance(source, str) else "", self._encoder.opened(given, text)
         return Prompt(index, ids, text, carried, row_number, carried[self._column], named, opened)
@@ -207,7 +207,7 @@ class RowPrompts:
             raise ConfigError("data.prompt_column", self._column, problem, remedy)
 
 
-def _tools(column: object) -> Tools | None:
+def tools_of(column: object) -> Tools | None:
     """Return the tools of a row, which may be JSON text, as in tables whose tools differ in their parameters.
     Raises a BadRow if they are not a list of objects."""
     try:

@@ -1,0 +1,250 @@
+"""Trains the recorded samples of a run again, without engines: `tailrace train --replay RUN`.
+
+The ledger of the run has the samples that it trained: tokens, log-probs, turns, rewards. Its event log has
+the order: which samples were accumulated together, and the steps and publications between them. A replay
+begins with these groups as a resumed run begins with those that a kill interrupted, and a schedule of its own
+repeats the order. Advantages are computed anew, by the algorithm of the replay.
+"""
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from tailrace.config import RunConfig, changed_keys
+from tailrace.contracts.engine import TokenCounter
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.controller.base import RunComponents
+from tailrace.controller.run import Run
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.live import advantages_of, fitted_to_machine, say, training_prompts
+from tailrace.drivers.assembly.machine import Fitted
+from tailrace.drivers.assembly.resumption import changed_files, inputs_of
+from tailrace.drivers.assembly.workers import open_trainer
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.kinds.base import trainer_kind
+from tailrace.drivers.reward.kinds import NoFunctions
+from tailrace.errors import ConfigError
+from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
+from tailrace.ledger.recovery import StartingPoint, read_ledger
+from tailrace.ledger.store import LEDGER_FILE, Store
+from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundEnded, RunStarted
+from tailrace.record.run_log import LogReader
+from tailrace.types import Group, Prompt, Sample, noise_seed
+
+SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.")
+"""Keys that say what the samples are. A replay has those of its run."""
+
+Recorded = Accumulated | OptimizerStep | Published | RoundEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The trained samples of a run and their order.
+
+    Args:
+        groups_per_step: groups between two optimizer steps; None: the steps of the run.
+    """
+
+    tables: LedgerTables
+    order: Sequence[Recorded]
+    groups_per_step: int | None
+
+    @classmethod
+    def read(cls, config: RunConfig) -> "Recording":
+        """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
+        some steps, or they are not samples of this config."""
+        path = config.run.replay
+        assert path
+        for name in ("model", "data"):
+            if getattr(config, name) is None:
+                problem = "this command needs the section"
+                raise ConfigError(name, None, problem, f"add [{name}] to the config")
+        if not trainer_kind(config).is_local:
+            problem = "a replay trains with the run's own trainer"
+            raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
+        place = ("run.replay", str(path))
+        folder, file = RunFolder(path), path / LEDGER_FILE
+        if not file.exists() or not folder.events.exists():
+            problem = f"it has no {LEDGER_FILE} and events.jsonl"
+            raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
+        with closing(Store.open(file, only_read=True)) as store:
+            tables = read_ledger(store)
+        last = tables.lives[max(tables.lives)]
+        schedule = msgspec.json.decode(last.config)["schedule"]
+        for key, (before, after) in changed_keys(last.config, config).items():
+            if key.startswith(SAME):
+                problem = f"the samples of {path} were recorded with {before!r}"
+                raise ConfigError(key, after, problem, "change it back, or record a run with it")
+        there = {file: digest for file, digest in inputs_of(config).items() if file in last.inputs}
+        if changed := changed_files(last.inputs, last.inputs | there):
+            say(f"warning: the samples were recorded with another content of {changed}")
+        trained = {each.id for each in tables.trainings.values() if each.undone is None}
+        if not trained:
+            raise ConfigError(*place, "the run has trained no sample yet", "let it train, or name another")
+        if gone := [id for id in trained if tables.samples[id].pruned]:
+            problem = f"{len(gone)} of its {len(trained)} trained samples are gone: checkpoints cover them"
+            raise ConfigError(*place, problem, "record a run with ledger.keep_tokens = true")
+        if config.algorithm.needs_reference and any(
+            tables.samples[id].num_tokens and not tables.samples[id].reference_logprobs for id in trained
+        ):
+            problem = "the recorded samples have no log-probs of a reference model"
+            raise ConfigError(
+                "algorithm.kl_coef", config.algorithm.kl_coef, problem, "record a run with it, or write 0"
+            )
+        given = config.schedule.get("groups_per_step")
+        changed_steps = given if given != schedule.get("groups_per_step") else None
+        return cls(tables, _order(folder.events), changed_steps)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds with all their steps, and the last one if it was interrupted."""
+        last = isinstance(self.order[-1], RoundEnded)
+        return sum(isinstance(each, RoundEnded) for each in self.order) + (not last)
+
+    def fill(self, start: StartingPoint, config: RunConfig, folder: RunFolder) -> None:
+        """Give a new run the recorded groups. Their tokens count as generated."""
+        prompts, members = training_prompts(config, config.run.seed), self.tables.members()
+        trained = {each.prompt for each in self.tables.trainings.values() if each.undone is None}
+        for index in sorted(trained):
+            group = self._group(self.tables.groups[index], prompts[index], members[index], config.run.seed)
+            start.interrupted.append(group)
+        start.totals.num_drawn = len(start.interrupted)
+        start.num_generated = sum(group.num_tokens for group in start.interrupted)
+        TokenCounter(folder.counts / f"replay-{start.life}.count").add(start.num_generated)
+
+    def _group(self, row: GroupRow, prompt: Prompt, members: Sequence[SampleRow], seed: int) -> Group:
+        group = Group(prompt, row.num_required, [], num_launched=row.num_launched, attempt=row.attempt)
+        group.last_attempt = max(sample.attempt for sample in members)
+        group.round_drawn, group.deferrals = row.round, row.deferrals
+        # Of members with one number the last one: the others lost their version.
+        stored = {each.number: each for each in members if each.attempt >= row.attempt}
+        group.samples = [
+            self._sample(stored[number], group, seed)
+            for number in row.kept
+            if stored[number].reward is not None
+        ]
+        group.kept = [*group.samples]
+        return group
+
+    def _sample(self, row: SampleRow, group: Group, seed: int) -> Sample:
+        metrics, columns = row.reward_report
+        sample = Sample(
+            row.id,
+            group,
+            seed=noise_seed(seed, row.id),
+            finish_reason=row.finish_reason,
+            turns=row.turns,
+            reference_logprobs=list(array("f", row.reference_logprobs)),
+            text=row.text,
+            reward=row.reward,
+            reward_metrics=metrics,
+            reward_columns=columns,
+            failure=row.failure,
+        )
+        for span in row.spans:
+            sample.grow(span.num_tokens, span.version)
+        for tokens in self.tables.tokens.get(row.id, ()):
+            sample.completion_ids.extend(array("i", tokens.ids))
+            sample.behavior_logprobs.extend(array("f", tokens.logprobs))
+        return sample
+
+
+def _order(path: Path) -> list[Recorded]:
+    """Return what the trainer was asked for, without what a later process of the run has undone."""
+    order: list[Recorded] = []
+    for event in LogReader(path).read():
+        if isinstance(event, RunStarted):
+            kept = [n for n, each in enumerate(order) if _is_before(each, event)]
+            del order[max(kept, default=-1) + 1 :]
+        elif isinstance(event, Accumulated | OptimizerStep | Published | RoundEnded):
+            order.append(event)
+    last = max(n for n, each in enumerate(order) if isinstance(each, OptimizerStep | RoundEnded))
+    return order[: last + 1]
+
+
+def _is_before(event: Recorded, start: RunStarted) -> bool:
+    """Whether an event belongs to what a process went on from."""
+    match event:
+        case OptimizerStep():
+            return event.number <= start.step
+        case Published():
+            return event.version <= start.version
+        case RoundEnded():
+            return event.round < start.round
+    return False
+
+
+def check_replay(config: RunConfig, recording: Recording) -> Fitted:
+    """Check a config against its recording before anything starts. Raises a ConfigError.
+
+    Returns:
+        The config with the rounds of the recording, without evaluations, and fitted to the machine.
+    """
+    trainer_kind(config).check(config)
+    changes = {
+        "run": config.run.model_copy(update={"rounds": recording.num_rounds, "eval_every": 0}),
+        "sampling": config.sampling or SamplingSettings(),
+        "weights": config.weights.model_copy(update={"probe_every": 0}),
+        "prices": None,
+    }
+    config = config.model_copy(update=changes)
+    samples = (each.id for each in recording.tables.trainings.values())
+    longest = max(recording.tables.samples[id].num_tokens for id in samples)
+    say(f"replays {recording.num_rounds} rounds of {config.run.replay}; nothing is generated")
+    return fitted_to_machine(config, prompt_tokens=longest, overlaps=False)
+
+
+@asynccontextmanager
+async def open_replay(config: RunConfig, folder: Path) -> AsyncIterator[RunComponents]:
+    """Start the trainer of a replay alone. Raises as `open_trainer`."""
+    assert config.model
+    async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
+        prompts = training_prompts(config, config.run.seed)
+        yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
+
+
+async def replayed(run: Run, *, config: RunConfig, recording: Recording) -> None:
+    """The schedule of a replay: the recorded order, or a step after so many groups."""
+    run.declare(staleness=inf)
+    groups, advantages = run.prompts(run.num_interrupted), advantages_of(config)
+    for group in groups:
+        if reason := advantages(group):
+            run.drop([group], reason)
+    samples = {each.id: each for group in groups for each in group.trainable if each.fate is None}
+    rounds: list[list[Recorded]] = [[]]
+    for event in recording.order:
+        rounds += [[]] if isinstance(event, RoundEnded) else []
+        rounds[-1].append(event)
+    per_step, waiting = recording.groups_per_step, 0
+    async for number in run.rounds():
+        for event in rounds[number]:
+            if isinstance(event, Accumulated):
+                for unit in _units([samples[id] for id in event.samples if id in samples]):
+                    await run.accumulate(unit)
+                    waiting += len(unit)
+                    if per_step and waiting >= per_step:
+                        await run.step()
+                        waiting = 0
+            elif isinstance(event, Published):
+                await run.publish()
+            elif isinstance(event, OptimizerStep) and waiting and not per_step:
+                await run.step()
+                waiting = 0
+        if waiting:
+            await run.step()
+            waiting = 0
+    run.drop([group for group in groups if group.fate is None], "not trained")
+
+
+def _units(samples: Sequence[Sample]) -> list[list[Group | Sample]]:
+    """Return what to accumulate in one call each: whole groups, or samples that came without their group."""
+    runs = [[*same] for _, same in groupby(samples, lambda sample: sample.prompt.index)]
+    if all(run == run[0].group.trainable for run in runs):
+        return [[run[0].group] for run in runs]
+    return [[*samples]]

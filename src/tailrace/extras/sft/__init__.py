@@ -1,0 +1,1 @@
+"""For models that start from given responses: `tailrace sft`."""

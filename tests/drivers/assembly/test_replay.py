@@ -1,0 +1,133 @@
+"""A replay trains the recorded samples of a run without engines, to the same gradients bit for bit."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.small_run import train_here, write_small_run
+from tailrace.cli import main
+from tailrace.ledger.base import LifeRow, RunRow, TokensRow, TrainingRow
+from tailrace.ledger.store import LEDGER_FILE, Store
+from tailrace.types import SampleId
+
+KEPT = ["--ledger.keep_tokens", "true", "--run.eval_every", "0"]
+OF_TRAINING = ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "reward", "tokens/trained")
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row.get(name) for name in OF_TRAINING} for row in rows if "loss" in row]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def trained_tokens(folder: Path) -> dict[SampleId, tuple[bytes, bytes]]:
+    """Token ids and log-probs of each trained sample."""
+    with closing(Store.open(folder / LEDGER_FILE)) as store:
+        rows, trained = store.rows(TokensRow), {row.id for row in store.rows(TrainingRow)}
+    return {
+        id: (
+            b"".join(row.ids for row in rows if row.id == id),
+            b"".join(row.logprobs for row in rows if row.id == id),
+        )
+        for id in trained
+    }
+
+
+def replay(config: Path, run: Path, *words: str, out: str = "replay") -> int:
+    where = ["--output-dir", str(config.parent / out), "--replay", str(run)]
+    return main(["train", str(config), *where, *KEPT, *words])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a run with stale tokens, which is in `out` beside it."""
+    config = write_small_run(tmp_path_factory.mktemp("recorded"))
+    text = config.read_text().replace('name = "rolloutpipe"\ngroups_per_round = 4\n', 'name = "pipelinerl"\n')
+    more = "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4"
+    config.write_text(text.replace("groups_per_step = 2", more))
+    assert train_here(config, *KEPT, "--trainer.learning_rate", "1e-3") == 0
+    return config
+
+
+def test_the_same_settings_give_the_same_gradients_bit_for_bit(recorded: Path) -> None:
+    out, found = recorded.parent / "out", recorded.parent / "replay"
+    assert replay(recorded, out, "--trainer.learning_rate", "1e-3") == 0
+    assert len(steps(out)) >= 3
+    assert steps(found) == steps(out)
+    ours, others = weights(found), weights(out)
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+    with closing(Store.open(found / LEDGER_FILE)) as store, closing(Store.open(out / LEDGER_FILE)) as first:
+        assert json.loads(store.rows(LifeRow)[0].config)["run"]["replay"] == str(out)
+        assert store.rows(TrainingRow) == first.rows(TrainingRow)
+        assert store.rows(RunRow)[0].num_drawn == len({row.prompt for row in store.rows(TrainingRow)})
+    assert not (found / "logs" / "engine-0.log").exists()
+
+
+def test_another_loss_rate_and_number_of_steps_train_the_same_samples(recorded: Path) -> None:
+    out, found = recorded.parent / "out", recorded.parent / "other"
+    words = ["--algorithm.loss", "reinforce", "--schedule.groups_per_step", "1"]
+    assert replay(recorded, out, *words, out="other") == 0
+    assert len(steps(found)) == 2 * len(steps(out))
+    assert trained_tokens(found) == trained_tokens(out)
+
+
+@pytest.mark.slow
+def test_a_killed_replay_goes_on(recorded: Path) -> None:
+    out, killed = recorded.parent / "out", recorded.parent / "killed"
+    words = ["--output-dir", str(killed), "--replay", str(out), *KEPT, "--trainer.learning_rate", "1e-3"]
+    command = [sys.executable, "-m", "tailrace.cli", "train", str(recorded), *words]
+    process = subprocess.Popen(command)
+    end_s = time.monotonic() + 120
+    while not (killed / "checkpoints" / "round_000001").exists():
+        assert time.monotonic() < end_s and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert main(["train", str(recorded), *words, "--resume"]) == 0
+    assert all(torch.equal(each, weights(killed)[name]) for name, each in weights(out).items())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--sampling.max_completion_tokens", "9"],
+            "the samples of {out} were recorded with 12; change it back",
+        ),
+        (["--algorithm.kl_coef", "0.1"], "the recorded samples have no log-probs of a reference model"),
+    ],
+)
+def test_settings_that_the_samples_do_not_have_are_one_message(
+    recorded: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    out = recorded.parent / "out"
+    assert replay(recorded, out, *words, out="refused") == 2
+    assert said.format(out=out) in capsys.readouterr().err
+    assert not (recorded.parent / "refused").exists()
+
+
+def test_a_run_whose_samples_are_gone_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_small_run(tmp_path)
+    assert train_here(config, "--run.eval_every", "0") == 0
+    assert replay(config, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "of its 24 trained samples are gone" in said
+    assert "record a run with ledger.keep_tokens = true" in said
+    shutil.rmtree(tmp_path / "out")
+    assert replay(config, tmp_path / "out") == 2
+    assert "name the output directory of a run of tailrace train" in capsys.readouterr().err

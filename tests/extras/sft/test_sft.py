@@ -1,0 +1,219 @@
+"""Supervised fine-tuning: its loss is transformers' own, and a killed run ends as one that was not."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from helpers.small_run import EXAMPLES, train_here, write_small_run
+from tailrace.cli import main
+from tailrace.config import load_config
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.trainer import TorchTrainer
+from tailrace.extras.sft.command import CROSS_ENTROPY
+from tailrace.extras.sft.rows import ResponseRows
+from tailrace.types import Sample
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}=\n{% else %}\n{% endif %}"
+    "{% endfor %}"
+)
+SETTINGS = """
+[sft]
+steps = 4
+rows_per_step = 8
+eval_every = 2
+eval_rows = 4
+checkpoint_every = 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config with rows that have responses."""
+    path = write_small_run(tmp_path)
+    rows = [{"prompt": f"{n} + {n % 7} =\n", "response": str(n + n % 7)} for n in range(60)]
+    write_rows(path, rows)
+    path.write_text(path.read_text() + SETTINGS)
+    return path
+
+
+def write_rows(config: Path, rows: list[dict[str, Any]]) -> None:
+    (config.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sft(config: Path, *words: str, out: str = "sft") -> int:
+    return main(["sft", str(config), "--output-dir", str(config.parent / out), *words])
+
+
+def metrics(config: Path, out: str = "sft") -> list[dict[str, float]]:
+    lines = (config.parent / out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "wall_time"} for line in lines]
+
+
+def rows_of(config: Path, *words: str) -> ResponseRows:
+    overrides = dict(zip(words[::2], words[1::2], strict=True))
+    loaded = load_config(config, overrides)
+    assert loaded.model
+    return ResponseRows(loaded, load_tokenizer(loaded.model.path), "train")
+
+
+def loss_of_transformers(folder: Path, samples: list[Sample]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The model's own loss over right-padded sequences, with labels of the responses only, and gradients."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sequences = [[*each.prompt.ids, *each.completion_ids] for each in samples]
+    length = max(map(len, sequences))
+    ids = torch.tensor([each + [0] * (length - len(each)) for each in sequences])
+    mask = torch.tensor([[1] * len(each) + [0] * (length - len(each)) for each in sequences])
+    labels = [
+        [-100] * len(each.prompt.ids) + each.completion_ids + [-100] * (length - len(whole))
+        for each, whole in zip(samples, sequences, strict=True)
+    ]
+    loss = model(input_ids=ids, attention_mask=mask, labels=torch.tensor(labels)).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def model_with_template(folder: Path) -> Path:
+    """The quickstart's model with a chat template."""
+    shutil.copytree(EXAMPLES / "quickstart" / "model", folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["prompt and response", "messages", "completion messages"])
+def test_loss_and_gradients_are_those_of_transformers(config: Path, kind: str) -> None:
+    model, words = EXAMPLES / "quickstart" / "model", []
+    if kind != "prompt and response":
+        asked = [[{"role": "user", "content": f"{n} + {n % 9}"}] for n in range(40)]
+        given = [[{"role": "assistant", "content": str(n + n % 9)}] for n in range(40)]
+        model = model_with_template(config.parent / "model")
+        words = ["model.path", str(model)]
+        rows: list[dict[str, Any]] = [{"prompt": p, "response": r} for p, r in zip(asked, given, strict=True)]
+        if kind == "messages":
+            rows = [{"messages": p + r} for p, r in zip(asked, given, strict=True)]
+            words += ["data.prompt_column", "messages"]
+        write_rows(config, rows)
+    samples = rows_of(config, *words).take(0, 8).samples
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    if kind == "prompt and response":
+        assert all(each.completion_ids[-1] == tokenizer.eos_token_id for each in samples)
+    else:
+        for each in samples:
+            a, b = (int(n) for n in each.prompt.text.removesuffix("=\n").split(" + "))
+            whole = [{"role": "user", "content": f"{a} + {b}"}, {"role": "assistant", "content": str(a + b)}]
+            ids = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+            assert [*each.prompt.ids, *each.completion_ids] == ids
+    loss, gradients = loss_of_transformers(model, samples)
+    settings = TrainerSettings(dtype="float32", threads=1, max_tokens_per_microbatch=24, max_grad_norm=1e9)
+    trainer = TorchTrainer(model, settings, CROSS_ENTROPY, SamplingSettings())
+    trainer.accumulate([[TrainingSample.of(each)] for each in samples])
+    trainer._compute_waiting()
+    count = sum(each.num_tokens for each in samples)
+    ours = {name: p.grad / count for name, p in trainer._policy.parameters().items() if p.grad is not None}
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+    stats = trainer.step()
+    assert stats.loss == pytest.approx(loss, abs=1e-6)
+    assert stats.num_micro_batches > 1
+
+
+def test_a_run_learns_evaluates_and_exports_and_training_goes_on(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(config).take(0, 8).samples
+    first, _ = loss_of_transformers(EXAMPLES / "quickstart" / "model", rows)
+    assert sft(config, "--trainer.learning_rate", "3e-3") == 0
+    found = metrics(config)
+    steps = [row for row in found if "loss" in row]
+    assert steps[0]["loss"] == pytest.approx(first, abs=1e-6)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["rows/drawn"] for row in steps] == [8, 16, 24, 32]
+    losses = [row["eval/loss"] for row in found if "eval/loss" in row]
+    assert [row["step"] for row in found if "eval/loss" in row] == [0, 2, 4]
+    assert losses[2] < losses[0]
+    out = config.parent / "sft"
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["round_000002", "round_000004"]
+    held_out = ResponseRows(load_config(config), load_tokenizer(out / "model"), "eval").take(0, 4).samples
+    assert loss_of_transformers(out / "model", held_out)[0] == pytest.approx(losses[2], abs=1e-6)
+    capsys.readouterr()
+    assert sft(config) == 2
+    assert "it holds a run already; add --resume, or choose another" in capsys.readouterr().err
+    assert sft(config, "--resume") == 0
+    assert metrics(config) == found
+    assert train_here(config, "--run.rounds", "1", "--model.path", str(out / "model")) == 0
+    assert sft(config, out="out") == 2
+    assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_one_that_was_not(config: Path) -> None:
+    words = ["--sft.steps", "12", "--sft.checkpoint_every", "3", "--trainer.lora.rank", "2"]
+    assert sft(config, *words, out="whole") == 0
+    killed = config.parent / "killed"
+    command = ["sft", str(config), "--output-dir", str(killed), *words]
+    process = subprocess.Popen([sys.executable, "-m", "tailrace.cli", *command])
+    end_s = time.monotonic() + 120
+    while not (killed / "checkpoints" / "round_000003").exists():
+        assert time.monotonic() < end_s and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert sft(config, *words, "--resume", out="killed") == 0
+    assert metrics(config, "killed") == metrics(config, "whole")
+    ours, others = (
+        load_file(config.parent / out / "model" / "model.safetensors") for out in ("killed", "whole")
+    )
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+
+
+def test_rows_that_cannot_be_trained_are_counted_and_said_before_the_start(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"prompt": f"{n} + 1 =\n", "response": f"{n + 1}"} for n in range(40)]
+    bad = [{"prompt": "1 + 2 =\n", "response": ""}, {"prompt": "1 + 3 =\n"}]
+    bad.append({"prompt": "1 + 4 =\n", "response": "5" * 2000})
+    write_rows(config, good + bad)
+    assert sft(config, "--sft.steps", "5") == 0
+    said = capsys.readouterr().err
+    assert "an empty response" in said and "no response" in said and "longer than the context" in said
+    last = [row for row in metrics(config) if "loss" in row][-1]
+    assert last["rows/drawn"] == 40 + last["rows/skipped"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sft.response_column", "answer"], "have no response to train; the first: no response"),
+        (["--data.kind", "reasoning_gym", "--data.task", "chain_sum"], "responses are given by rows"),
+    ],
+)
+def test_data_without_responses_are_one_message(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    if "reasoning_gym" in words:
+        config.write_text(config.read_text().replace('path = "rows.jsonl"', ""))
+    assert sft(config, *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (config.parent / "sft" / "config.toml").exists()
+
+
+def test_a_resumed_run_keeps_the_rows_of_its_steps(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sft(config, "--sft.steps", "1") == 0
+    assert sft(config, "--resume", "--sft.rows_per_step", "4") == 2
+    assert "sft.rows_per_step = 4: the run was begun with 8" in capsys.readouterr().err
