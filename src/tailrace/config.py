@@ -133,7 +133,7 @@ class SftSettings(Settings):
 
     response_column: str = "response"
     """Column of the response: a string, or a list with one message. Rows without it are messages in
-    `data.prompt_column`, of which the last one, the assistant's, is the response."""
+    `data.prompt_column`; the last one is the response."""
     rows_per_step: int = Field(default=32, ge=1, le=65_536)
     """Rows of an optimizer step."""
     steps: Resumable[int] = Field(default=100, ge=1)
@@ -157,7 +157,7 @@ class RunConfig(Settings):
     """Parameters of one schedule, by its name. They replace those of [schedule] if `schedule.name` is it."""
     compare: Resumable[CompareSettings] = CompareSettings()
     plan: Resumable[PlanSettings] = PlanSettings()
-    sft: Resumable[SftSettings] = SftSettings()
+    sft: SftSettings = SftSettings()
     model: ModelSettings | None = None
     data: DataSettings | None = None
     sampling: SamplingSettings | None = None

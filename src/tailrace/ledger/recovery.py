@@ -276,22 +276,7 @@ class _Restoration:
         return group
 
     def _sample(self, row: SampleRow, group: Group) -> Sample:
-        metrics, columns = row.reward_report
-        sample = Sample(
-            row.id,
-            group,
-            seed=noise_seed(self.seed, row.id),
-            finish_reason=row.finish_reason,
-            turns=row.turns,
-            in_episode=row.in_episode,
-            reference_logprobs=list(array("f", row.reference_logprobs)),
-            text=row.text,
-            reward=row.reward,
-            reward_metrics=metrics,
-            reward_columns=columns,
-            failure=row.failure,
-            fate=row.fate,
-        )
+        sample = stored_sample(self.tables, row, group, self.seed)
         self.start.origins[sample] = row.spans
         version = self.start.base.version
         for span in row.spans:
@@ -299,10 +284,31 @@ class _Restoration:
             sample.grow(span.num_tokens, version - age)
             if age != version - span.version:
                 self.start.dead.add(group)
-        for tokens in self.tables.tokens.get(row.id, ()):
-            sample.completion_ids.extend(array("i", tokens.ids))
-            sample.behavior_logprobs.extend(array("f", tokens.logprobs))
         return sample
+
+
+def stored_sample(tables: LedgerTables, row: SampleRow, group: Group, seed: int) -> Sample:
+    """Return a sample with its stored tokens, without the versions that generated them (`Sample.grow`)."""
+    metrics, columns = row.reward_report
+    sample = Sample(
+        row.id,
+        group,
+        seed=noise_seed(seed, row.id),
+        finish_reason=row.finish_reason,
+        turns=row.turns,
+        in_episode=row.in_episode,
+        reference_logprobs=list(array("f", row.reference_logprobs)),
+        text=row.text,
+        reward=row.reward,
+        reward_metrics=metrics,
+        reward_columns=columns,
+        failure=row.failure,
+        fate=row.fate,
+    )
+    for tokens in tables.tokens.get(row.id, ()):
+        sample.completion_ids.extend(array("i", tokens.ids))
+        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
+    return sample
 
 
 _TOKEN_BYTES = 4

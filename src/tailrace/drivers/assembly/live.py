@@ -78,10 +78,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
         CheckpointError: the model is a checkpoint that is damaged.
     """
-    for name in ("model", "data"):
-        if getattr(config, name) is None:
-            problem = "this command needs the section"
-            raise ConfigError(name, None, problem, f"add [{name}] to the config")
+    _check_sections(config)
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     check_policy(config)
@@ -114,6 +111,22 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     longest = max(len(prompt.ids) for prompt in measured)
     fitted = fitted_to_machine(config, prompt_tokens=longest, overlaps=overlaps)
     return replace(fitted, remarks=[*fitted.remarks, *remarks])
+
+
+def _check_sections(config: RunConfig) -> None:
+    for name in ("model", "data"):
+        if getattr(config, name) is None:
+            problem = "this command needs the section"
+            raise ConfigError(name, None, problem, f"add [{name}] to the config")
+
+
+def check_own_trainer(config: RunConfig) -> None:
+    """Check the sections and the trainer of a command that trains without engines. Raises a ConfigError."""
+    _check_sections(config)
+    if not trainer_kind(config).is_local:
+        problem = "what is trained without engines is trained by the run's own trainer"
+        raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
+    trainer_kind(config).check(config)
 
 
 def _learning_rate(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ begins with these groups as a resumed run begins with those that a kill interrup
 repeats the order. Advantages are computed anew, by the algorithm of the replay.
 """
 
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -22,20 +21,25 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import advantages_of, fitted_to_machine, say, training_prompts
+from tailrace.drivers.assembly.live import (
+    advantages_of,
+    check_own_trainer,
+    fitted_to_machine,
+    say,
+    training_prompts,
+)
 from tailrace.drivers.assembly.machine import Fitted
 from tailrace.drivers.assembly.resumption import changed_files, inputs_of
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import load_tokenizer
-from tailrace.drivers.kinds.base import trainer_kind
 from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
-from tailrace.ledger.recovery import StartingPoint, read_ledger
+from tailrace.ledger.recovery import StartingPoint, read_ledger, stored_sample
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundEnded, RunStarted
 from tailrace.record.run_log import LogReader
-from tailrace.types import Group, Prompt, Sample, noise_seed
+from tailrace.types import Group, Prompt, Sample
 
 SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.")
 """Keys that say what the samples are. A replay has those of its run."""
@@ -61,13 +65,7 @@ class Recording:
         some steps, or they are not samples of this config."""
         path = config.run.replay
         assert path
-        for name in ("model", "data"):
-            if getattr(config, name) is None:
-                problem = "this command needs the section"
-                raise ConfigError(name, None, problem, f"add [{name}] to the config")
-        if not trainer_kind(config).is_local:
-            problem = "a replay trains with the run's own trainer"
-            raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
+        check_own_trainer(config)
         place = ("run.replay", str(path))
         folder, file = RunFolder(path), path / LEDGER_FILE
         if not file.exists() or not folder.events.exists():
@@ -90,13 +88,12 @@ class Recording:
         if gone := [id for id in trained if tables.samples[id].pruned]:
             problem = f"{len(gone)} of its {len(trained)} trained samples are gone: checkpoints cover them"
             raise ConfigError(*place, problem, "record a run with ledger.keep_tokens = true")
+        found = (tables.samples[id] for id in trained)
         if config.algorithm.needs_reference and any(
-            tables.samples[id].num_tokens and not tables.samples[id].reference_logprobs for id in trained
+            each.num_tokens and not each.reference_logprobs for each in found
         ):
-            problem = "the recorded samples have no log-probs of a reference model"
-            raise ConfigError(
-                "algorithm.kl_coef", config.algorithm.kl_coef, problem, "record a run with it, or write 0"
-            )
+            problem, key = "the recorded samples have no log-probs of a reference model", "algorithm.kl_coef"
+            raise ConfigError(key, config.algorithm.kl_coef, problem, "record a run with it, or write 0")
         given = config.schedule.get("groups_per_step")
         changed_steps = given if given != schedule.get("groups_per_step") else None
         return cls(tables, _order(folder.events), changed_steps)
@@ -120,39 +117,17 @@ class Recording:
 
     def _group(self, row: GroupRow, prompt: Prompt, members: Sequence[SampleRow], seed: int) -> Group:
         group = Group(prompt, row.num_required, [], num_launched=row.num_launched, attempt=row.attempt)
-        group.last_attempt = max(sample.attempt for sample in members)
-        group.round_drawn, group.deferrals = row.round, row.deferrals
+        group.last_attempt, group.round_drawn = max(each.attempt for each in members), row.round
         # Of members with one number the last one: the others lost their version.
         stored = {each.number: each for each in members if each.attempt >= row.attempt}
-        group.samples = [
-            self._sample(stored[number], group, seed)
-            for number in row.kept
-            if stored[number].reward is not None
-        ]
+        for each in (stored[number] for number in row.kept if stored[number].reward is not None):
+            sample = stored_sample(self.tables, each, group, seed)
+            sample.fate = None
+            for span in each.spans:
+                sample.grow(span.num_tokens, span.version)
+            group.samples.append(sample)
         group.kept = [*group.samples]
         return group
-
-    def _sample(self, row: SampleRow, group: Group, seed: int) -> Sample:
-        metrics, columns = row.reward_report
-        sample = Sample(
-            row.id,
-            group,
-            seed=noise_seed(seed, row.id),
-            finish_reason=row.finish_reason,
-            turns=row.turns,
-            reference_logprobs=list(array("f", row.reference_logprobs)),
-            text=row.text,
-            reward=row.reward,
-            reward_metrics=metrics,
-            reward_columns=columns,
-            failure=row.failure,
-        )
-        for span in row.spans:
-            sample.grow(span.num_tokens, span.version)
-        for tokens in self.tables.tokens.get(row.id, ()):
-            sample.completion_ids.extend(array("i", tokens.ids))
-            sample.behavior_logprobs.extend(array("f", tokens.logprobs))
-        return sample
 
 
 def _order(path: Path) -> list[Recorded]:
@@ -186,7 +161,6 @@ def check_replay(config: RunConfig, recording: Recording) -> Fitted:
     Returns:
         The config with the rounds of the recording, without evaluations, and fitted to the machine.
     """
-    trainer_kind(config).check(config)
     changes = {
         "run": config.run.model_copy(update={"rounds": recording.num_rounds, "eval_every": 0}),
         "sampling": config.sampling or SamplingSettings(),

@@ -201,26 +201,19 @@ class PromptEncoder:
         return text, ids
 
     def encode_response(
-        self,
-        prompt: object,
-        text: str,
-        response: Mapping[str, object],
-        end_of_text: Sequence[int],
-        tools: Tools | None = None,
+        self, prompt: object, text: str, response: Mapping[str, Any], tools: Tools | None, ends: Sequence[int]
     ) -> list[int]:
         """Return the token ids of a response as the chat template closes its message, or of a plain string
-        with the end-of-text token. Raises a BadRow if the template writes it elsewhere.
+        with its end. Raises a BadRow if the template does not write it after the prompt.
 
         Args:
             text: of the prompt, as `encode` returns it.
             response: a message of the assistant.
-            end_of_text: the token that ends a plain string, if there is one.
+            ends: the token that ends a plain string, if there is one.
         """
         if isinstance(prompt, str) and not (self.has_template and self._settings.chat_template != "never"):
-            ids = self._tokenizer.encode(str(response["content"]), add_special_tokens=False)
-            return [*ids, *end_of_text]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        assert isinstance(messages, list)
+            return [*self._tokenizer.encode(str(response["content"]), add_special_tokens=False), *ends]
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         plain = [self._plain(message) for message in [*messages, response]]
         whole = self._apply_template(plain, [*self._tools, *(tools or ())] or None, closed=True)
         if not whole.startswith(text):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Split
@@ -18,25 +17,14 @@ CHECKED_ROWS = 256
 """Rows that are read before anything starts, and the most in succession without a response."""
 
 
-@dataclass(slots=True)
-class Taken:
-    """Rows that were drawn in their order: usable ones as samples, the others counted by their reasons."""
-
-    samples: list[Sample]
-    num_drawn: int
-    """Rows of the order up to here."""
-    skipped: Counter[str]
-
-
 class ResponseRows:
     """The rows of one split in the endless order of a run's prompts, as samples of one response each."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, split: Split) -> None:
         """Raises a ConfigError if the data are no rows, or cannot be read."""
-        assert config.model
+        assert config.model and config.data
         if not isinstance(config.data, RowsSettings):
-            kind = config.data.kind if config.data else None
-            raise ConfigError("data.kind", kind, "responses are given by rows", 'write "rows"')
+            raise ConfigError("data.kind", config.data.kind, "responses are given by rows", 'write "rows"')
         data, path = config.data.model_copy(update={"max_prompt_tokens": None}), config.model.path
         self._data, self._column = data, config.sft.response_column
         self._context, self._ends = context_length(path), sorted(end_of_text_ids(path))[:1]
@@ -50,42 +38,43 @@ class ResponseRows:
         asked, response = self._divided(row)
         tools = tools_of(row.row.get(self._data.tools_column))
         text, prompt_ids = self._encoder.encode(asked, tools)
-        ids = self._encoder.encode_response(asked, text, response, self._ends, tools)
+        ids = self._encoder.encode_response(asked, text, response, tools, self._ends)
         if (num := len(prompt_ids) + len(ids)) > self._context:
             raise BadRow("longer than the context", f"{num} tokens, and the model has {self._context}")
         sample = Sample(SampleId(index, 0, 0), Group(Prompt(index, prompt_ids, text), 1, []), advantage=1.0)
         sample.extend(ids, [0.0] * len(ids), 0)
         return sample
 
-    def take(self, drawn: int, num: int) -> Taken:
-        """Return the next usable rows, after so many that were drawn before. Raises a ConfigError if there
-        are none in the next `CHECKED_ROWS`."""
-        taken, first, fruitless = Taken([], drawn, Counter()), "", 0
-        while len(taken.samples) < num:
+    def take(self, drawn: int, num: int) -> tuple[list[Sample], int, Counter[str]]:
+        """Return the next usable rows of the order, after so many that were drawn before; then how many were
+        drawn; then the number of skipped ones by reason. Raises a ConfigError if `CHECKED_ROWS` in succession
+        are skipped."""
+        samples, skipped, reasons = list[Sample](), Counter[str](), list[str]()
+        while len(samples) < num:
             try:
-                taken.samples.append(self[taken.num_drawn])
-                fruitless = 0
+                samples.append(self[drawn])
+                reasons.clear()
             except BadRow as bad:
-                taken.skipped[bad.reason] += 1
-                first, fruitless = first or f"{bad.reason} ({bad.detail})", fruitless + 1
-            taken.num_drawn += 1
-            if fruitless == CHECKED_ROWS:
-                problem = f"{fruitless} rows in succession have no response to train; the first: {first}"
+                skipped[bad.reason] += 1
+                reasons.append(f"{bad.reason} ({bad.detail})")
+            drawn += 1
+            if len(reasons) == CHECKED_ROWS:
+                problem = (
+                    f"{CHECKED_ROWS} rows in succession have no response to train; the first: {reasons[0]}"
+                )
                 remedy = "name the column in sft.response_column, or correct the rows"
                 raise ConfigError("data.path", str(self._data.path), problem, remedy)
-        return taken
+        return samples, drawn, skipped
 
     def _divided(self, row: Prompt) -> tuple[object, Mapping[str, object]]:
         """Return the prompt of a row, and its response as a message."""
         asked, given = row.given, row.row.get(self._column)
-        if given is None and isinstance(asked, list):
-            *asked, last = asked
-            given = [last] if last.get("role") == "assistant" else None
-        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], Mapping):
-            message = given[0]
-        elif isinstance(given, str):
-            message = {"role": "assistant", "content": given}
-        else:
+        if given is None and isinstance(asked, list) and asked[-1].get("role") == "assistant":
+            *asked, given = asked
+        message = given[0] if isinstance(given, list) and len(given) == 1 else given
+        if isinstance(message, str):
+            message = {"role": "assistant", "content": message}
+        if not isinstance(message, Mapping):
             raise BadRow("no response", f"columns: {', '.join(row.row)}")
         if not is_prompt(asked):
             raise BadRow("no prompt", f"found {asked!r:.80}")
