@@ -318,11 +318,6 @@ class Run:
         return self._parts.engines
 
     @property
-    def num_interrupted(self) -> int:
-        """Groups of an earlier process that `prompts` gives first."""
-        return len(self._interrupted)
-
-    @property
     def trainer_replicas(self) -> int:
         return self._parts.trainer.replicas
 

@@ -60,21 +60,16 @@ class Journal(NullJournal):
     Its coroutines raise the LedgerError of a store that cannot be written.
     """
 
-    def __init__(
-        self,
-        start_commit: StartCommit,
-        starting_point: StartingPoint,
-        *,
-        flush_s: float,
-        keep_tokens: bool = False,
-    ) -> None:
+    keep_tokens = False
+    """As [ledger] has it."""
+
+    def __init__(self, start_commit: StartCommit, starting_point: StartingPoint, *, flush_s: float) -> None:
         """
         Args:
             starting_point: what the store holds already.
             flush_s: least seconds between two commits.
-            keep_tokens: as [ledger] has it.
         """
-        self._start_commit, self._flush_s, self._keep_tokens = start_commit, flush_s, keep_tokens
+        self._start_commit, self._flush_s = start_commit, flush_s
         self._life = starting_point.life
         self._run, self._born = starting_point.run, starting_point.born
         self._origins = starting_point.origins
@@ -276,7 +271,7 @@ class Journal(NullJournal):
         rows = [*self._checkpoints, newest]
         for old in rows[:-2]:
             self._rows.append(msgspec.structs.replace(old, longest={}, steps_at={}, anchors={}))
-        for last in () if self._keep_tokens else rows[-2:-1]:
+        for last in () if self.keep_tokens else rows[-2:-1]:
             self._covered_step = last.step
         self._checkpoints = rows[-2:]
 
