@@ -74,6 +74,7 @@ EXTRAS: Mapping[str, set[str]] = {
     "extras.diagnose": set(),
     "extras.quickstart": set(),
     "extras.trackers": set(),
+    "extras.sft": set(),
 }
 """Each product, and the other products that it may import. It may import the heart and all drivers."""
 ROOMS = HEART | DRIVERS | ABOVE | {room: others | PARTS | set(ABOVE) for room, others in EXTRAS.items()}

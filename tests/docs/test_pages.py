@@ -137,7 +137,9 @@ def options_of(command: str) -> set[str]:
     return {option for line in lines for option in re.findall(r"(--[a-z][a-z-]*)(?![\w.])", line)}
 
 
-@pytest.mark.parametrize("name", ["train", "compare", "simulate", "plan", "fit", "eval", "view", "serve"])
+@pytest.mark.parametrize(
+    "name", ["train", "sft", "compare", "simulate", "plan", "fit", "eval", "view", "serve"]
+)
 def test_options_of_commands_that_the_pages_show_exist(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     offered = {"--help", *re.findall(r"--[a-z-]+", capsys.readouterr().out)}

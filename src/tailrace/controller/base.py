@@ -53,8 +53,7 @@ class RunSettings(Settings):
     """Seconds without an optimizer step after which the run ends with that as its error. If it has not ended
     ten minutes later, because something hangs, the process ends."""
     replay: PlainPath | None = None
-    """Output directory of a run whose recorded samples are trained again, without engines: `tailrace train
-    --replay` sets it. None: samples are generated."""
+    """Output directory of a run whose recorded samples are trained again (`tailrace train --replay`)."""
     accept_changed_inputs: Resumable[bool] = False
     """Whether a resumed run may find rows, functions or a model folder whose content has changed."""
 

@@ -60,9 +60,6 @@ class Journal(NullJournal):
     Its coroutines raise the LedgerError of a store that cannot be written.
     """
 
-    keep_tokens = False
-    """As [ledger] has it."""
-
     def __init__(self, start_commit: StartCommit, starting_point: StartingPoint, *, flush_s: float) -> None:
         """
         Args:

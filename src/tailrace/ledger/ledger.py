@@ -150,6 +150,8 @@ def _by_reason(counts: Mapping[str, int]) -> str:
 class NullJournal:
     """The journal of a run that is not stored. `Journal` (journal.py) writes to a store."""
 
+    keep_tokens = False  # as [ledger] has it
+
     def follow(self, ledger: Ledger) -> None:
         """Attach the ledger to write."""
 

@@ -289,7 +289,6 @@ class _Restoration:
 
 def stored_sample(tables: LedgerTables, row: SampleRow, group: Group, seed: int) -> Sample:
     """Return a sample with its stored tokens, without the versions that generated them (`Sample.grow`)."""
-    metrics, columns = row.reward_report
     sample = Sample(
         row.id,
         group,
@@ -300,8 +299,8 @@ def stored_sample(tables: LedgerTables, row: SampleRow, group: Group, seed: int)
         reference_logprobs=list(array("f", row.reference_logprobs)),
         text=row.text,
         reward=row.reward,
-        reward_metrics=metrics,
-        reward_columns=columns,
+        reward_metrics=row.reward_report[0],
+        reward_columns=row.reward_report[1],
         failure=row.failure,
         fate=row.fate,
     )

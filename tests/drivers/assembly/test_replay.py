@@ -56,7 +56,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a run with stale tokens, which is in `out` beside it."""
     config = write_small_run(tmp_path_factory.mktemp("recorded"))
     text = config.read_text().replace('name = "rolloutpipe"\ngroups_per_round = 4\n', 'name = "pipelinerl"\n')
-    more = "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4"
+    more = "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4\nstaleness = 1"
     config.write_text(text.replace("groups_per_step = 2", more))
     assert train_here(config, *KEPT, "--trainer.learning_rate", "1e-3") == 0
     return config

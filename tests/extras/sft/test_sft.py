@@ -108,7 +108,7 @@ def test_loss_and_gradients_are_those_of_transformers(config: Path, kind: str) -
             rows = [{"messages": p + r} for p, r in zip(asked, given, strict=True)]
             words += ["data.prompt_column", "messages"]
         write_rows(config, rows)
-    samples = rows_of(config, *words).take(0, 8).samples
+    samples = rows_of(config, *words).take(0, 8)[0]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     if kind == "prompt and response":
         assert all(each.completion_ids[-1] == tokenizer.eos_token_id for each in samples)
@@ -136,7 +136,7 @@ def test_loss_and_gradients_are_those_of_transformers(config: Path, kind: str) -
 def test_a_run_learns_evaluates_and_exports_and_training_goes_on(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(config).take(0, 8).samples
+    rows = rows_of(config).take(0, 8)[0]
     first, _ = loss_of_transformers(EXAMPLES / "quickstart" / "model", rows)
     assert sft(config, "--trainer.learning_rate", "3e-3") == 0
     found = metrics(config)
@@ -149,7 +149,7 @@ def test_a_run_learns_evaluates_and_exports_and_training_goes_on(
     assert losses[2] < losses[0]
     out = config.parent / "sft"
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["round_000002", "round_000004"]
-    held_out = ResponseRows(load_config(config), load_tokenizer(out / "model"), "eval").take(0, 4).samples
+    held_out = ResponseRows(load_config(config), load_tokenizer(out / "model"), "eval").take(0, 4)[0]
     assert loss_of_transformers(out / "model", held_out)[0] == pytest.approx(losses[2], abs=1e-6)
     capsys.readouterr()
     assert sft(config) == 2

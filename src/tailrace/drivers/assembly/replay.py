@@ -25,7 +25,6 @@ from tailrace.drivers.assembly.live import (
     advantages_of,
     check_own_trainer,
     fitted_to_machine,
-    say,
     training_prompts,
 )
 from tailrace.drivers.assembly.machine import Fitted
@@ -33,7 +32,7 @@ from tailrace.drivers.assembly.resumption import changed_files, inputs_of
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.reward.kinds import NoFunctions
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
 from tailrace.ledger.recovery import StartingPoint, read_ledger, stored_sample
 from tailrace.ledger.store import LEDGER_FILE, Store
@@ -183,10 +182,12 @@ async def open_replay(config: RunConfig, folder: Path) -> AsyncIterator[RunCompo
         yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
 
 
-async def replayed(run: Run, *, config: RunConfig, recording: Recording) -> None:
-    """The schedule of a replay: the recorded order, or a step after so many groups."""
-    run.declare(staleness=inf)
-    groups, advantages = run.prompts(run.num_interrupted), advantages_of(config)
+async def replayed(run: Run, *, config: RunConfig, recording: Recording, num_groups: int) -> None:
+    """The schedule of a replay: the recorded order, or a step after so many groups. Where the run masked
+    stale tokens, those beyond `schedule.staleness` are masked. `num_groups`: not trained yet."""
+    masks = any(each.masked for each in recording.tables.trainings.values())
+    run.declare(staleness=config.schedule.get("staleness", inf) if masks else inf, stale="mask")
+    groups, advantages = run.prompts(num_groups), advantages_of(config)
     for group in groups:
         if reason := advantages(group):
             run.drop([group], reason)

@@ -81,20 +81,15 @@ def train(
     """
     config = with_published_defaults(with_model_folder(config))
     recording = Recording.read(config) if config.run.replay else None
-    if not recording:
-        schedule = schedule or resolve(config)
+    schedule = BoundSchedule(replayed) if recording else schedule or resolve(config)
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
         checked = Path(scratch) / "reward.pkl"
         checked.write_bytes(saved)
-        if recording:
-            fitted = check_replay(config, recording)
-            schedule = partial(replayed, config=fitted.config, recording=recording)
-        else:
-            assert schedule
-            fitted = check_live(_with_reward(config, reward, checked), schedule)
+        live = _with_reward(config, reward, checked)
+        fitted = check_replay(config, recording) if recording else check_live(live, schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
@@ -139,8 +134,11 @@ def _one_life(
     with opened(folder.kept(config), folder, resume) as (store, start):
         if reward:
             folder.reward.write_bytes(reward)
-        if recording and start.life == 1:
-            recording.fill(start, config, folder)
+        if recording:
+            if start.life == 1:
+                recording.fill(start, config, folder)
+            num = len(start.interrupted)
+            schedule = partial(replayed, config=config, recording=recording, num_groups=num)
         if start.base.cut_steps and not recording:
             start.steps_per_round = steps_of_a_round(config, schedule)
         try:
@@ -192,9 +190,8 @@ async def _train(
         rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
         recorder, summary = _recorder(config, folder, start, interruption)
         with commits_on_thread(store) if store else nullcontext() as commit:
-            ledger, journal = config.ledger, NullJournal()
-            if commit:
-                journal = Journal(commit, start, flush_s=ledger.flush_s, keep_tokens=ledger.keep_tokens)
+            journal = Journal(commit, start, flush_s=config.ledger.flush_s) if commit else NullJournal()
+            journal.keep_tokens = config.ledger.keep_tokens
             outcome = await _executed(
                 ComparedSchedule(config, schedule),
                 parts,

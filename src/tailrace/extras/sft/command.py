@@ -23,7 +23,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_own_trainer, fitted_to_machine, say
+from tailrace.drivers.assembly.live import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
@@ -31,7 +31,7 @@ from tailrace.drivers.trainer.batch import LossDatum, TokenLoss
 from tailrace.drivers.trainer.checksums import remedy, verify
 from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers.trainer import RemoteTrainer
-from tailrace.errors import CheckpointError, ConfigError, Interrupted
+from tailrace.errors import CheckpointError, ConfigError, Interrupted, say
 from tailrace.extras.sft.rows import CHECKED_ROWS, ResponseRows
 from tailrace.ledger.store import LEDGER_FILE
 from tailrace.record.figures import Row, steps_of
