@@ -289,13 +289,16 @@ class _Restoration:
 
 def stored_sample(tables: LedgerTables, row: SampleRow, group: Group, seed: int) -> Sample:
     """Return a sample with its stored tokens, without the versions that generated them (`Sample.grow`)."""
-    sample = Sample(
+    stored = tables.tokens.get(row.id, ())
+    return Sample(
         row.id,
         group,
         seed=noise_seed(seed, row.id),
         finish_reason=row.finish_reason,
         turns=row.turns,
         in_episode=row.in_episode,
+        completion_ids=[id for tokens in stored for id in array("i", tokens.ids)],
+        behavior_logprobs=[logprob for tokens in stored for logprob in array("f", tokens.logprobs)],
         reference_logprobs=list(array("f", row.reference_logprobs)),
         text=row.text,
         reward=row.reward,
@@ -304,10 +307,6 @@ def stored_sample(tables: LedgerTables, row: SampleRow, group: Group, seed: int)
         failure=row.failure,
         fate=row.fate,
     )
-    for tokens in tables.tokens.get(row.id, ()):
-        sample.completion_ids.extend(array("i", tokens.ids))
-        sample.behavior_logprobs.extend(array("f", tokens.logprobs))
-    return sample
 
 
 _TOKEN_BYTES = 4
