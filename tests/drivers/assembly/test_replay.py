@@ -21,12 +21,17 @@ from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.types import SampleId
 
 KEPT = ["--ledger.keep_tokens", "true", "--run.eval_every", "0"]
-OF_TRAINING = ("loss", "grad_norm", "entropy", "kl", "clip_ratio", "reward", "tokens/trained")
+OF_TRAINING = ("loss", "grad_norm", "entropy", "kl", "mismatch_kl", "reward", "tokens/trained")
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: row.get(name) for name in OF_TRAINING} for row in rows if "loss" in row]
+
+
+def trainings(store: Store) -> list[tuple[SampleId, int, int]]:
+    """Each trained sample with its step and its masked tokens."""
+    return sorted((row.id, row.step, row.masked) for row in store.rows(TrainingRow))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -53,16 +58,20 @@ def replay(config: Path, run: Path, *words: str, out: str = "replay") -> int:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run with stale tokens, which is in `out` beside it."""
+    """The config of a run with stale tokens, which was resumed; it is in `out` beside it."""
     config = write_small_run(tmp_path_factory.mktemp("recorded"))
     text = config.read_text().replace('name = "rolloutpipe"\ngroups_per_round = 4\n', 'name = "pipelinerl"\n')
     more = "groups_per_step = 2\nin_flight_per_engine = 8\nring_groups = 4\nstaleness = 1"
     config.write_text(text.replace("groups_per_step = 2", more))
-    assert train_here(config, *KEPT, "--trainer.learning_rate", "1e-3") == 0
+    words = [*KEPT, "--trainer.learning_rate", "1e-3"]
+    assert train_here(config, *words, "--run.rounds", "2") == 0
+    assert train_here(config, *words, "--resume") == 0
     return config
 
 
-def test_the_same_settings_give_the_same_gradients_bit_for_bit(recorded: Path) -> None:
+def test_the_same_settings_give_the_same_gradients_bit_for_bit(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, found = recorded.parent / "out", recorded.parent / "replay"
     assert replay(recorded, out, "--trainer.learning_rate", "1e-3") == 0
     assert len(steps(out)) >= 3
@@ -71,9 +80,13 @@ def test_the_same_settings_give_the_same_gradients_bit_for_bit(recorded: Path) -
     assert all(torch.equal(ours[name], others[name]) for name in others)
     with closing(Store.open(found / LEDGER_FILE)) as store, closing(Store.open(out / LEDGER_FILE)) as first:
         assert json.loads(store.rows(LifeRow)[0].config)["run"]["replay"] == str(out)
-        assert store.rows(TrainingRow) == first.rows(TrainingRow)
+        assert trainings(store) == trainings(first)
+        assert len(store.rows(LifeRow)) == 1 and len(first.rows(LifeRow)) == 2
         assert store.rows(RunRow)[0].num_drawn == len({row.prompt for row in store.rows(TrainingRow)})
     assert not (found / "logs" / "engine-0.log").exists()
+    capsys.readouterr()
+    assert main(["inspect", str(found)]) == 0
+    assert f"replay    the samples are those of {out}" in capsys.readouterr().out
 
 
 def test_another_loss_rate_and_number_of_steps_train_the_same_samples(recorded: Path) -> None:

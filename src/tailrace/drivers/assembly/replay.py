@@ -38,7 +38,7 @@ from tailrace.ledger.recovery import StartingPoint, read_ledger, stored_sample
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundEnded, RunStarted
 from tailrace.record.run_log import LogReader
-from tailrace.types import Group, Prompt, Sample
+from tailrace.types import Group, Prompt, Sample, samples_of
 
 SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.")
 """Keys that say what the samples are. A replay has those of its run."""
@@ -82,7 +82,7 @@ class Recording:
         if changed := changed_files(last.inputs, last.inputs | there):
             say(f"warning: the samples were recorded with another content of {changed}")
         trained = {each.id for each in tables.trainings.values() if each.undone is None}
-        if not trained:
+        if not trained or not (order := _order(folder.events)):
             raise ConfigError(*place, "the run has trained no sample yet", "let it train, or name another")
         if gone := [id for id in trained if tables.samples[id].pruned]:
             problem = f"{len(gone)} of its {len(trained)} trained samples are gone: checkpoints cover them"
@@ -95,7 +95,7 @@ class Recording:
             raise ConfigError(key, config.algorithm.kl_coef, problem, "record a run with it, or write 0")
         given = config.schedule.get("groups_per_step")
         changed_steps = given if given != schedule.get("groups_per_step") else None
-        return cls(tables, _order(folder.events), changed_steps)
+        return cls(tables, order, changed_steps)
 
     @property
     def num_rounds(self) -> int:
@@ -136,10 +136,11 @@ def _order(path: Path) -> list[Recorded]:
         if isinstance(event, RunStarted):
             kept = [n for n, each in enumerate(order) if _is_before(each, event)]
             del order[max(kept, default=-1) + 1 :]
+            order.append(Published(event.time_s, event.time_s, event.version))  # as it goes on with
         elif isinstance(event, Accumulated | OptimizerStep | Published | RoundEnded):
             order.append(event)
-    last = max(n for n, each in enumerate(order) if isinstance(each, OptimizerStep | RoundEnded))
-    return order[: last + 1]
+    ends = [n for n, each in enumerate(order, 1) if isinstance(each, OptimizerStep | RoundEnded)]
+    return order[: max(ends, default=0)]
 
 
 def _is_before(event: Recorded, start: RunStarted) -> bool:
@@ -170,7 +171,7 @@ def check_replay(config: RunConfig, recording: Recording) -> Fitted:
     samples = (each.id for each in recording.tables.trainings.values())
     longest = max(recording.tables.samples[id].num_tokens for id in samples)
     say(f"replays {recording.num_rounds} rounds of {config.run.replay}; nothing is generated")
-    return fitted_to_machine(config, prompt_tokens=longest, overlaps=False)
+    return Fitted(fitted_to_machine(config, prompt_tokens=longest, overlaps=False).config)
 
 
 @asynccontextmanager
@@ -196,18 +197,19 @@ async def replayed(run: Run, *, config: RunConfig, recording: Recording, num_gro
     for event in recording.order:
         rounds += [[]] if isinstance(event, RoundEnded) else []
         rounds[-1].append(event)
-    per_step, waiting = recording.groups_per_step, 0
+    per_step, waiting = (recording.groups_per_step or 0) * config.run.num_trained, 0
     async for number in run.rounds():
         for event in rounds[number]:
             if isinstance(event, Accumulated):
                 for unit in _units([samples[id] for id in event.samples if id in samples]):
                     await run.accumulate(unit)
-                    waiting += len(unit)
+                    waiting += len(samples_of(unit))
                     if per_step and waiting >= per_step:
                         await run.step()
                         waiting = 0
             elif isinstance(event, Published):
-                await run.publish()
+                while run.version < event.version:
+                    await run.publish()
             elif isinstance(event, OptimizerStep) and waiting and not per_step:
                 await run.step()
                 waiting = 0

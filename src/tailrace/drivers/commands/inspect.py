@@ -58,6 +58,8 @@ def inspect(
     console = open_console()
     for table in _balance_tables(found) if group is None else [_group_table(found)]:
         print_table(console, table)
+    if config.run.replay and group is None:
+        console.print(f"replay    the samples are those of {config.run.replay}")
     if config.prices and group is None:
         console.print(f"cost      {config.prices.words(found['cost']['total'])}")
 
