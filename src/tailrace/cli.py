@@ -65,6 +65,10 @@ COMMANDS = {
         "extras.cluster.join:join",
         "do the work of one role of a run on another host, which names it in host.join",
     ),
+    "push": (
+        "extras.hub.command:push",
+        "upload the model of a run to the Hugging Face hub, with a model card",
+    ),
     "serve": (
         "extras.serve.command:serve",
         "serve a model over HTTP: OpenAI's routes and vLLM's for tokens, pauses and weights; or Tinker's API",

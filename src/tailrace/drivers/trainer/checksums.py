@@ -40,7 +40,7 @@ def seal(folder: Path, step: int) -> None:
 def seal_model(model: Path, checkpoint: Path) -> None:
     """Give an exported model the checksums of its files in a checkpoint. One without checksums gives none."""
     with suppress(FileNotFoundError):
-        known = _read(checkpoint / CHECKSUMS_FILE)
+        known = read_checksums(checkpoint / CHECKSUMS_FILE)
         found = {name: each for name, each in known.files.items() if (model / name).exists()}
         (model / CHECKSUMS_FILE).write_bytes(_encode(Checksums(known.step, found)))
 
@@ -60,7 +60,7 @@ def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: b
         is_editable: users may edit all but the weights: what has changed is named on the standard error.
     """
     try:
-        known = _read(folder / CHECKSUMS_FILE)
+        known = read_checksums(folder / CHECKSUMS_FILE)
     except FileNotFoundError:
         return False
     except CheckpointError as why:
@@ -82,7 +82,7 @@ def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: b
     return True
 
 
-def _read(file: Path) -> Checksums:
+def read_checksums(file: Path) -> Checksums:
     """Raises a FileNotFoundError, or a CheckpointError if the file is damaged."""
     content = file.read_bytes()
     try:

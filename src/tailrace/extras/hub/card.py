@@ -1,0 +1,135 @@
+"""The model card of a run: what was trained, how, and how well, from the files of the run."""
+
+import json
+import re
+from collections.abc import Iterator
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from tailrace import __version__
+from tailrace.config import RunConfig
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
+from tailrace.errors import ConfigError
+from tailrace.model_folder import is_hub_id
+from tailrace.record.figures import Row
+from tailrace.record.metrics import read_rows
+
+Z = 1.96
+"""Standard errors of an interval of 95%."""
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
+
+
+def card_of(folder: RunFolder, repo: str) -> ModelCard:
+    """Return the card of the model of a run. Raises a ConfigError if the run has not ended."""
+    config = folder.read_config()
+    try:
+        summary = json.loads(folder.summary.read_bytes())
+    except (OSError, ValueError) as why:
+        problem = f"the run has not ended: {folder.summary} cannot be read ({why})"
+        raise ConfigError("RUN", str(folder.path), problem, "go on with tailrace train --resume") from why
+    rows = read_rows(folder.metrics)
+    step = _step_of_model(folder, summary["steps"])
+    evaluated = [row for row in rows if "eval/accuracy" in row and row["step"] <= step]
+    base = base_model(config)
+    data = ModelCardData(
+        base_model=base if is_hub_id(base) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["tailrace", "reinforcement-learning", config.algorithm.name],
+        model_name=repo.rpartition("/")[2],
+        eval_results=[_eval_result(config, evaluated[-1])] if evaluated else None,
+    )
+    num_samples = sum(int(row.get("samples/trained", 0)) for row in rows if row["step"] <= step)
+    facts = {
+        "base model": base,
+        "schedule": str(config.schedule["name"]),
+        "algorithm": config.algorithm.name,
+        "data": _data_name(config),
+        "optimizer steps": f"{step:,}",
+        "trained samples": f"{num_samples:,}",
+        "held-out accuracy": _accuracy(config, evaluated[-1]) if evaluated else "not evaluated",
+        **{f"tokens {fate}": f"{n:,}" for fate, n in _fates(summary["tokens"])},
+        "tailrace": __version__,
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return ModelCard(
+        f"---\n{data.to_yaml()}\n---\n\n# {data.model_name}\n\n"
+        "A language model post-trained by reinforcement learning with tailrace.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n## Config\n\n```toml\n{_shared_config(config)}```\n"
+    )
+
+
+def base_model(config: RunConfig) -> str:
+    """Return the id on the hub of the model that was trained, or else the name of its folder."""
+    path = str(config.model.path) if config.model else "unknown"
+    if cached := _SNAPSHOT.search(path):
+        return "/".join(cached.groups())
+    return path if is_hub_id(path) else Path(path).name
+
+
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Return the interval of 95% of a share of n (Wilson 1927, score interval)."""
+    centre, half = share + Z**2 / (2 * n), Z * sqrt(share * (1 - share) / n + (Z / (2 * n)) ** 2)
+    return (centre - half) / (1 + Z**2 / n), (centre + half) / (1 + Z**2 / n)
+
+
+def _step_of_model(folder: RunFolder, last: int) -> int:
+    """The optimizer steps of the exported model."""
+    sealed = folder.model / CHECKSUMS_FILE
+    return read_checksums(sealed).step if sealed.exists() else last
+
+
+def _fates(tokens: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    for fate, value in tokens.items():
+        counts = value if isinstance(value, dict) else {"": value}
+        yield from ((f"{fate} {reason}".strip(), count) for reason, count in counts.items())
+
+
+def _accuracy(config: RunConfig, row: Row) -> str:
+    accuracy, n = row["eval/accuracy"], config.run.eval_prompts
+    how = f"{n} prompts, {'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
+    if not 0 <= accuracy <= 1:
+        return f"{accuracy:.3f} ({how})"
+    low, high = wilson_interval(accuracy, n)
+    return f"{accuracy:.3f}, 95% interval {low:.3f} to {high:.3f} ({how})"
+
+
+def _eval_result(config: RunConfig, row: Row) -> EvalResult:
+    name = _data_name(config)
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=name,
+        dataset_name=f"{name}, held out",
+        metric_type="accuracy",
+        metric_value=round(row["eval/accuracy"], 4),
+    )
+
+
+def _data_name(config: RunConfig) -> str:
+    """The kind of the data, and their task or the name of their file."""
+    data: Any = config.data
+    if data is None:
+        return "none"
+    named = next((getattr(data, key) for key in ("task", "path", "taskset") if getattr(data, key, None)), "")
+    return f"{data.kind}: {Path(str(named)).name}" if named else str(data.kind)
+
+
+def _shared_config(config: RunConfig) -> str:
+    """The config with names in place of the paths of this machine."""
+    return tomli_w.dumps(_without_folders(config.model_dump(mode="json", exclude_none=True)))
+
+
+def _without_folders(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _without_folders(each) for key, each in value.items()}
+        case list():
+            return [_without_folders(each) for each in value]
+        case str() if value.startswith("/") and Path(value).parent.is_dir():
+            return Path(value).name
+    return value

@@ -1,0 +1,155 @@
+"""`tailrace push` against a server with the hub's routes: real sockets, the real huggingface_hub."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import TOKEN, HubServer, hub_server
+from huggingface_hub import ModelCard
+
+from helpers.small_run import train_here, write_small_run
+from tailrace import __version__
+from tailrace.config import RunConfig
+from tailrace.extras.hub.card import base_model, wilson_interval
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run of one round, which was evaluated."""
+    config = write_small_run(tmp_path_factory.mktemp("pushed"))
+    assert train_here(config, "--run.rounds", "1", "--run.eval_every", "1") == 0
+    return config.parent / "out"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with hub_server() as server:
+        yield server
+
+
+def push(run: Path, endpoint: str, *words: str, token: str = TOKEN) -> "subprocess.CompletedProcess[str]":
+    """In a process of its own, because huggingface_hub reads its environment when it is imported."""
+    mine = {"HF_ENDPOINT": endpoint, "HF_TOKEN": token, "HF_HOME": str(run.parent / "hf")}
+    mine |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "tailrace.cli", "push", str(run), *(words or ("me/sums",))]
+    return subprocess.run(command, env=os.environ | mine, capture_output=True, text=True, timeout=120)
+
+
+def test_a_model_and_its_card_come_to_the_hub_in_one_commit(run: Path, hub: HubServer) -> None:
+    done = push(run, hub.url, "me/sums", "--private")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"pushed    {hub.url}/me/sums/commit/{1:040x}\n"
+    assert (hub.commits, hub.private) == (1, {"me/sums"})
+    files = hub.repos["me/sums"]
+    local = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    del local["checksums.json"]
+    assert {name: content for name, content in files.items() if name != "README.md"} == local
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.library_name == "transformers" and "grpo" in card.data.tags
+    assert card.data.eval_results and card.data.eval_results[0].metric_type == "accuracy"
+    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", card.text, re.MULTILINE))
+    assert rows["base model"] == "model" and rows["schedule"] == "rolloutpipe"
+    assert rows["data"] == "rows: rows.jsonl"
+    assert (rows["optimizer steps"], rows["trained samples"]) == ("2", "8")
+    assert rows["tailrace"] == __version__
+    assert "8 prompts, greedy, at step 2" in rows["held-out accuracy"]
+    tokens = {key: int(n.replace(",", "")) for key, n in rows.items() if key.startswith("tokens ")}
+    assert tokens.pop("tokens generated") == sum(tokens.values()) > 0
+    assert 'name = "rolloutpipe"' in card.text and str(run.parent) not in card.text
+
+
+def test_pushing_again_changes_the_same_repository(run: Path, hub: HubServer) -> None:
+    assert [push(run, hub.url).returncode for _ in range(2)] == [0, 0]
+    assert (hub.commits, len(hub.objects), set(hub.repos)) == (2, 1, {"me/sums"})
+
+
+def test_the_card_is_shown_without_a_hub(run: Path) -> None:
+    done = push(run, "http://127.0.0.1:9", "me/sums", "--dry-run", token="")
+    assert done.returncode == 0 and done.stdout.startswith("---\n") and "# sums\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("refuses", "token", "code", "problem"),
+    [
+        (
+            None,
+            "",
+            2,
+            "REPO = 'me/sums': the hub takes no model without a token, and there is none; set HF_TOKEN",
+        ),
+        (None, "hf_old", 1, r"me/sums: the hub refuses it \(401: .*\); make another token"),
+        (
+            ("/create", 403),
+            TOKEN,
+            1,
+            r"refuses it \(403: .*You may not.*\); use a token that may write",
+        ),
+        (
+            ("/commit/", 403),
+            TOKEN,
+            1,
+            r"refuses it \(403: .*You may not.*\); use a token that may write",
+        ),
+        (("/lfs/", 400), TOKEN, 1, r"refuses it \(400: .*You may not do this.*\); push again later"),
+    ],
+    ids=["no token", "wrong token", "repository", "commit", "weights"],
+)
+def test_a_hub_that_refuses_is_one_message(
+    run: Path, hub: HubServer, refuses: tuple[str, int] | None, token: str, code: int, problem: str
+) -> None:
+    hub.refuses = refuses
+    done = push(run, hub.url, token=token)
+    assert done.returncode == code and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert re.search(problem, line)
+    assert hub.repos.get("me/sums", {}) == {}
+
+
+def test_a_hub_that_cannot_be_reached_is_one_message(run: Path) -> None:
+    done = push(run, "http://127.0.0.1:9")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "me/sums: http://127.0.0.1:9 cannot be reached (" in line and "check the network" in line
+
+
+@pytest.mark.parametrize(
+    ("missing", "repo", "problem"),
+    [
+        ("model", "me/sums", "it has no model yet; train until its first checkpoint"),
+        ("summary.json", "me/sums", "the run has not ended"),
+        ("config.toml", "me/sums", "there is no run in it"),
+        ("", "sums", "this names no repository of the hub; write OWNER/NAME"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(
+    run: Path, tmp_path: Path, missing: str, repo: str, problem: str
+) -> None:
+    shutil.copytree(run, tmp_path / "out")
+    if missing == "model":
+        shutil.rmtree(tmp_path / "out" / missing)
+    elif missing:
+        (tmp_path / "out" / missing).unlink()
+    done = push(tmp_path / "out", "http://127.0.0.1:9", repo)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and problem in line
+
+
+def test_a_base_model_of_the_hub_has_its_id(run: Path) -> None:
+    least = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
+    cached = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c0ffee"
+    for path, name in (
+        (cached, "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("/home/me/q", "q"),
+    ):
+        assert base_model(RunConfig.model_validate(least | {"model": {"path": path}})) == name
+
+
+def test_the_interval_is_that_of_wilson() -> None:
+    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
