@@ -45,7 +45,8 @@ class _Routes(BaseHTTPRequestHandler):
             repo = "/".join(filter(None, (asked.get("organization"), asked["name"])))
             there = repo in hub.repos
             hub.repos.setdefault(repo, {})
-            hub.private |= {repo} if asked.get("private") and not there else set()
+            is_private = asked.get("private") or asked.get("visibility") == "private"
+            hub.private |= {repo} if is_private and not there else set()
             url = {"url": f"{hub.url}/{repo}"}
             self._answer(409 if there else 200, url | ({"error": "You already created it"} if there else {}))
         elif path.endswith("/preupload/main"):

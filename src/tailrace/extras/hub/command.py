@@ -48,7 +48,6 @@ def push(run: Path, repo: str, /, *, private: bool = False, dry_run: bool = Fals
 
 def _upload(model: Path, card: str, repo: str, *, private: bool) -> str:
     """Upload the files of a folder and the card, and return the address of the commit."""
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -63,7 +62,7 @@ def _upload(model: Path, card: str, repo: str, *, private: bool) -> str:
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         commit = api.create_commit(repo, operations, commit_message="Model and card of a run of tailrace")
-    except (OSError, ValueError, RuntimeError, httpx.HTTPError) as why:
+    except Exception as why:  # of the hub, or of the HTTP library of this version of huggingface_hub
         cause = why.__cause__ if isinstance(why, RuntimeError) and why.__cause__ else why
         if isinstance(cause, HfHubHTTPError):
             status = cause.response.status_code
