@@ -122,6 +122,6 @@ def test_the_death_of_a_worker_is_the_only_message(
     assert train_here(config_path, *words, meanwhile=kill) == 1
     err = capfd.readouterr().err
     said = [line for line in err.splitlines() if line.startswith("tailrace: ")]
-    assert [line.split()[1] for line in said] == ["loads", "reward:", "the", "WorkerDied:"]
-    assert said[3].startswith("tailrace: WorkerDied: trainer (process ")
+    assert [line.split()[1] for line in said] == ["loads", "reward:", "the", "the", "WorkerDied:"]
+    assert said[4].startswith("tailrace: WorkerDied: trainer (process ")
     assert "Traceback" not in err and "never retrieved" not in err
