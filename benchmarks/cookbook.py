@@ -1,15 +1,17 @@
-"""A recipe of tinker-cookbook, unmodified, on a server of ours: does it learn?
+"""Recipes of tinker-cookbook, unmodified and with the losses that they choose, on a server: do they learn?
 
-    python benchmarks/cookbook.py [--model FOLDER] [--steps N] [--json FILE]
+    python benchmarks/cookbook.py [--model FOLDER] [--only RECIPE] [--steps N] [--json FILE]
 
-The recipe is `tinker_cookbook.recipes.math_rl.train env=arithmetic`: sums of two numbers up to 100, with LoRA
-of rank 32, 12 groups of 8 samples a step and the loss importance_sampling (its own default, stable_reinforce,
-is refused). The server is `tailrace serve --tinker` with one thread a process. `make cookbook` installs what
-it needs.
+    math_rl.train env=arithmetic         sums of two numbers up to 100; its loss: stable_reinforce
+    preference.shorter.train             the shorter of two responses wins; its loss: importance_sampling
+    multiplayer_rl.guess_number.train    episodes of ten turns; its loss: importance_sampling
 
-    reward       correct answers, less a tenth for those without the right format: mean of the first and the
-                 last TAIL steps
-    correct      the share of correct answers in them
+All have LoRA of rank 32 and 8 samples a group. The server is `tailrace serve --tinker
+--own-stable-reinforce` with one thread a process: Tinker's formula of that loss is not public. `make
+cookbook` installs what it needs.
+
+    reward       mean of the first and the last TAIL steps
+    correct      of the sums: the share of correct answers in them
     seconds      of a step, by median
 """
 
@@ -20,6 +22,7 @@ import tempfile
 from json import loads
 from pathlib import Path
 from statistics import fmean, median
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from common import run, write
@@ -29,56 +32,67 @@ from tinker_cases import KEY, Server
 
 FIGURES = {"reward": "env/all/reward/total", "correct": "env/all/correct"}
 TAIL = 5
+RECIPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "math_rl": (60, {"env": "arithmetic", "groups_per_batch": 12, "learning_rate": 4e-4, "save_every": 0}),
+    "preference.shorter": (10, {"batch_size": 4, "learning_rate": 4e-4}),
+    "multiplayer_rl.guess_number": (4, {"batch_size": 4, "learning_rate": 4e-4, "save_every": 0}),
+}
+"""Steps, and settings of size. No setting is of the loss."""
 
 
-def train(url: str, model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
+def train(recipe: str, url: str, model: Path, folder: Path, steps: int) -> list[dict[str, Any]]:
     """The rows of the recipe's metrics, one a step."""
     settings = {
-        "env": "arithmetic",
         "model_name": model,
         "renderer_name": "qwen3_instruct",  # ChatML
-        "lora_rank": 32,
-        "loss_fn": "importance_sampling",
-        "base_url": url,
         "group_size": 8,
-        "groups_per_batch": 12,
-        "learning_rate": 4e-4,
         "max_steps": steps,
         "eval_every": 0,
-        "save_every": 0,
         "log_path": folder,
+        **RECIPES[recipe][1],
     }
     words = [f"{key}={value}" for key, value in settings.items()]
-    environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tinker_cookbook.recipes.math_rl.train", *words]
-    with (folder.parent / "recipe.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, env=environment, check=True, stdout=log, stderr=subprocess.STDOUT)
+    environment = {**os.environ, "TINKER_API_KEY": KEY, "TINKER_BASE_URL": url, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}.train", *words]
+    done = subprocess.run(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+    if done.returncode:
+        raise SystemExit(f"{recipe} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     rows = [loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if FIGURES["reward"] in row]
 
 
-def main(
-    model: Path = Path("models/SmolLM2-135M-Instruct"), steps: int = 60, json: Path | None = None
-) -> None:
-    model = model.resolve()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        options = ("--trainer.lora.rank", "32", "--threads", "1")
-        server = Server(model, folder / "state", *options, name=str(model))
-        server.start()
-        try:
-            rows = train(server.url, model, folder / "run", steps)
-        finally:
-            server.stop()
-    found: dict[str, Any] = {"steps": len(rows)}
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"steps": len(rows), "seconds": median(row["time/total"] for row in rows)}
+    tail = min(TAIL, (len(rows) + 1) // 2)
     for figure, key in FIGURES.items():
-        values = [row[key] for row in rows]
-        found[figure] = [fmean(values[:TAIL]), fmean(values[-TAIL:])]
-    found["seconds"] = median(row["time/total"] for row in rows)
-    print(f"{model.name}, cpu, 1 thread a process, {len(rows)} steps of {found['seconds']:.0f} s:")
-    for figure in FIGURES:
-        first, last = found[figure]
-        print(f"  {figure:8} {first:.2f} to {last:.2f}, means of {TAIL} steps")
+        if values := [row[key] for row in rows if key in row]:
+            found[figure] = [fmean(values[:tail]), fmean(values[-tail:])]
+    return found
+
+
+def main(
+    model: Path = Path("models/SmolLM2-135M-Instruct"),
+    only: str | None = None,
+    steps: int | None = None,
+    json: Path | None = None,
+) -> None:
+    model, found = model.resolve(), {}
+    for recipe in [only] if only else RECIPES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            options = ("--trainer.lora.rank", "32", "--threads", "1", "--own-stable-reinforce")
+            server = Server(model, folder / "state", *options, name=str(model))
+            server.start()
+            try:
+                rows = train(recipe, server.url, model, folder / "run", steps or RECIPES[recipe][0])
+            finally:
+                server.stop()
+        found[recipe] = figures = summary(rows)
+        print(f"{recipe}: {model.name}, cpu, 1 thread a process, {len(rows)} steps:")
+        for figure in FIGURES.keys() & figures.keys():
+            first, last = figures[figure]
+            print(f"  {figure:8} {first:.2f} to {last:.2f}, the first and the last steps")
+        print(f"  seconds  {figures['seconds']:.0f}", flush=True)
     write(json, found)
 
 

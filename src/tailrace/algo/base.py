@@ -19,7 +19,9 @@ AdvantageName = Literal["group", "none", "rloo", "gae", "batch"]
 Normalize = Literal["sample_mean", "token_mean", "sample_sum", "fixed_length"]
 Correction = Literal["none", "truncate", "mask", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
-TokenLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+TokenLossName = Literal[
+    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"
+]
 """Losses of Tinker's `forward_backward`, which are sums over tokens (losses.token_loss)."""
 Preset = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "ppo", "one_sample", "distillation"

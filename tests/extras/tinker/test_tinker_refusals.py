@@ -33,8 +33,12 @@ def refusal(training: Any, loss: str, ids: list[int] = IDS, config: Any = None, 
 ONES = [1.0, 1.0, 1.0]
 CASES = {
     "a loss that is not there": (
-        ("gspo", IDS, None, {"advantages": ONES, "logprobs": ONES}),
-        "loss_fn = 'gspo': this server has cross_entropy, importance_sampling, ppo, cispo, dro",
+        ("other", IDS, None, {"advantages": ONES, "logprobs": ONES}),
+        "loss_fn = 'other': this server has cross_entropy, importance_sampling, ppo, cispo, dro, gspo",
+    ),
+    "stable_reinforce, which the server was not told to offer": (
+        ("stable_reinforce", IDS, None, {"advantages": ONES, "logprobs": ONES}),
+        "start the server with --own-stable-reinforce",
     ),
     "an input that is missing": (
         ("ppo", IDS, None, {"advantages": ONES}),

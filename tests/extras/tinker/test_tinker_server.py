@@ -87,6 +87,55 @@ def test_a_loop_of_reinforcement_learning_raises_the_reward(connect: Callable[[]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6, rewards
 
 
+@pytest.mark.parametrize("loss", ["gspo", "stable_reinforce"])
+def test_a_loop_names_the_sequences_that_it_trains(loss: str, tmp_path: Path) -> None:
+    """As rl_loop.py of tinker-cookbook: zeros are the targets of the prompt."""
+    from tinker import types
+
+    options = ("--own-stable-reinforce", "--dtype", "float32", "--trainer.dtype", "float32")
+    with serving(QUICKSTART, tmp_path, *options) as server, clients_of(server) as connect:
+        training = connect().create_lora_training_client(base_model=BASE).result()
+        prompt = types.ModelInput.from_ints(training.get_tokenizer().encode("1 + 2 = ?\n"))
+        sampling = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+        params = types.SamplingParams(max_tokens=8, seed=3)
+        samples = sampling.sample(prompt, num_samples=2, sampling_params=params).result().sequences
+        assert len({each.sequence_id for each in samples}) == 2
+        data, skipped = [], prompt.length - 1
+        for advantage, sample in zip((1.0, -1.0), samples, strict=True):
+            id, num = sample.sequence_id, len(sample.tokens)
+            marks = {"sequence_ratio_mask": [0.0] * skipped + [1.0] * num} if loss == "gspo" else {}
+            made = types.Datum(
+                prompt.append(types.EncodedTextChunk(tokens=sample.tokens[:-1])),
+                {
+                    "target_tokens": [0] * skipped + sample.tokens,
+                    "advantages": [0.0] * skipped + [advantage] * num,
+                    "logprobs": [0.0] * skipped + sample.logprobs,
+                    **marks,
+                },
+            )
+            spans = {
+                "model_input": [
+                    types.PromptProvenanceSpan(sequence_id=id, length=prompt.length),
+                    types.SampledProvenanceSpan(sequence_id=id, length=num - 1),
+                ],
+                "loss_fn_inputs": [
+                    types.PromptProvenanceSpan(sequence_id=id, offset=1, length=skipped),
+                    types.SampledProvenanceSpan(sequence_id=id, length=num),
+                ],
+            }
+            data.append(made.with_provenance(**spans))
+
+        def difference() -> float:
+            """Of the log-probs of the two samples."""
+            outputs = training.forward(data, loss).result().loss_fn_outputs
+            first, second = (sum(each["logprobs"].data[skipped:]) for each in outputs)
+            return float(first - second)
+
+        before = difference()
+        train(training, data, loss, 1e-3)
+        assert difference() > before + 0.01
+
+
 def test_64_requests_for_samples_are_served_while_the_trainer_works(connect: Callable[[], Any]) -> None:
     from tinker import types
 

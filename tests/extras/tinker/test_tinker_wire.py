@@ -1,6 +1,8 @@
 """Messages of Tinker's API that say what no message of the SDK says."""
 
 import json
+import re
+from collections.abc import Sequence
 from math import inf, nan
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("tinker.types")  # a folder of the tests is named tinker, to
 
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tailrace.extras.tinker.wire import NotOffered, adam_step, read_pass, sampling_of
 
@@ -32,8 +35,119 @@ def message(**changes: Any) -> Any:
     return asked
 
 
-def read(asked: Any, context: int = 100) -> Any:
-    return read_pass(asked.SerializeToString(), vocabulary=10, context=context)
+def read(asked: Any, context: int = 100, own: bool = True) -> Any:
+    return read_pass(asked.SerializeToString(), vocabulary=10, context=context, own_stable_reinforce=own)
+
+
+def of_sdk(loss: str, spans: Any = None, targets: Sequence[int] = (6, 7, 8), **inputs: list[float]) -> Any:
+    """A pass as the SDK encodes it. `spans`: of the three targets."""
+    given = {"advantages": [0.0, 1.0, 1.0], "logprobs": [0.0, -1.0, -1.0], **inputs}
+    datum = types.Datum(types.ModelInput.from_ints([5, 6, 7]), {"target_tokens": list(targets), **given})
+    if spans:
+        of_input = types.PromptProvenanceSpan(sequence_id=spans[0].sequence_id, length=3)
+        datum = datum.with_provenance(model_input=[of_input], loss_fn_inputs=spans)
+    asked = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput([datum], loss), model_id="s:train:0", seq_id=1
+    )
+    return forward_backward_request_to_proto(asked)
+
+
+def spans_of(id: str, *lengths: int) -> list[Any]:
+    """A run of the prompt, then of sampled tokens."""
+    prompt, sampled = lengths
+    return [
+        types.PromptProvenanceSpan(sequence_id=id, offset=1, length=prompt),
+        types.SampledProvenanceSpan(sequence_id=id, length=sampled),
+    ]
+
+
+def test_gspo_has_the_mask_of_its_ratio_and_the_papers_clips() -> None:
+    found = read(of_sdk("gspo", sequence_ratio_mask=[0.0, 1.0, 1.0]))
+    assert (found.data[0].sampled, found.loss.clip_low, found.loss.clip_high) == (
+        [0.0, 1.0, 1.0],
+        0.9997,
+        1.0004,
+    )
+
+
+def test_provenance_says_which_tokens_were_sampled() -> None:
+    found = read(of_sdk("stable_reinforce", spans_of("s:sample:0:7:1", 1, 2)))
+    assert found.data[0].sampled == [0.0, 1.0, 1.0]
+    assert (found.loss.clip_high, found.loss.beta) == (5.0, 0.01)
+    others = read(of_sdk("importance_sampling", spans_of("s:sample:0:7:1", 1, 2)))
+    assert others.data[0].sampled == []
+
+
+def test_a_target_that_is_not_in_the_loss_may_be_another_token() -> None:
+    """rl_loop.py of tinker-cookbook has zeros in place of the prompt."""
+    assert read(of_sdk("ppo", targets=[0, 7, 8])).data[0].ids == [5, 6, 7, 8]
+    for loss, inputs in (("dro", {}), ("gspo", {"sequence_ratio_mask": [1.0, 1.0, 1.0]})):
+        with pytest.raises(NotOffered, match="only a target that is not in the loss may be another"):
+            read(of_sdk(loss, targets=[0, 7, 8], **inputs))
+
+
+def without(asked: Any, name: str) -> Any:
+    asked.data[0].loss_fn_inputs.pop(name)
+    return asked
+
+
+def spans_shortened(asked: Any) -> Any:
+    asked.data[0].loss_fn_input_spans[1].sampled_tokens.length = 1
+    return asked
+
+
+OWN = spans_of("s:sample:0:7:1", 1, 2)
+WRONG_PASSES: dict[str, tuple[Any, str]] = {
+    "gspo without a mask": (of_sdk("gspo"), "loss_fn_inputs: gspo needs 'sequence_ratio_mask'"),
+    "gspo without log-probs": (
+        without(of_sdk("gspo", sequence_ratio_mask=[1.0] * 3), "logprobs"),
+        "loss_fn_inputs: gspo needs 'logprobs'",
+    ),
+    "a mask of no token": (
+        of_sdk("gspo", sequence_ratio_mask=[0.0] * 3),
+        "sequence_ratio_mask marks no token",
+    ),
+    "a mask for another loss": (
+        of_sdk("ppo", sequence_ratio_mask=[1.0] * 3),
+        "ppo of this server takes no 'sequence_ratio_mask'",
+    ),
+    "no provenance": (of_sdk("stable_reinforce"), "stable_reinforce needs Datum.with_provenance"),
+    "an advantage in the prompt": (
+        of_sdk("stable_reinforce", OWN, advantages=[1.0, 1.0, 1.0]),
+        "stable_reinforce takes advantages of sampled tokens only",
+    ),
+    "a sequence of another session": (
+        of_sdk("ppo", spans_of("other:sample:0:7:1", 1, 2)),
+        "model_input_spans: 'other:sample:0:7:1' is no sequence that this session sampled",
+    ),
+    "spans too short": (
+        spans_shortened(of_sdk("ppo", OWN)),
+        "loss_fn_input_spans: the spans have 2 of the 3 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_PASSES)
+def test_a_pass_that_says_too_little_of_its_tokens_is_refused_by_name(case: str) -> None:
+    asked, why = WRONG_PASSES[case]
+    with pytest.raises(NotOffered, match=re.escape(why)):
+        read(asked)
+
+
+def test_stable_reinforce_is_refused_unless_the_server_offers_its_own() -> None:
+    why = (
+        "the formula of Tinker's stable_reinforce is not public; start the server with --own-stable-reinforce"
+    )
+    with pytest.raises(NotOffered, match=f"loss_fn = 'stable_reinforce': {why}"):
+        read(of_sdk("stable_reinforce", OWN), own=False)
+    asked = types.SampleRequest(
+        prompt=types.ModelInput.from_ints([1]),
+        sampling_params=types.SamplingParams(),
+        record_stability_info=True,
+    )
+    with pytest.raises(NotOffered, match=f"record_stability_info: {why}"):
+        sampling_of(asked, vocabulary=10, context=100, own_stable_reinforce=False)
+    assert sampling_of(asked, vocabulary=10, context=100, own_stable_reinforce=True)[0] == [1]
 
 
 def test_a_pass_is_read() -> None:
@@ -105,7 +219,7 @@ def test_sampling_that_is_none_is_refused_by_name(name: str, value: Any) -> None
     params = types.SamplingParams(**{name: value})
     asked = types.SampleRequest(prompt=types.ModelInput.from_ints([1]), sampling_params=params)
     with pytest.raises(NotOffered, match=rf"sampling_params\.{name}"):
-        sampling_of(asked, vocabulary=10, context=100)
+        sampling_of(asked, vocabulary=10, context=100, own_stable_reinforce=False)
 
 
 @pytest.fixture

@@ -198,3 +198,6 @@ class ServeSettings(Settings):
     """New weights are read from files below it. None: the server takes no new weights from files."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
     """The largest request body, in bytes; 1,024 to 2^40."""
+    own_stable_reinforce: bool = False
+    """With --tinker: the loss stable_reinforce is a form of this project (losses.token_loss). The formula of
+    Tinker's is not public; without this option the loss is refused."""

@@ -105,17 +105,26 @@ class LossDatum(msgspec.Struct, frozen=True):
         ids: [1 + num_tokens]; the first token is not a target.
         advantages: [num_tokens]; under cross_entropy the weights of the tokens.
         old_logprobs: [num_tokens]; empty where the loss has no ratio.
+        sampled: [num_tokens]; other than 0 at the tokens of gspo's mean and of stable_reinforce's KL; empty
+            under the other losses.
     """
 
     ids: list[int]
     advantages: list[float]
     old_logprobs: list[float] = []
+    sampled: list[float] = []
+
+    @property
+    def in_loss(self) -> list[bool]:
+        """[num_tokens]: whether a target changes the loss, but for dro, under which each one does."""
+        sampled = self.sampled or [0.0] * len(self.advantages)
+        return [bool(advantage or mark) for advantage, mark in zip(self.advantages, sampled, strict=True)]
 
     @property
     def num_leading(self) -> int:
-        """Leading targets without an advantage; the last target is none of them."""
+        """Leading targets that are not in the loss; the last target is none of them."""
         last = len(self.advantages) - 1
-        return next((number for number, each in enumerate(self.advantages[:last]) if each), last)
+        return next((number for number, each in enumerate(self.in_loss[:last]) if each), last)
 
     def sample(self, number: int, start: int = 0) -> TrainingSample:
         """The sequence as the trainer packs it; the targets before `start` are part of the prompt."""

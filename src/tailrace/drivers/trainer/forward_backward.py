@@ -187,9 +187,9 @@ class ForwardBackward:
         """Compute a loss that is a sum over tokens, and add its gradients to their sum. Returns the outputs
         of the data that this rank computed.
 
-        With `share_prompts` leading targets without an advantage are a prompt: the sequences of a micro-batch
-        share it, and its log-probs are computed once. dro has a gradient there, and the ranks of a sharded
-        model would not have the same prompts.
+        With `share_prompts` leading targets that are not in the loss are a prompt: the sequences of a
+        micro-batch share it, and its log-probs are computed once. dro has a gradient there, and the ranks of
+        a sharded model would not have the same prompts.
         """
         outputs: list[LossOutput] = []
         starts = [datum.num_leading if share_prompts and loss.name != "dro" else 0 for datum in data]
@@ -201,6 +201,7 @@ class ForwardBackward:
                 continue
             numbers = [id.prompt for id in batch.ids]
             advantages = [each for number in numbers for each in data[number].advantages[starts[number] :]]
+            sampled = [each for number in numbers for each in data[number].sampled[starts[number] :]]
             with torch.set_grad_enabled(with_gradient):
                 logprobs = self.policy.logprobs(batch).logprobs
                 per_token = token_loss(
@@ -208,6 +209,8 @@ class ForwardBackward:
                     logprobs,
                     batch.behavior_logprobs,
                     torch.tensor(advantages, device=self.policy.device),
+                    torch.tensor(sampled, device=self.policy.device) != 0,
+                    batch.num_tokens,
                     clip_low=loss.clip_low,
                     clip_high=loss.clip_high,
                     beta=loss.beta,

@@ -157,6 +157,8 @@ def token_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
+    sampled: Tensor,
+    num_tokens: Tensor,
     *,
     clip_low: float,
     clip_high: float,
@@ -170,9 +172,17 @@ def token_loss(
         ppo                   -min(rho A, clip(rho, clip_low, clip_high) A)
         cispo                 -sg(clip(rho, clip_low, clip_high)) A log pi
         dro                   -(A log pi - beta / 2 (log rho)^2)
+        gspo                  -min(s A, clip(s, clip_low, clip_high) A) with
+                              s = sg(e^mean(log rho)) pi / sg(pi), the mean over the sampled tokens of the
+                              sequence: GSPO-token (2507.18071, eq. 13-14); with one advantage for all
+                              tokens its gradient is that of `gspo`
+        stable_reinforce      -sg(min(rho, clip_high)) A log pi + beta / 2 (log rho)^2 at sampled tokens: a
+                              form of this project; Tinker's is not public
 
     Args:
         logprobs, old_logprobs, advantages: [C]
+        sampled: [C] bool, of gspo and stable_reinforce; for gspo at least one of each sequence.
+        num_tokens: [N] tokens of each sequence, none of them zero. Their sum is C.
         clip_low, clip_high: bounds of rho itself, not distances from 1.
     """
     match name:
@@ -188,6 +198,15 @@ def token_loss(
             return -ratio.clamp(clip_low, clip_high) * advantages * logprobs
         case "dro":
             return beta / 2 * (logprobs - old_logprobs).square() - advantages * logprobs
+        case "gspo":
+            current = logprobs.detach()
+            means = sums((current - old_logprobs) * sampled, num_tokens) / sums(sampled.float(), num_tokens)
+            ratio = (spread(means, num_tokens) + logprobs - current).exp()
+            return _surrogate(ratio, advantages, 1 - clip_low, clip_high - 1).per_token
+        case "stable_reinforce":
+            weights = (logprobs.detach() - old_logprobs).exp().clamp(max=clip_high)
+            penalty = beta * kl(logprobs, old_logprobs, "k2") * sampled
+            return penalty - weights * advantages * logprobs
 
 
 def value_loss(values: Tensor, returns: Tensor) -> Tensor:

@@ -78,6 +78,8 @@ def serve(
     if overrides:
         (key, value), *_ = overrides.items()
         raise ConfigError(f"--{key}", value, "serve has no config to override without --tinker", "remove it")
+    if settings.own_stable_reinforce:
+        raise ConfigError("--own-stable-reinforce", True, "it is a loss of --tinker", "remove it")
     check_served(model)
     check_device("--device", engine.device)
     tokenizer = load_tokenizer(model)

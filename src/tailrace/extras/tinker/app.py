@@ -41,8 +41,8 @@ def make_app(service: TinkerService, settings: ServeSettings, key: str) -> FastA
         prefix="/api/v1", dependencies=[Depends(user)], max_body_size=body_limit(service.policy.context)
     )
     _add_sessions(api, service)
-    _add_training(api, service)
-    _add_sampling(api, service)
+    _add_training(api, service, settings.own_stable_reinforce)
+    _add_sampling(api, service, settings.own_stable_reinforce)
     app.include_router(api)
     return app
 
@@ -116,7 +116,7 @@ def _add_sessions(api: APIRouter, service: TinkerService) -> None:
         return {}
 
 
-def _add_training(api: APIRouter, service: TinkerService) -> None:
+def _add_training(api: APIRouter, service: TinkerService, own_stable_reinforce: bool) -> None:
     async def begun(request: Request, model_id: str, seq_id: int | None, work: Execute) -> dict[str, Any]:
         request_id = service.begin(model_id, seq_id, await request.body(), work)
         return {"request_id": request_id, "model_id": model_id}
@@ -171,7 +171,12 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
         service.check_model(model_id)
 
         async def read() -> Pass:
-            reading = partial(read_pass, vocabulary=policy.vocabulary, context=policy.context)
+            reading = partial(
+                read_pass,
+                vocabulary=policy.vocabulary,
+                context=policy.context,
+                own_stable_reinforce=own_stable_reinforce,
+            )
             return await parsed(reading, body)
 
         return await begun(request, model_id, seq_id, lambda: service.run_pass(model_id, read))
@@ -203,7 +208,7 @@ def _add_training(api: APIRouter, service: TinkerService) -> None:
         return await begun(request, model_id, asked.seq_id, work)
 
 
-def _add_sampling(api: APIRouter, service: TinkerService) -> None:
+def _add_sampling(api: APIRouter, service: TinkerService, own_stable_reinforce: bool) -> None:
     @api.post("/create_sampling_session")
     async def create_sampler(request: Request) -> dict[str, Any]:
         asked = await read(types.CreateSamplingSessionRequest, request)
@@ -228,7 +233,12 @@ def _add_sampling(api: APIRouter, service: TinkerService) -> None:
         service.sampler(sampler_id)
 
         async def generate() -> bytes:
-            ids, sampling, greedy = sampling_of(asked, vocabulary=policy.vocabulary, context=policy.context)
+            ids, sampling, greedy = sampling_of(
+                asked,
+                vocabulary=policy.vocabulary,
+                context=policy.context,
+                own_stable_reinforce=own_stable_reinforce,
+            )
             return await service.sample(
                 sampler_id,
                 ids,

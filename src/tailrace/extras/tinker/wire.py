@@ -19,12 +19,13 @@ from tailrace.errors import TailraceError
 from tailrace.extras.serve.formats import SamplingFields, first_defect
 from tailrace.types import Sample, SamplingParams
 
-INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",)}
-"""`loss_fn_inputs` of a loss beside target_tokens."""
 OF_RATIO = ("advantages", "logprobs")
-"""Inputs of all other losses."""
+"""`loss_fn_inputs` of a loss beside target_tokens."""
+RATIO_MASK = "sequence_ratio_mask"
+INPUTS: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",), "gspo": (*OF_RATIO, RATIO_MASK)}
+"""`loss_fn_inputs` of the losses that take others."""
 UNKNOWN = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
-UNKNOWN += ["record_stability_info", "prompt_logprobs_last_n"]
+UNKNOWN += ["prompt_logprobs_last_n"]
 ADAM = {"learning_rate": (0, 1), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1e9)}
 ADAM |= {"weight_decay": (0, 1), "grad_clip_norm": (0, 1e30)}
 """Bounds of a step's parameters. An epsilon that float32 rounds to 0 divides 0 by 0."""
@@ -32,8 +33,23 @@ MAX_DATA = 4096
 """Sequences of a pass; the SDK sends 1,024."""
 DTYPES = {pb.DTYPE_INT64: np.dtype(np.int64), pb.DTYPE_FLOAT32: np.dtype(np.float32)}
 CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
-CONFIGS: Mapping[str, Mapping[str, str]] = {"ppo": CLIPS, "cispo": CLIPS, "dro": {"beta": "beta"}}
+CONFIGS: Mapping[str, Mapping[str, str]] = {
+    "ppo": CLIPS,
+    "cispo": CLIPS,
+    "dro": {"beta": "beta"},
+    "gspo": CLIPS,
+    "stable_reinforce": {"clip_high_threshold": "clip_high", "kl_coeff": "beta"},
+}
 """Keys of `loss_fn_config`, and our names of them."""
+DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "gspo": {"clip_low": 1 - 3e-4, "clip_high": 1 + 4e-4},  # 2507.18071, 5.1
+    "stable_reinforce": {"clip_high": 5.0, "beta": 0.01},
+}
+"""Parameters of the losses that have other defaults than `TokenLoss`."""
+NOT_PUBLIC = (
+    "the formula of Tinker's stable_reinforce is not public; start the server with --own-stable-reinforce "
+    "for a form of tailrace's own (docs/servers-and-devices.md), or choose another loss: loss_fn=ppo"
+)
 
 
 class NotOffered(TailraceError):
@@ -74,7 +90,7 @@ def head_of_pass(body: bytes) -> tuple[str, int]:
     return message.model_id, message.seq_id
 
 
-def read_pass(body: bytes, *, vocabulary: int, context: int) -> Pass:
+def read_pass(body: bytes, *, vocabulary: int, context: int, own_stable_reinforce: bool) -> Pass:
     """Return what a pass asks for. Raises NotOffered if it cannot be computed."""
     message = _message(body)
     name = message.loss_fn
@@ -84,6 +100,8 @@ def read_pass(body: bytes, *, vocabulary: int, context: int) -> Pass:
             f"loss_fn = {name!r}: this server has {has}; others can be computed by the client, with "
             "forward_backward_custom"
         )
+    if name == "stable_reinforce" and not own_stable_reinforce:
+        raise NotOffered(f"loss_fn = {name!r}: {NOT_PUBLIC}")
     known = CONFIGS.get(name, {})
     typed = message.loss_fn_config_v2
     given = {key: value.number for key, value in typed.items()} or dict(message.loss_fn_config)
@@ -93,17 +111,19 @@ def read_pass(body: bytes, *, vocabulary: int, context: int) -> Pass:
     for key, value in given.items():
         if (key in typed and typed[key].WhichOneof("value") != "number") or not 0 <= value < math.inf:
             raise NotOffered(f"loss_fn_config: {key} must be a number, at least 0 and finite")
-    loss = TokenLoss(name, **{known[key]: value for key, value in given.items()})
+    chosen = {known[key]: value for key, value in given.items()}
+    loss = TokenLoss(name, **{**DEFAULTS.get(name, {}), **chosen})
+    session_id = message.model_id.partition(":")[0]
     if not 1 <= len(message.data) <= MAX_DATA:
         raise NotOffered(f"data: {len(message.data)} sequences; there must be 1 to {MAX_DATA:,}")
     try:
-        data = [_datum(each, name, vocabulary, context) for each in message.data]
+        data = [_datum(each, name, vocabulary, context, session_id) for each in message.data]
     except NotOffered as why:
         raise NotOffered(f"data: {why}") from why
     return Pass(data, loss, not message.forward_only)
 
 
-def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
+def _datum(datum: Any, loss: str, vocabulary: int, context: int, session_id: str) -> LossDatum:
     int32 = np.dtype(np.int32)
     chunks = [_numbers("model_input", _tokens(chunk), int32, context) for chunk in datum.model_input]
     ids, inputs = [id for chunk in chunks for id in chunk], INPUTS.get(loss, OF_RATIO)
@@ -116,17 +136,49 @@ def _datum(datum: Any, loss: str, vocabulary: int, context: int) -> LossDatum:
     if not ids or {len(each) for each in found.values()} != {len(ids)}:
         lengths = ", ".join(f"{key} {len(each)}" for key, each in found.items())
         raise NotOffered(f"all must have the length of model_input, {len(ids)}, and at least 1: {lengths}")
-    if ids[1:] != targets[:-1]:
-        raise NotOffered("target_tokens must be model_input shifted by one token, then one more token")
-    whole = [*ids, targets[-1]]
-    if not all(0 <= id < vocabulary for id in whole):
-        raise NotOffered(f"a token is not in the vocabulary of {vocabulary} tokens")
-    if len(ids) > context:
-        raise NotOffered(f"{len(ids)} tokens; the context has {context}")
+    _sampled("model_input_spans", datum.model_input_spans, len(ids), session_id)
+    sampled = _sampled("loss_fn_input_spans", datum.loss_fn_input_spans, len(ids), session_id)
     advantages, *old = (found[key] for key in inputs)
     if not all(map(math.isfinite, (value for each in (advantages, *old) for value in each))):
         raise NotOffered(f"a value of {' or '.join(inputs)} is not finite")
-    return LossDatum(whole, advantages, *old)
+    if loss == "stable_reinforce":
+        if not any(sampled):
+            raise NotOffered(f"{loss} needs Datum.with_provenance: spans of sampled tokens")
+        if any(each for each, mark in zip(advantages, sampled, strict=True) if not mark):
+            raise NotOffered(f"{loss} takes advantages of sampled tokens only (loss_fn_input_spans)")
+        old.append(sampled)
+    if loss == "gspo" and not any(old[1]):
+        raise NotOffered(f"loss_fn_inputs: {RATIO_MASK} marks no token")
+    whole = [*ids, targets[-1]]
+    made = LossDatum(whole, advantages, *old)
+    wrong = [a != b for a, b in zip(ids[1:], targets[:-1], strict=True)]
+    if any(each and (counts or loss == "dro") for each, counts in zip(wrong, made.in_loss, strict=False)):
+        raise NotOffered(
+            "target_tokens must be model_input shifted by one token, then one more token; only a target that "
+            "is not in the loss may be another"
+        )
+    if not all(0 <= id < vocabulary for id in (*whole, *targets)):
+        raise NotOffered(f"a token is not in the vocabulary of {vocabulary} tokens")
+    if len(ids) > context:
+        raise NotOffered(f"{len(ids)} tokens; the context has {context}")
+    return made
+
+
+def _sampled(field: str, spans: Any, num_tokens: int, session_id: str) -> list[float]:
+    """Where the tokens of a vector come from: [num_tokens], 1 for a sampled one; without spans empty. They
+    name sequences that this session sampled, and their lengths add up to the vector's."""
+    marks: list[float] = []
+    for span in spans:
+        kind = span.WhichOneof("span")
+        run = getattr(span, kind or "prompt_tokens")
+        if not run.sequence_id.startswith(f"{session_id}:sample:"):
+            raise NotOffered(f"{field}: {run.sequence_id!r} is no sequence that this session sampled")
+        if run.length > num_tokens - len(marks):
+            raise NotOffered(f"{field}: the spans are longer than the {num_tokens} tokens")
+        marks += [float(kind == "sampled_tokens")] * run.length
+    if spans and len(marks) < num_tokens:
+        raise NotOffered(f"{field}: the spans have {len(marks)} of the {num_tokens} tokens")
+    return marks
 
 
 def _tokens(chunk: Any) -> bytes:
@@ -180,13 +232,15 @@ def pass_bytes(asked: Pass, outputs: Sequence[LossOutput]) -> bytes:
 
 
 def sampling_of(
-    request: types.SampleRequest, *, vocabulary: int, context: int
+    request: types.SampleRequest, *, vocabulary: int, context: int, own_stable_reinforce: bool
 ) -> tuple[list[int], SamplingParams, bool]:
     """Return the prompt of a request, how it is sampled, and whether greedily. Raises NotOffered if this
     server cannot."""
     for key in UNKNOWN:
         if getattr(request, key):
             raise NotOffered(f"{key}: this server returns the log-probs of the tokens only")
+    if request.record_stability_info and not own_stable_reinforce:  # of use for that loss only
+        raise NotOffered(f"record_stability_info: {NOT_PUBLIC}")
     try:
         ids = request.prompt.to_ints()
     except ValueError:
