@@ -13,7 +13,7 @@
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
 # make test-tinker  Tinker's SDK on `tailrace serve --tinker`, and runs at that service: six minutes
 # make test-tinker-smoke  one loop of the SDK and one run: a minute
-# make cookbook     three recipes of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
+# make cookbook     two recipes of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
 # make release-check  wheel and sdist in fresh environments of PYTHONS, where the quickstart must learn: six minutes

@@ -3,10 +3,9 @@
     python benchmarks/cookbook.py [--model FOLDER] [--only RECIPE] [--steps N] [--json FILE]
 
     math_rl.train env=arithmetic         sums of two numbers up to 100; its loss: stable_reinforce
-    preference.shorter.train             the shorter of two responses wins; its loss: importance_sampling
     multiplayer_rl.guess_number.train    episodes of ten turns; its loss: importance_sampling
 
-All have LoRA of rank 32 and 8 samples a group. The server is `tailrace serve --tinker
+Both have LoRA of rank 32. The server is `tailrace serve --tinker
 --own-stable-reinforce` with one thread a process: Tinker's formula of that loss is not public. `make
 cookbook` installs what it needs.
 
@@ -33,9 +32,20 @@ from tinker_cases import KEY, Server
 FIGURES = {"reward": "env/all/reward/total", "correct": "env/all/correct"}
 TAIL = 5
 RECIPES: dict[str, tuple[int, dict[str, Any]]] = {
-    "math_rl": (60, {"env": "arithmetic", "groups_per_batch": 12, "learning_rate": 4e-4, "save_every": 0}),
-    "preference.shorter": (10, {"batch_size": 4, "learning_rate": 4e-4}),
-    "multiplayer_rl.guess_number": (4, {"batch_size": 4, "learning_rate": 4e-4, "save_every": 0}),
+    "math_rl": (
+        60,
+        {
+            "group_size": 8,
+            "env": "arithmetic",
+            "groups_per_batch": 12,
+            "learning_rate": 4e-4,
+            "save_every": 0,
+        },
+    ),
+    "multiplayer_rl.guess_number": (
+        4,
+        {"group_size": 8, "batch_size": 4, "learning_rate": 4e-4, "save_every": 0},
+    ),
 }
 """Steps, and settings of size. No setting is of the loss."""
 
@@ -45,7 +55,6 @@ def train(recipe: str, url: str, model: Path, folder: Path, steps: int) -> list[
     settings = {
         "model_name": model,
         "renderer_name": "qwen3_instruct",  # ChatML
-        "group_size": 8,
         "max_steps": steps,
         "eval_every": 0,
         "log_path": folder,
