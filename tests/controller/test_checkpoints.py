@@ -11,7 +11,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simu
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import CheckpointError
-from tailrace.ledger.recovery import read_ledger
+from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Saved, Stepped
 
 SERIAL = SCHEDULES_BY_NAME["serial"]
@@ -81,3 +81,19 @@ def test_an_interrupted_run_waits_for_its_checkpoint(tmp_path: Path) -> None:
     run = simulate(SERIAL, EVERY_ROUND, folder=tmp_path, parts=slow(write_s), interrupt_at_s=at_s)
     assert run.ended.interrupted and run.ended.checkpoint == tmp_path / "round_000001"
     assert run.ended_s == run.of(Saved)[-1].time_s == 2 * write_s
+
+
+@pytest.mark.parametrize("name", ["serial", "rolloutpipe", "pipelinerl"])
+def test_a_run_that_is_preempted_while_it_saves_loses_nothing(name: str, tmp_path: Path) -> None:
+    schedule, book = SCHEDULES_BY_NAME[name], Book()
+    starts = [event.time_s for event in simulate(schedule).of(RoundStarted)]
+    parts, at_s = slow(0.5 * (starts[2] - starts[1])), starts[1] + 0.2 * (starts[2] - starts[1])
+    first = simulate(schedule, EVERY_ROUND, folder=tmp_path, book=book, parts=parts, interrupt_at_s=at_s)
+    assert first.ended.interrupted and first.of(Saved)[-1].time_s > at_s
+    last = simulate(schedule, EVERY_ROUND, folder=tmp_path, book=book, parts=parts)
+    books = read_ledger(book.store)
+    assert not last.ended.interrupted and len(books.lives) == 2
+    assert all(training.undone is None for training in books.trainings.values()), "no step is undone"
+    totals = totals_of(books)
+    assert totals.num_known_tokens + books.held_tokens == book.num_generated
+    assert "crash" not in totals.wasted_tokens

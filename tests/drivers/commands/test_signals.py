@@ -82,7 +82,8 @@ def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -
 def test_a_second_signal_ends_a_resumed_run_at_once(
     terminated: "subprocess.CompletedProcess[str]", interrupted: Path, tmp_path: Path
 ) -> None:
-    """The trainer is stopped, so that the orderly end cannot come first."""
+    """The trainer is stopped, so that the orderly end cannot come first. SIGTERM is no second signal: Slurm
+    repeats it at the end of the grace time."""
     folder = tmp_path / "out"
     subprocess.run(["cp", "-r", interrupted, folder], check=True)
     before = num_steps(folder)
@@ -94,6 +95,8 @@ def test_a_second_signal_ends_a_resumed_run_at_once(
     time.sleep(0.3)
     os.kill(process.pid, signal.SIGINT)  # the same request: it came twice
     time.sleep(1.0)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.3)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGHUP)
     _, err = process.communicate(timeout=10)

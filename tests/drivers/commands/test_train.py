@@ -330,6 +330,20 @@ def test_the_directory_of_a_run_that_trained_is_refused_without_resume(config_pa
         train(load_config(config_path), folder)
 
 
+def test_a_run_that_has_ended_is_resumed_without_workers_and_stays_as_it_is(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, config = tmp_path / "out", trained.parent / "run.toml"
+    shutil.copytree(trained, folder)  # copies the times of files
+    before = files_of(folder)
+    words = ["train", str(config), "--output-dir", str(folder), "--resume", "--run.rounds", "1"]
+    assert main(words) == 0
+    err = capsys.readouterr().err
+    assert "tailrace: the run has ended after round 1; raise run.rounds to go on" in err
+    assert "the workers are ready" not in err
+    assert changed(folder, before) <= {"ledger.sqlite", "lock"}
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_a_run_left_that_never_began_blocks_no_other(config_path: Path, resume: bool) -> None:
     """A run that fails in its start leaves a config, a ledger and an evaluation of the model as it was."""

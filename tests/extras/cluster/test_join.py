@@ -116,9 +116,12 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
         assert sample.behavior_logprobs == pytest.approx(here.logprobs(TrainingSample.of(sample)), abs=1e-4)
 
 
-def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
+def test_a_joined_trainer_works_on_after_sigterm_and_ends_the_run_by_name_when_it_is_killed(
     port: int, model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
+    """A cluster that takes its nodes back sends SIGTERM to all of them, while the run still saves."""
+    published = []
+
     def join() -> "subprocess.Popen[bytes]":
         until_it_listens(port)
         words = ["join", "trainer", f"127.0.0.1:{port}"]
@@ -127,7 +130,10 @@ def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
     async def run(joining: "Future[subprocess.Popen[bytes]]") -> None:
         settings = host(port, "trainer")
         async with workers(model_path, tmp_path, host=settings, weights=STREAM) as opened:
-            await opened.trainer.publish(1)
+            published.append(await opened.trainer.publish(1))
+            joining.result().terminate()
+            await asyncio.sleep(1.0)
+            published.append(await opened.trainer.publish(2))
             joining.result().kill()  # the kernel ends the worker with it
             await asyncio.get_running_loop().create_future()
 
@@ -137,6 +143,7 @@ def test_a_joined_trainer_that_is_killed_ends_the_run_by_name(
         with pytest.raises(WorkerDied, match=said):
             execute(run(joining))
         joining.result().wait()
+    assert len(published) == 2
 
 
 def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(

@@ -53,7 +53,7 @@ from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 
-STOPPING = "{}: saves a checkpoint when the step under way has ended; a second signal ends it at once"
+STOPPING = "{}: saves a checkpoint when the step under way has ended; Ctrl-C then ends it at once"
 RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
 
 
@@ -71,7 +71,7 @@ def train(
     If a worker dies that cannot be replaced alone, the run is resumed from its newest checkpoint, at most
     `host.restarts` times.
 
-    SIGINT, SIGTERM and SIGHUP end the run in order; the second signal ends the process at once.
+    SIGINT, SIGTERM and SIGHUP end the run in order; a later SIGINT or SIGHUP ends the process at once.
 
     Args:
         resume: continue the run in the output directory, if one has begun there.
@@ -132,6 +132,10 @@ def _one_life(
     """Train until the run ends or a worker dies."""
     folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
     with opened(folder.kept(config), folder, resume) as (store, start):
+        if start.base.round >= config.run.rounds and (ended := _ended(config, folder)):
+            folder.export(folder.checkpoints / start.base.checkpoint)
+            say(f"the run has ended after round {config.run.rounds}; raise run.rounds to go on")
+            return ended
         if reward:
             folder.reward.write_bytes(reward)
         if recording:
@@ -166,6 +170,14 @@ def _one_life(
         state = " before the first optimizer step: no weights to save; start again, or --resume"
         raise _interrupted(interruption, state)
     return summary
+
+
+def _ended(config: RunConfig, folder: RunFolder) -> RunSummary | None:
+    """Return the summary of a run whose rounds are made; None: its last process did not come to its end."""
+    rows, last = read_rows(folder.metrics), config.run.rounds
+    evaluated = any("eval/accuracy" in row and row["round"] == last for row in rows)
+    closed = folder.summary.exists() and folder.summary.stat().st_mtime >= folder.metrics.stat().st_mtime
+    return Summary(earlier=rows).summary() if closed and (evaluated or not config.run.eval_every) else None
 
 
 async def _train(

@@ -1,4 +1,8 @@
-"""Signals that end the process: the first one in order, the second one at once."""
+"""Signals that end the process: the first one in order, a later SIGINT or SIGHUP at once.
+
+A later SIGTERM changes nothing: clusters repeat it at the end of the grace time, while the process may still
+save, and end with SIGKILL.
+"""
 
 import os
 import signal
@@ -32,7 +36,7 @@ def signals_received(first: Callable[[int], None], at_once: str = "ended at once
     """Handle SIGINT, SIGTERM and SIGHUP inside the block. Outside of the main thread nothing changes.
 
     SIGHUP stays ignored where it is: nohup has done that. Worker processes end by themselves when this
-    process ends, so the second signal may end it at once.
+    process ends, so a later signal may end it at once.
 
     Args:
         first: called with the number of the first signal, in the main thread between two bytecodes.
@@ -47,7 +51,7 @@ def signals_received(first: Callable[[int], None], at_once: str = "ended at once
         received_s.append(time.monotonic())
         if len(received_s) == 1:
             first(number)
-        elif received_s[-1] - received_s[0] > SAME_S:
+        elif number != signal.SIGTERM and received_s[-1] - received_s[0] > SAME_S:
             with suppress(OSError):
                 show = _SHOW_CURSOR if os.isatty(2) else ""  # a live display hides it
                 os.write(2, f"{show}tailrace: {signal.Signals(number).name} again: {at_once}\n".encode())

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections import defaultdict, deque
@@ -21,14 +22,17 @@ from typing_extensions import override
 
 from tailrace.config import RunConfig
 from tailrace.devices import Devices
+from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Channel, Hello, Job, Process, RemoteWorker, Spawner, Worker
 from tailrace.drivers.workers.hosts import HostKind
 from tailrace.drivers.workers.process import LocalSpawner, start_process
-from tailrace.errors import ConfigError, WorkerDied
+from tailrace.errors import ConfigError, WorkerDied, say
 
 TOKEN_VARIABLE = "TAILRACE_JOIN_TOKEN"
+GOES_ON = "{}: works until the run lets go, which may be saving; Ctrl-C then ends it at once"
+"""A cluster that takes its nodes back sends a signal to all processes of a job."""
 REACH_S = 10.0
 """Seconds in which the address of a run must answer."""
 _KINDS: dict[Role, tuple[str, str]] = {
@@ -59,7 +63,8 @@ def join(role: Role, address: str, /, *, token: str | None = None) -> None:
     token = token or os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise ConfigError("--token", "", "there is none", f"write it, or set ${TOKEN_VARIABLE}")
-    asyncio.run(_work(role, (host, int(port)), token))
+    with signals_received(lambda number: say(GOES_ON.format(signal.Signals(number).name))):
+        asyncio.run(_work(role, (host, int(port)), token))
 
 
 async def _work(role: Role, address: tuple[str, int], token: str) -> None:
