@@ -64,10 +64,13 @@ def views_as_in_files(model: PreTrainedModel, name: str, tensor: Tensor) -> Iter
     places = torch.arange(tensor.numel(), dtype=torch.int32).view(tensor.shape)
     for file_name, part in revert_weight_conversion(model, {name: places}).items():
         first = int(part.flatten()[0])
-        strides = [int(part.movedim(axis, 0).reshape(part.shape[axis], -1)[:2, 0][-1]) - first for axis in range(part.dim())]
+        seconds = (
+            part.movedim(axis, 0).reshape(part.shape[axis], -1)[:2, 0][-1] for axis in range(part.dim())
+        )
+        strides = [int(second) - first for second in seconds]
         view = part.shape, strides, first
         if not torch.equal(places.as_strided(*view), part):
-            problem = f"{file_name} is not a part of {name} of transformers' model: new weights cannot be loaded"
+            problem = f"{file_name} is not a part of transformers' {name}: new weights cannot be loaded"
             raise folder_error(Path(model.config.name_or_path), problem, "choose another model")
         yield file_name, tensor.as_strided(*view)
 
