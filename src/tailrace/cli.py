@@ -48,6 +48,10 @@ COMMANDS = {
         "extras.plan.command:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",
     ),
+    "check-reward": (
+        "extras.audit.command:check_reward",
+        "score the data's own answers, and responses that deserve nothing: what the reward pays for",
+    ),
     "diagnose": (
         "extras.diagnose.command:diagnose",
         "why engine and trainer disagree on trained tokens, by cause, and what to set",

@@ -46,6 +46,7 @@ BUILT_IN: Mapping[str, str] = {
     "weights.shared_memory": "tailrace.drivers.weights.transports:SharedMemory",
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
+    "reward.audit": "tailrace.extras.audit.command:RewardAudit",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
     "teacher.folder": "tailrace.drivers.kinds.teacher:FolderTeacher",
     "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",

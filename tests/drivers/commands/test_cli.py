@@ -19,7 +19,7 @@ from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError
 
 
-def test_a_dry_run_prints_the_resolved_config_and_starts_nothing(
+def test_a_dry_run_prints_the_resolved_config_and_starts_no_run(
     config_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = config_path.parent / "out"

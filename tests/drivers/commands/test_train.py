@@ -492,9 +492,13 @@ def test_settings_that_a_person_should_look_at_are_named_before_anything_starts(
     """The rows are 60, some for the evaluation, of which 49 are different."""
     words = ["train", str(config_path), "--dry-run", "--output-dir", str(config_path.parent / "out")]
     assert main(words) == 0
-    assert "warning" not in capsys.readouterr().err
+    digits = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert {line.partition(" gets ")[0] for line in digits} == {
+        f"tailrace: warning: reward: {what}" for what in ("the prompt", "the constant '0'", "a long response")
+    }
     assert main([*words, "--schedule.groups_per_round", "70", "--trainer.learning_rate", "0.05"]) == 0
-    rate, rows = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    rate, rows, *others = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert others == digits
     usual = "500 times what models of this size usually have (0.0001); if rewards fall or entropy collapses,"
     assert rate == f"tailrace: warning: trainer.learning_rate = 0.05: {usual} lower it"
     assert rows.startswith("tailrace: warning: schedule.groups_per_round = 70: the data have ")

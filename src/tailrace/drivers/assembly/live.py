@@ -27,7 +27,7 @@ from tailrace.drivers.assembly.machine import Fitted, Machine, fit
 from tailrace.drivers.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.drivers.assembly.simulation import most_groups
-from tailrace.drivers.assembly.workers import open_workers
+from tailrace.drivers.assembly.workers import open_reward_workers, open_workers
 from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import check_lengths, open_prompts
 from tailrace.drivers.environments.open import environment_kind
@@ -78,7 +78,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
         CheckpointError: the model is a checkpoint that is damaged.
     """
-    _check_sections(config)
+    check_sections(config)
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
     check_policy(config)
@@ -95,8 +95,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     first = usable_prompts(prompts, CHECKED_ROWS)
     if tag := OPEN_TAG.search(first[0].opened):
         say(f"prompts end with {tag[0]!r}: completions lack it, and rewards get it as completion_prefix")
-    _check_rewards(config, [prompt.row for prompt in first])
-    _check_judges(config, first)
+    check_scorers(config, first)
     check_teachers(config, [prompt.row for prompt in first])
     import_sinks(config.record.sinks)
     check_trackers(config.record.trackers)
@@ -113,16 +112,9 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     return replace(fitted, remarks=[*fitted.remarks, *remarks])
 
 
-def _check_sections(config: RunConfig) -> None:
-    for name in ("model", "data"):
-        if getattr(config, name) is None:
-            problem = "this command needs the section"
-            raise ConfigError(name, None, problem, f"add [{name}] to the config")
-
-
 def check_own_trainer(config: RunConfig) -> None:
     """Check the sections and the trainer of a command that trains without engines. Raises a ConfigError."""
-    _check_sections(config)
+    check_sections(config)
     if not trainer_kind(config).is_local:
         problem = "what is trained without engines is trained by the run's own trainer"
         raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
@@ -177,6 +169,20 @@ def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) 
     if fitted.warning:
         say(f"warning: {fitted.warning}")
     return fitted
+
+
+def check_sections(config: RunConfig) -> None:
+    """Raises a ConfigError if the config has no model or no data."""
+    for name in ("model", "data"):
+        if getattr(config, name) is None:
+            problem = "this command needs the section"
+            raise ConfigError(name, None, problem, f"add [{name}] to the config")
+
+
+def check_scorers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check what scores the samples of these prompts. Raises a ConfigError."""
+    _check_rewards(config, [prompt.row for prompt in prompts])
+    _check_judges(config, prompts)
 
 
 def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
@@ -297,7 +303,8 @@ async def open_parts(
         _check_capabilities(config, opened.engines)
         prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
         anchors = Anchors()
-        rewards = await _scorers(config, opened.rewards, opened.judges, prompts, anchors, tokenizer)
+        checked = first_of_each_source(prompts)
+        rewards = await _scorers(config, opened.rewards, opened.judges, checked, anchors, tokenizer)
         async with open_episodes(config, tokenizer, opened.reference) as run_episode:
             yield RunComponents(
                 engines=opened.engines,
@@ -312,6 +319,16 @@ async def open_parts(
                 run_episode=run_episode,
                 prices=prices_of(config),
             )
+
+
+@asynccontextmanager
+async def open_scorers(config: RunConfig, folder: Path) -> AsyncIterator[Rewards]:
+    """Start what scores the samples of a checked config, and end it with the block. Raises as
+    `open_parts`. `folder`: receives the workers' logs."""
+    assert config.model
+    tokenizer = load_tokenizer(config.model.path)
+    async with open_reward_workers(config, folder, tokenizer) as (functions, judges):
+        yield await _scorers(config, functions, judges, (), Anchors(), tokenizer)
 
 
 def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
@@ -342,17 +359,17 @@ async def _scorers(
     config: RunConfig,
     functions: RewardPool | None,
     judges: Sequence[Judge],
-    prompts: Prompts,
+    checked: Sequence[Prompt],
     anchors: Anchors,
     tokenizer: Tokenizer,
 ) -> Rewards:
-    """Open the scorers of samples: reward functions, programs in place of them, judges beside them. A row is
-    scored with the functions, if one is called, and an empty program runs in the sandbox."""
+    """Open the scorers of samples: reward functions, programs in place of them, judges beside them. The
+    functions score the `checked` rows, if one is called, and an empty program runs in the sandbox."""
     assert config.data
     code, text = config.reward.code, text_of(tokenizer)
     if functions:
         understood = Scorer.load(config.reward, config.data).describe()
-        for prompt in first_of_each_source(prompts):
+        for prompt in checked:
             if code and column_of(prompt.row, code.column) is not None:
                 continue
             if warning := await functions.check_one_row(prompt, understood):

@@ -10,6 +10,7 @@ from typing import Any
 from tailrace.config import RunConfig
 from tailrace.contracts.engine import Engine
 from tailrace.contracts.trainer import Reference, Trainer
+from tailrace.devices import DeviceMap
 from tailrace.drivers.assembly.environments import calls_reward_functions
 from tailrace.drivers.assembly.placement import device_map, trainer_cpus_reserved
 from tailrace.drivers.data.encoding import Tokenizer
@@ -86,18 +87,37 @@ async def open_workers(
 @asynccontextmanager
 async def open_trainer(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Trainer]:
     """Start the trainer of a checked config alone, and end it with the block. Raises as `open_workers`."""
-    devices = device_map(config)
+    async with _opening(config, folder, tokenizer, device_map(config)) as opening:
+        trainer = await trainer_kind(config).begin(opening)
+        await _all_done(trainer.ready(), *(worker.ready() for worker in opening.started))
+        async with ended_by_death(opening.started, *opening.watching()):
+            yield trainer
+
+
+@asynccontextmanager
+async def open_reward_workers(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer
+) -> AsyncIterator[tuple[RewardPool | None, tuple[Judge, ...]]]:
+    """Start the reward workers and the judges alone, as `open_workers`."""
+    async with _opening(config, folder, tokenizer, DeviceMap((), ())) as opening:
+        scorers = await _rewards(opening)
+        await _all_done(*(worker.ready() for worker in opening.started))
+        async with ended_by_death(opening.started):
+            yield scorers
+
+
+@asynccontextmanager
+async def _opening(
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap
+) -> AsyncIterator[Opening]:
+    """Open the host of some workers of a run, and close them with the block."""
     async with host_kind(config.host).open(config, folder) as spawner:
         opening = Opening(config, folder, None, tokenizer, spawner, devices)
         try:
-            trainer = await trainer_kind(config).begin(opening)
-            await _all_done(trainer.ready(), *(worker.ready() for worker in opening.started))
-            async with ended_by_death(opening.started, *opening.watching()):
-                yield trainer
+            yield opening
         finally:
-            await asyncio.gather(
-                *(close() for close in [*(w.close for w in opening.started), *opening.closing])
-            )
+            closing = [*(worker.close for worker in opening.started), *opening.closing]
+            await asyncio.gather(*(close() for close in closing))
 
 
 async def _rewards(opening: Opening) -> tuple[RewardPool | None, tuple[Judge, ...]]:

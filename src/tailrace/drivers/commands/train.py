@@ -10,6 +10,8 @@ from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import resolve
+from tailrace.errors import say
+from tailrace.kinds import kind_of
 
 
 def run(
@@ -28,7 +30,8 @@ def run(
         config: a TOML file.
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
-        dry_run: print the resolved config, with a table of the processes as comments, and stop.
+        dry_run: score a few rows as `tailrace check-reward`, print the resolved config, with a table of the
+            processes as comments, and stop.
         replay: a run whose recorded samples are trained again, without engines: with another loss, learning
             rate or number of groups a step, or with the same to the same gradients.
     """
@@ -43,5 +46,7 @@ def run(
         fitted = check_replay(loaded, Recording.read(loaded))
     else:
         fitted = check_live(loaded, resolve(loaded))
+        for fault in kind_of("reward", "audit").faults(fitted.config):
+            say(f"warning: {fault}")
     print(fitted.config.toml(), end="")
     print(textwrap.indent(fitted.table, "# "))

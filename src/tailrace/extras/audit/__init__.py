@@ -1,0 +1,1 @@
+"""For those who write rewards: `tailrace check-reward`."""
