@@ -81,9 +81,8 @@ class Audit:
         totals = dict.fromkeys(forms, 0.0)
         for place, answers in enumerate(self.answers):
             for form in forms if answers else ():
-                totals[form] += (
-                    await self._score(AuditedResponse(place, RIGHT, _filled(form, answers[0]), form)) or 0
-                )
+                response = AuditedResponse(place, RIGHT, _filled(form, answers[0]))
+                totals[form] += await self._score(response) or 0
         for response in self._undeserving(max(forms, key=totals.__getitem__)):
             await self._score(response)
         for response, first in [*self.found.items()]:
