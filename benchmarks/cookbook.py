@@ -63,7 +63,7 @@ def train(recipe: str, url: str, model: Path, folder: Path, steps: int) -> list[
     words = [f"{key}={value}" for key, value in settings.items()]
     environment = {**os.environ, "TINKER_API_KEY": KEY, "TINKER_BASE_URL": url, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}.train", *words]
-    done = subprocess.run(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True)
+    done = subprocess.run(command, env=environment, stdout=PIPE, stderr=STDOUT, encoding="utf-8")
     if done.returncode:
         raise SystemExit(f"{recipe} ended with {done.returncode}:\n{done.stdout[-4000:]}")
     rows = [loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -51,13 +51,14 @@ def disagreements(changelog: str, version: str, tags: Sequence[str]) -> list[str
 
 
 def version_of_package() -> str:
-    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "src/tailrace/__init__.py").read_text(), re.M)
+    source = (ROOT / "src/tailrace/__init__.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.M)
     return str(version)
 
 
 def tags_of_commit() -> list[str]:
     command = ["git", "-C", str(ROOT), "tag", "--points-at", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout.split()
 
 
 def run(*command: str | Path, folder: Path) -> None:
@@ -82,13 +83,13 @@ def check_quickstart(python: str, package: Path, scratch: Path) -> float:
     empty = scratch / "empty"
     empty.mkdir()
     run(programs / "tailrace", "quickstart", folder=empty)
-    summary = json.loads((empty / "runs" / "quickstart" / "summary.json").read_text())
+    summary = json.loads((empty / "runs" / "quickstart" / "summary.json").read_text(encoding="utf-8"))
     return float(summary["eval"]["last"])
 
 
 def main(pythons: Sequence[str]) -> int:
     version = version_of_package()
-    failures = disagreements((ROOT / "CHANGELOG.md").read_text(), version, tags_of_commit())
+    failures = disagreements((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version, tags_of_commit())
     with TemporaryDirectory() as folder:
         build = fresh_environment(pythons[0], Path(folder) / "build", "build")
         packages = Path(folder) / "packages"

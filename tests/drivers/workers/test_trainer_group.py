@@ -60,7 +60,7 @@ async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[
 
 def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once(execute: Execute) -> None:
     async def main() -> None:
-        job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2))
+        job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2), weights=SharedMemorySettings())
         ranks = [RemoteWorker(name, TrainerWorker, job) for name in ("trainer-0-0", "trainer-0-1")]
         trainer = RemoteTrainer(ranks, job)
         for where in ("a checkpoint", "a step"):
