@@ -57,17 +57,7 @@ def cluster() -> Iterator[Cluster]:
 
 def train_command(config: Path, folder: Path, address: str, *words: str) -> list[str]:
     command = [sys.executable, "-m", "tailrace.cli", "train", str(config), "--output-dir", str(folder)]
-    # groups = "one": after the trainer's restart an engine serves the version before (StalenessError): open.
-    host = [
-        "--host.kind",
-        "ray",
-        "--host.address",
-        address,
-        "--weights.transport",
-        "process_group",
-        "--weights.groups",
-        "each",
-    ]
+    host = ["--host.kind", "ray", "--host.address", address, "--weights.transport", "process_group"]
     return [*command, *host, *words]
 
 
