@@ -134,24 +134,27 @@ class Checkpoints:
             await trainer_done
             await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
-            self._delete_old(folder)
+            delete_old(folder, self._settings.keep_checkpoints, self._best and self._best[1])
             self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))
 
         self._writing = self._tasks.create_task(complete(), name=name)
 
-    def _delete_old(self, newest: Path) -> None:
-        for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
-            shutil.rmtree(unfinished)
-        if (keep := self._settings.keep_checkpoints) == 0:
-            return
-        found = sorted(newest.parent.glob("round_*"))
-        place = found.index(newest)  # what comes after it is of a life that was rolled back
-        kept = {*found[: place + 1][-keep:]}
-        if self._best:
-            kept.add(newest.with_name(checkpoint_name(self._best[1])))
-        for other in found:
-            if other not in kept:
-                shutil.rmtree(other)
+
+def delete_old(newest: Path, keep: int, best: int | None = None) -> None:
+    """Delete unfinished checkpoints beside the newest one, and all but the last `keep` and that of the best
+    round. `keep`: 0: all."""
+    for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
+        shutil.rmtree(unfinished)
+    if keep == 0:
+        return
+    found = sorted(newest.parent.glob("round_*"))
+    place = found.index(newest)  # what comes after it is of a life that was rolled back
+    kept = {*found[: place + 1][-keep:]}
+    if best is not None:
+        kept.add(newest.with_name(checkpoint_name(best)))
+    for other in found:
+        if other not in kept:
+            shutil.rmtree(other)
 
 
 def checkpoint_name(round: int) -> str:

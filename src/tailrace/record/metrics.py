@@ -78,7 +78,7 @@ class MetricsWriter(JoinedRows):
     """Sink: appends rows to metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(self._append)
+        super().__init__(self.append)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
 
@@ -86,6 +86,7 @@ class MetricsWriter(JoinedRows):
         super().close()
         self._file.close()
 
-    def _append(self, row: Row) -> None:
+    def append(self, row: Row) -> None:
+        """Write a complete row."""
         self._file.write(msgspec.json.encode(row) + b"\n")
         self._file.flush()

@@ -162,7 +162,7 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_nccl(config: RunConfig) -> None:
     """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
     placement = config.placement
-    if getattr(config.weights, "backend", "") != "nccl":
+    if not config.weights.on_devices:
         return
     named = [device for device in (config.trainer.device, config.engine.torch_device) if device]
     used = ["cuda:0" if device == "cuda" else device for device in named]

@@ -58,30 +58,24 @@ async def open_workers(
         NotArrived: an engine did not get a publication after a restart either.
     """
     devices = device_map(config)
-    opened = host_kind(config.host).open(config, folder)
     engines_of, trainer_of = engine_kind(config), trainer_kind(config)
     with trainer_cpus_reserved(devices):
-        async with opened as spawner:
-            opening = Opening(config, folder, life, tokenizer, spawner, devices)
-            try:
-                rewards, judges = await _rewards(opening)
-                trainer = await trainer_of.begin(opening)
-                async with ended_by_death((), *opening.watching()):
-                    engines = engines_of.begin(opening, trainer)
-                    if config.teacher:
-                        reference: Reference | None = await begin_teachers(opening)
-                    else:
-                        reference = await trainer_of.reference(opening, trainer)
-                    if config.placement.kind != "disaggregated":
-                        await trainer.ready()
-                        await trainer.sleep()  # a server takes the memory that it finds free
-                    workers = [worker.ready() for worker in opening.started]
-                    await _all_done(trainer.ready(), *(each.open() for each in engines), *workers)
-                    async with ended_by_death(opening.started, *opening.watching()):
-                        yield Workers(tuple(engines), trainer, rewards, judges, reference)
-            finally:
-                closing = [*(worker.close for worker in opening.started), *opening.closing]
-                await asyncio.gather(*(close() for close in closing))
+        async with _opening(config, folder, tokenizer, devices, life) as opening:
+            rewards, judges = await _rewards(opening)
+            trainer = await trainer_of.begin(opening)
+            async with ended_by_death((), *opening.watching()):
+                engines = engines_of.begin(opening, trainer)
+                if config.teacher:
+                    reference: Reference | None = await begin_teachers(opening)
+                else:
+                    reference = await trainer_of.reference(opening, trainer)
+                if config.placement.kind != "disaggregated":
+                    await trainer.ready()
+                    await trainer.sleep()  # a server takes the memory that it finds free
+                workers = [worker.ready() for worker in opening.started]
+                await _all_done(trainer.ready(), *(each.open() for each in engines), *workers)
+                async with ended_by_death(opening.started, *opening.watching()):
+                    yield Workers(tuple(engines), trainer, rewards, judges, reference)
 
 
 @asynccontextmanager
@@ -108,11 +102,11 @@ async def open_reward_workers(
 
 @asynccontextmanager
 async def _opening(
-    config: RunConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap
+    config: RunConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap, life: int | None = None
 ) -> AsyncIterator[Opening]:
-    """Open the host of some workers of a run, and close them with the block."""
+    """Open the host of workers of a run, and close them with the block."""
     async with host_kind(config.host).open(config, folder) as spawner:
-        opening = Opening(config, folder, None, tokenizer, spawner, devices)
+        opening = Opening(config, folder, life, tokenizer, spawner, devices)
         try:
             yield opening
         finally:

@@ -14,7 +14,7 @@ from tailrace.contracts.memory import LOGIT_BYTES, TRANSFORMERS_BYTES, ModelShap
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, Reference
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.kinds.base import Opening
-from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherBase
+from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherSettings
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.kinds import kind_of
@@ -80,9 +80,9 @@ class FolderTeacher(TeacherKind):
         return RemoteReference(await opening.start(ReferenceWorker, name, job))
 
 
-def teacher_kind(teacher: TeacherBase) -> TeacherKind:
+def teacher_kind(teacher: TeacherSettings) -> TeacherKind:
     """Return the kind of a teacher."""
-    kind: TeacherKind = kind_of("teacher", teacher.kind)  # type: ignore[attr-defined]
+    kind: TeacherKind = kind_of("teacher", teacher.kind)
     return kind
 
 
@@ -110,7 +110,7 @@ async def begin_teachers(opening: Opening) -> Reference:
 class Teachers:
     """A `Reference` that asks the first teacher of a sample's row."""
 
-    def __init__(self, teachers: Sequence[tuple[TeacherBase, Reference]]) -> None:
+    def __init__(self, teachers: Sequence[tuple[TeacherSettings, Reference]]) -> None:
         self._teachers = teachers
 
     async def logprobs(self, sample: Sample) -> list[float]:

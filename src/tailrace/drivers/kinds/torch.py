@@ -60,7 +60,7 @@ class Torch(TrainerKind):
         if host.starts("trainer") and (kept or not on_cpu):
             parts = {"model": 0 if on_cpu else copies, "publications": kept * published}
             yield ProcessMemory("copies of the weights", "cpu", {}, parts, trainer.replicas)
-        if getattr(config.weights, "backend", "") == "nccl" and host.starts("trainer"):
+        if config.weights.on_devices and host.starts("trainer"):
             # the newest one, and its tensors before they are joined to messages
             yield ProcessMemory("publication", trainer.device, {"publication": 2 * published}, {})
         if config.algorithm.kl_coef and not trainer.lora and host.starts("reference"):

@@ -23,6 +23,16 @@ class ProbeSettings(Settings):
     """Publications in the memory of the trainer's host."""
 
     @property
+    def shares_transfers(self) -> bool:
+        """Whether engines that load a version together get it in one transfer."""
+        return True
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether weights go from device to device."""
+        return False
+
+    @property
     def needs_address(self) -> bool:
         """Whether engines reach the trainer at an address that the settings do not give."""
         return "host" in type(self).model_fields.keys() - self.model_fields_set
@@ -77,6 +87,16 @@ class ProcessGroupSettings(ProbeSettings):
     message_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds that connecting, or one message, may take. Less than `engine.health_timeout_s`: an engine that
     waits for the trainer does not answer."""
+
+    @property
+    @override
+    def shares_transfers(self) -> bool:
+        return self.groups == "one"
+
+    @property
+    @override
+    def on_devices(self) -> bool:
+        return self.backend == "nccl"
 
 
 WeightsSettings = Annotated[

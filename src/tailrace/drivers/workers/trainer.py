@@ -408,8 +408,7 @@ class RemoteTrainer:
     def __init__(self, workers: Sequence[RemoteWorker], job: TrainerJob) -> None:
         self._job, self.replicas = job, job.trainer.replicas
         self._published: Weights | None = None
-        own = getattr(job.weights, "groups", "one") == "each"
-        self.transfers = Transfers(self.send, None if own else self.give_up)
+        self.transfers = Transfers(self.send, self.give_up if job.weights.shares_transfers else None)
         self._adopt(workers)
 
     def _adopt(self, workers: Sequence[RemoteWorker]) -> None:

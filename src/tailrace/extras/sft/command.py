@@ -8,19 +8,17 @@ A step is a round of its own in metrics.jsonl and in the names of checkpoints. W
 from the metrics, so a killed run repeats what it lost.
 """
 
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from signal import Signals
 from typing import cast
-
-import msgspec
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import RunConfig, check_resumable, load_config, with_model_folder
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_own_trainer, fitted_to_machine
@@ -35,7 +33,7 @@ from tailrace.errors import CheckpointError, ConfigError, Interrupted, say
 from tailrace.extras.sft.rows import CHECKED_ROWS, ResponseRows
 from tailrace.ledger.store import LEDGER_FILE
 from tailrace.record.figures import Row, steps_of
-from tailrace.record.metrics import read_rows
+from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.types import Sample
 
@@ -119,37 +117,39 @@ async def _train(
     earlier = (steps_of(read_rows(folder.metrics)) or [{}])[-1]
     drawn, num_skipped = (int(earlier.get(name, 0)) for name in ("rows/drawn", "rows/skipped"))
     step = _step_of(newest) if newest else 0
-    async with open_trainer(config, folder.path, tokenizer) as opened:
-        trainer = cast(RemoteTrainer, opened)
-        if newest:
-            await trainer.restore(newest)
-        while True:
-            last = step == settings.steps or interruption.signal is not None
-            if settings.eval_every and (step % settings.eval_every == 0 or step == settings.steps):
-                loss = await _held_out_loss(trainer, held_out)
-                _write(folder, {"step": step, "round": step, "eval/loss": loss})
-            path, every = folder.checkpoints / checkpoint_name(step), settings.checkpoint_every
-            if step and path != newest and (last or (every and step % every == 0)):
-                await (await trainer.save(path))
-                newest = path
-                for old in sorted(folder.checkpoints.glob("round_*"))[: -config.run.keep_checkpoints or None]:
-                    shutil.rmtree(old) if config.run.keep_checkpoints else None
-            if last:
-                return
-            samples, drawn, skipped = rows.take(drawn, settings.rows_per_step)
-            num_skipped += skipped.total()
-            await trainer.accumulate([[each] for each in samples], version=0)
-            stats = await trainer.step()
-            row: Row = {
-                "step": stats.num_steps,
-                "round": step,
-                "rows/drawn": drawn,
-                "rows/skipped": num_skipped,
-            }
-            row |= {name: getattr(stats, name) for name in ("loss", "grad_norm", "learning_rate", "entropy")}
-            row |= {"tokens/trained": stats.num_tokens, "samples/trained": len(stats.samples)}
-            _write(folder, {**row, "wall_time": clock.wall_time()})
-            step = stats.num_steps
+    with closing(MetricsWriter(folder.metrics)) as metrics:
+        async with open_trainer(config, folder.path, tokenizer) as opened:
+            trainer = cast(RemoteTrainer, opened)
+            if newest:
+                await trainer.restore(newest)
+            while True:
+                last = step == settings.steps or interruption.signal is not None
+                if settings.eval_every and (step % settings.eval_every == 0 or step == settings.steps):
+                    loss = await _held_out_loss(trainer, held_out)
+                    metrics.append({"step": step, "round": step, "eval/loss": loss})
+                path, every = folder.checkpoints / checkpoint_name(step), settings.checkpoint_every
+                if step and path != newest and (last or (every and step % every == 0)):
+                    await (await trainer.save(path))
+                    newest = path
+                    delete_old(newest, config.run.keep_checkpoints)
+                if last:
+                    return
+                samples, drawn, skipped = rows.take(drawn, settings.rows_per_step)
+                num_skipped += skipped.total()
+                await trainer.accumulate([[each] for each in samples], version=0)
+                stats = await trainer.step()
+                row: Row = {
+                    "step": stats.num_steps,
+                    "round": step,
+                    "rows/drawn": drawn,
+                    "rows/skipped": num_skipped,
+                }
+                row |= {
+                    name: getattr(stats, name) for name in ("loss", "grad_norm", "learning_rate", "entropy")
+                }
+                row |= {"tokens/trained": stats.num_tokens, "samples/trained": len(stats.samples)}
+                metrics.append({**row, "wall_time": clock.wall_time()})
+                step = stats.num_steps
 
 
 async def _held_out_loss(trainer: RemoteTrainer, samples: Sequence[Sample]) -> float:
@@ -163,11 +163,6 @@ async def _held_out_loss(trainer: RemoteTrainer, samples: Sequence[Sample]) -> f
     ]
     outputs = await trainer.run_tokens(data, TokenLoss("cross_entropy"), with_gradient=False)
     return sum(sum(each.losses) for each in outputs) / sum(each.num_tokens for each in samples)
-
-
-def _write(folder: RunFolder, row: Row) -> None:
-    with folder.metrics.open("ab") as file:
-        file.write(msgspec.json.encode(row) + b"\n")
 
 
 def _step_of(checkpoint: Path) -> int:
