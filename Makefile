@@ -1,6 +1,6 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
-# make real-gemma   Gemma 3 270M learns the same, served by the forward pass of transformers
+# make real-gemma   Gemma 3 270M on the same, served by the forward pass of transformers
 # make test         the tests of every change: four minutes
 # make test-slow    tests of benchmarks and reproductions, a browser, many ranks, random worlds by the hundred
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs

@@ -86,7 +86,7 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_689
-MAX_REACH = {"heart": 10_960, "train": 28_248, "whole": 46_677}
+MAX_REACH = {"heart": 10_963, "train": 28_265, "whole": 46_689}
 """Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package."""
 MAX_PRODUCT_LINES = {
     "extras.audit": 304,
@@ -100,7 +100,7 @@ MAX_PRODUCT_LINES = {
     "extras.quickstart": 23,
     "extras.sandbox": 798,
     "extras.serve": 1_758,
-    "extras.sft": 258,
+    "extras.sft": 253,
     "extras.tinker": 1_541,
     "extras.trackers": 126,
     "extras.verifiers": 384,
