@@ -103,6 +103,8 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             bound = draw(st.integers(0, 1))
             in_flight = draw(st.integers(U, (bound + 1) * U))
             parameters = {"groups_per_step": U, "groups_in_flight": in_flight, "staleness": bound}
+        case "tinker_async":
+            parameters = {"groups_per_step": U, "steps_off_policy": draw(st.integers(0, 3))}
         case "tailrace":
             bound = draw(st.integers(0, 3))
             stale = draw(st.sampled_from(["wait", "mask"]))
