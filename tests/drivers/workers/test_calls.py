@@ -14,6 +14,7 @@ import pytest
 from helpers.wire import connected
 from tailrace import errors
 from tailrace.drivers.workers.calls import (
+    HELLO_S,
     START,
     STARTED,
     UNANSWERED,
@@ -220,13 +221,27 @@ def test_a_connection_that_says_nothing_is_closed(execute: Execute, monkeypatch:
     async def main() -> None:
         greeted: list[Hello] = []
         loop = asyncio.get_running_loop()
+        over = loop.create_future()
         server = await loop.create_server(
-            lambda: Channel(lambda channel, hello: greeted.append(hello)), "127.0.0.1", 0
+            lambda: Channel(lambda channel, hello: greeted.append(hello), over), "127.0.0.1", 0
         )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
         assert await reader.read() == b""
         writer.close()
         server.close()
         assert greeted == []
+
+    execute(main())
+
+
+def test_a_connection_is_closed_when_no_worker_is_awaited_any_more(execute: Execute) -> None:
+    async def main() -> None:
+        worker, address, _ = await listening()
+        reader, writer = await asyncio.open_connection(*address)
+        await asyncio.sleep(0.01)  # it is accepted, and says nothing
+        worker.expect_no_more()
+        async with asyncio.timeout(HELLO_S / 2):
+            assert await reader.read() == b""
+        writer.close()
 
     execute(main())

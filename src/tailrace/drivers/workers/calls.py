@@ -527,7 +527,7 @@ class RemoteWorker:
         listening, address = _listening(host)
         create: Any = self._loop.create_server if host else self._loop.create_unix_server
         try:
-            server = await create(lambda: Channel(on_hello), sock=listening)
+            server = await create(lambda: Channel(on_hello, self._is_connected), sock=listening)
         except BaseException:  # asyncio leaves it open when this is cancelled
             self._loop.remove_reader(listening)
             listening.close()
@@ -730,13 +730,17 @@ class Spawner(Protocol):
 
 
 class Channel(asyncio.Protocol):
-    """The controller's end of a connection. It belongs to a worker once that has shown its token. `on_hello`:
-    called with the first frame. It attaches the channel to a worker, keeps it, or aborts it."""
+    """The controller's end of a connection. It belongs to a worker once that has shown its token.
+
+    Args:
+        on_hello: called with the first frame. It attaches the channel to a worker, keeps it, or aborts it.
+        over: once it is done no worker is awaited: a channel that has none then is aborted.
+    """
 
     transport: asyncio.Transport
 
-    def __init__(self, on_hello: "Callable[[Channel, Hello], None]") -> None:
-        self._on_hello = on_hello
+    def __init__(self, on_hello: "Callable[[Channel, Hello], None]", over: asyncio.Future[None]) -> None:
+        self._on_hello, self._over = on_hello, over
         self._frames = Frames(HELLO_BYTES)
         self._worker: RemoteWorker | None = None
         self._has_said_hello = False
@@ -747,6 +751,7 @@ class Channel(asyncio.Protocol):
         self.transport = transport
         _set_options(transport.get_extra_info("socket"))
         self._limit = asyncio.get_running_loop().call_later(HELLO_S, transport.abort)
+        self._over.add_done_callback(self._abort_unattached)
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -768,6 +773,7 @@ class Channel(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.cancel()
+        self._over.remove_done_callback(self._abort_unattached)
         if self._worker is not None:
             self._worker.on_disconnect()
 
@@ -776,6 +782,10 @@ class Channel(asyncio.Protocol):
         self._worker = worker
         self._frames.max_bytes = MAX_BYTES
         worker.attach(self.transport)
+
+    def _abort_unattached(self, _: asyncio.Future[None]) -> None:
+        if self._worker is None:
+            self.transport.abort()
 
 
 def _listening(host: str | None) -> tuple[socket.socket, SocketAddress]:

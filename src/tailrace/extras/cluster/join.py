@@ -137,11 +137,6 @@ class JoinSpawner(Spawner):
         self._waiting[hello.role].append(channel)
         self._match(hello.role)
 
-    def close(self) -> None:
-        """Abort the connections that have no worker."""
-        for channel in [each for channels in self._waiting.values() for each in channels]:
-            channel.transport.abort()
-
     def _match(self, role: str) -> None:
         """Give each waiting connection the oldest job of its role that has no worker."""
         expected, waiting = self._expected[role], self._waiting[role]
@@ -184,9 +179,10 @@ async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> Asyn
         print(f"tailrace: token of workers that join: {token}", file=sys.stderr)
     spawner = JoinSpawner(settings, local, token)
     host, _, port = settings.listen.rpartition(":")
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
     try:
-        create = asyncio.get_running_loop().create_server
-        server = await create(lambda: Channel(spawner.on_hello), host, int(port))
+        server = await loop.create_server(lambda: Channel(spawner.on_hello, over), host, int(port))
     except (OSError, OverflowError) as why:
         problem = f"this host cannot listen there ({why})"
         raise ConfigError("host.listen", settings.listen, problem, "write an address of it") from None
@@ -194,4 +190,4 @@ async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> Asyn
         yield spawner
     finally:
         server.close()
-        spawner.close()
+        over.cancel()
