@@ -2,16 +2,21 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from signal import SIGTERM
 
 import pytest
 
+from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
+from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.ledger.base import LedgerTables
 from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.record.events import BooksClosed, Evaluated, Published, Saved, Stepped
+from tailrace.record.events import BooksClosed, Evaluated, Published, RoundStarted, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 
 
@@ -150,6 +155,44 @@ def test_the_steps_of_a_round_that_was_interrupted_count(name: str, num_steps: i
     assert last.run.version == last.of(Published)[-1].version
 
 
+def places(*lives: Outcome) -> list[tuple[int, int]]:
+    """Step and round of each step, and (minus the steps so far, round) of each evaluation."""
+    found, round, steps = list[tuple[int, int]](), 0, 0
+    for event in chain.from_iterable(life.events for life in lives):
+        match event:
+            case RoundStarted():
+                round = event.round
+            case Stepped():
+                steps = event.stats.num_steps
+                found.append((steps, round))
+            case Evaluated():
+                found.append((-steps, event.round))
+    return found
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["serial", "rolloutpipe", "rolloutpipe_eager", "conventional", "one_step_off"]
+)
+def test_a_resumed_run_has_the_steps_and_evaluations_of_each_round_that_it_has_without_interruptions(
+    name: str, num_rounds: int, tmp_path: Path
+) -> None:
+    schedule = SCHEDULES_BY_NAME[name]
+    settings = change(SETTINGS, rounds=num_rounds, eval_every=1, eval_prompts=4)
+    whole = simulate(schedule, settings)
+    ends_s = [step.end_s for step in whole.of(Stepped)]
+    for cut in range(1, len(ends_s)):
+        folder, book = tmp_path / str(cut), Book()
+        first = simulate(schedule, settings, folder=folder, book=book, interrupt_at_s=ends_s[cut - 1] + 0.001)
+        assert first.of(Stepped)[-1].stats.num_steps == cut
+        again = simulate(schedule, settings, folder=folder, book=book, interrupt_at_s=20.0)
+        last = simulate(schedule, settings, folder=folder, book=book)
+        assert sorted(set(places(first, again, last))) == sorted(set(places(whole))), cut
+        trained = surviving(read_ledger(book.store))
+        assert set(trained.values()) == {1}
+        assert last.totals.num_known_tokens + last.run._ledger.held_tokens == book.num_generated
+
+
 def test_two_checkpoints_and_the_one_of_the_best_evaluation_are_kept(tmp_path: Path) -> None:
     settings = change(
         SETTINGS, rounds=8, checkpoint_every=1, eval_every=1, eval_prompts=16, eval_greedy=False
@@ -177,7 +220,7 @@ def test_a_signal_in_the_last_part_of_a_schedule_that_then_ends_does_not_undo_th
 
     async def serial(run: Run) -> None:
         await SCHEDULES_BY_NAME["serial"](run)
-        with run._interruption.protected():
+        async with run._interruption.protected():
             run._interruption.request(SIGTERM)
             await asyncio.sleep(0)
         done.set()
@@ -185,3 +228,28 @@ def test_a_signal_in_the_last_part_of_a_schedule_that_then_ends_does_not_undo_th
     outcome = simulate(serial, folder=tmp_path, book=Book())
     assert done.is_set() and not outcome.ended.interrupted
     assert outcome.ended.checkpoint and len(outcome.of(BooksClosed)) == 1
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_signal_in_a_step_without_a_wait_after_it_does_not_interrupt_the_checkpoint_that_follows(
+    num_rounds: int, tmp_path: Path
+) -> None:
+    """The checkpoint of the end, or one between two rounds."""
+
+    def slow_disk() -> RunComponents:
+        return replace(simulated_parts(SIM, 0), trainer=SlowDisk(SIM.trainer, 50.0))
+
+    async def without_publication(run: Run) -> None:
+        run.declare(staleness=2)
+        async for round in run.rounds():
+            run.pool.launch(run.prompts(2))
+            await run.train(await run.pool.take(2))
+            if round == 0:
+                async with run._interruption.protected():
+                    run._interruption.request(SIGTERM)
+                    await asyncio.sleep(0)
+
+    settings, parts = change(SETTINGS, rounds=num_rounds, checkpoint_every=1), slow_disk
+    run = simulate(without_publication, settings, folder=tmp_path, book=Book(), parts=parts)
+    assert run.ended.interrupted and run.ended.checkpoint and num_steps(run.ended.checkpoint) == 1
+    assert not list(tmp_path.glob("*.partial")) and len(run.of(BooksClosed)) == 1

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +12,14 @@ from helpers.memory_store import MemoryStore, commit_at_once
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.config import config_of
 from tailrace.contracts.engine import Usage
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.schedule import steps_of_a_round
 from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.ledger.base import RunRow, Transaction
 from tailrace.ledger.journal import Journal, StartCommit
@@ -345,6 +347,7 @@ def simulate(
     error.
     """
     outcome = into or Outcome()
+    steps_per_round = steps_of_round(schedule) if book and book.store.rows(RunRow) else None
     algorithm = algorithm or AlgorithmSettings()
     sampling = SamplingSettings(max_completion_tokens=sim.lengths.max_tokens or DEFAULT_MAX_TOKENS)
     compute_advantages = ComputeAdvantages(algorithm, sampling)
@@ -359,6 +362,7 @@ def simulate(
         starting_point, journal = StartingPoint(), None
         if book and folder:
             starting_point = book.starting_point(outcome.parts, folder, settings.seed)
+            starting_point.steps_per_round = steps_per_round
             base = starting_point.base
             if base.checkpoint:
                 await rewind(outcome.parts, folder / base.checkpoint, base.version)
@@ -368,7 +372,8 @@ def simulate(
 
         async def watched(run: Run) -> None:
             outcome.run = run
-            begun.set_result(run)
+            if not begun.done():  # it begins again after a round that was cut
+                begun.set_result(run)
             await schedule(run)
 
         async def world(beside: Beside) -> None:
@@ -399,6 +404,14 @@ def simulate(
 
     clock.run(main(), virtual=True)
     return outcome
+
+
+@cache
+def steps_of_round(schedule: Any) -> int | None:
+    """What a resumed run knows of its schedule."""
+    run = {"rounds": 2, "group_size": SETTINGS.group_size}
+    sim = {"engines": {"count": SIM.engines.count, "versions": SIM.engines.versions}}
+    return steps_of_a_round(config_of({"run": run, "schedule": {"name": "serial"}, "sim": sim}), schedule)
 
 
 async def rewind(parts: RunComponents, checkpoint: Path, version: int) -> None:

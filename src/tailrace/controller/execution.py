@@ -63,11 +63,10 @@ async def execute(
             )
             try:
                 interrupted = await _interrupted(schedule(run), interruption)
-                if interrupted and interruption.is_complete:
-                    interrupted = False
-                    await run.end_within_round()
-                else:
-                    await (run.interrupt() if interrupted else run.finish())
+                while interrupted and interruption.is_complete:
+                    await run.complete_round()
+                    interrupted = await _interrupted(schedule(run), interruption)
+                await (run.interrupt() if interrupted else run.finish())
             finally:
                 run.shut()
                 for each in others:

@@ -1,8 +1,8 @@
 """Ends a run in order when a signal, another thread or its budget asks for it."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 
 class Interruption:
@@ -16,7 +16,7 @@ class Interruption:
         self.signal: int | None = None
         """Number of the signal that was received; None: no interruption was requested."""
         self.is_complete = False
-        """The run ends within a round because it has made all its steps."""
+        """The schedule is stopped because a round that an earlier life began has all its steps."""
         self.reason = ""
         """Why the run ends itself before its last round, in words; empty: it does not."""
         self.on_request: Callable[[], None] = lambda: None
@@ -28,7 +28,7 @@ class Interruption:
     def begin(self) -> None:
         """The calling task is the one to cancel. A request that came before is carried out at once."""
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        self.is_complete, self.reason = False, ""  # of an earlier life
+        self.is_complete, self.reason = False, ""  # of an earlier life or round
         if self.signal is not None:
             self._cancel()
 
@@ -43,7 +43,7 @@ class Interruption:
             self._loop.call_soon_threadsafe(self._requested)
 
     def complete(self) -> None:
-        """The run has made all its steps."""
+        """Stop the schedule: a round that an earlier life began has all its steps."""
         self.is_complete = True
         self._cancel()
 
@@ -52,9 +52,11 @@ class Interruption:
         self.reason = reason
         self._cancel()
 
-    @contextmanager
-    def protected(self) -> Iterator[None]:
-        """The block is carried out to its end."""
+    @asynccontextmanager
+    async def protected(self) -> AsyncIterator[None]:
+        """The block is carried out to its end, or not begun if a request is about to take effect."""
+        if (task := asyncio.current_task()) and task.cancelling():
+            await asyncio.sleep(0)
         self._num_protected += 1
         try:
             yield

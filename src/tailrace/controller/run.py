@@ -301,16 +301,12 @@ class Run:
             self._recorder.emit(events.RoundStarted(clock.now(), self.round, self.version))
             self._is_in_round = True
             yield self.round
-            self._is_in_round = False
             if self._accumulated:
                 raise ScheduleError(
                     f"round {self.round} ended with {len(self._accumulated)} samples accumulated and no "
                     "step; call run.step() before the round ends"
                 )
-            self._record_cost()
-            self._recorder.emit(events.RoundEnded(clock.now(), self.round))
-            await self._placement.round_ended()
-            self._state.end_round()
+            await self._end_round()
         await self._between_rounds(last=True)
 
     @property
@@ -401,7 +397,7 @@ class Run:
             await self._compute(waiting)
         async with self._placement.training(all_replicas=True):
             start_s = clock.now()
-            with self._interruption.protected():
+            async with self._interruption.protected():
                 stats = await self._parts.trainer.step()
                 self._state.stepped(stats)
                 self._drift += stats.kl / max(1.0, lags.mean)
@@ -414,8 +410,9 @@ class Run:
         overrun = self._record_cost()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._watchdog.stepped()
-        if self._state.has_all_steps(self._settings.rounds):
+        if self._state.completes_round:
             self._interruption.complete()
+            await asyncio.sleep(0)  # the schedule ends here, before it begins anything else
         elif overrun:
             self._interruption.stop(overrun)
         if self._state.num_not_finite == MAX_NOT_FINITE:
@@ -528,14 +525,27 @@ class Run:
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
         await self._close_ledger()
 
-    async def end_within_round(self) -> None:
-        """End the run within a round, because steps of rounds that were interrupted count."""
+    async def complete_round(self) -> None:
+        """End a round that an earlier life began, with the steps that it lacked. The schedule then begins
+        again at the top of the next round, as after a crash: first with the groups that this one held."""
+        parked = list(self.parked.groups)
         await self.pool.park()
         await self.publish()
         await self._update.arrived()
-        self._state.end(self._settings.rounds)
-        await self._between_rounds(last=True)
-        await self._close_ledger()
+        self.parked.groups = parked
+        held = [group for group in self._ledger.active.values() if group not in parked]
+        self._interrupted = [group for group in held if not self._is_partly_trained(group)]
+        await self._end_round()
+
+    def _is_partly_trained(self, group: Group) -> bool:
+        """Whether some of a group's samples were trained in an earlier step. The others are waste then."""
+        left = [sample for sample in group.samples if sample.fate is None]
+        if len(left) == len(group.samples):
+            return False
+        for sample in left:
+            self._ledger.waste(sample, "interrupted")
+        self._ledger.end(group, "trained", "trained")
+        return True
 
     async def interrupt(self) -> None:
         """Stop all requests in mid-round, save the trainer and check the ledger."""
@@ -621,15 +631,23 @@ class Run:
             "trainer.learning_rate, then --resume, which goes on from the newest checkpoint"
         )
 
+    async def _end_round(self) -> None:
+        self._is_in_round = False
+        self._record_cost()
+        self._recorder.emit(events.RoundEnded(clock.now(), self.round))
+        await self._placement.round_ended()
+        self._state.end_round()
+
     async def _between_rounds(self, *, last: bool = False) -> None:
         if last and not isfinite(self._state.loss):
             self._raise_not_finite()
         await self.pool.settled()
         parked, longest = self.parked.groups, self.history.longest
-        with self._interruption.protected():
+        async with self._interruption.protected():
             await self.checkpoints.save_if_due(self._state, parked, longest, last=last)
         await self._placement.generating()
-        await self._evaluations.run_if_due(self.round, last=last)
+        if not self._state.cut_steps:  # else the evaluation of this round was made before its first step
+            await self._evaluations.run_if_due(self.round, last=last)
 
     async def _close_ledger(self) -> None:
         self._ledger.check(self._num_generated)

@@ -14,32 +14,29 @@ class RunState:
 
     def __init__(self, starting_point: StartingPoint) -> None:
         base, per_round = starting_point.base, starting_point.steps_per_round
-        # Steps of interrupted rounds that make whole rounds: later rounds keep the numbers they have without.
-        whole, cut_before = divmod(base.cut_steps, per_round) if per_round else (0, base.cut_steps)
+        # A round whose steps were all made before the interruption has ended.
+        whole, cut_before = divmod(base.cut_steps, per_round) if per_round else (0, 0)
         self.round, self.version, self.num_steps = base.round + whole, base.version, base.step
         self.steps_at = dict(base.steps_at) or {self.version: self.num_steps}
         """Optimizer steps before each of the last publications, by version."""
         self._cut_before, self._round_began_at = cut_before, self.num_steps
+        self._steps_per_round = per_round
         self.loss, self.num_not_finite = 0.0, 0
         """Loss of the last step; steps in succession whose loss or gradient was not finite."""
 
     @property
     def cut_steps(self) -> int:
-        """Steps made in rounds that were interrupted, the present round being one of them."""
+        """Steps of the present round, those that were made before an interruption included."""
         return self._cut_before + self.num_steps - self._round_began_at
 
-    def has_all_steps(self, rounds: int) -> bool:
-        """Whether steps of interrupted rounds replace those that are missing from as many rounds."""
-        complete = self.num_steps - self.cut_steps
-        return self._cut_before > 0 < complete and complete * rounds <= self.num_steps * self.round
+    @property
+    def completes_round(self) -> bool:
+        """Whether the present round was interrupted and has all its steps."""
+        return self._cut_before > 0 and self.cut_steps == self._steps_per_round
 
     def end_round(self) -> None:
         """The round is complete."""
-        self.round, self._round_began_at = self.round + 1, self.num_steps
-
-    def end(self, rounds: int) -> None:
-        """All rounds are complete; steps of interrupted ones count as theirs."""
-        self.round, self._round_began_at, self._cut_before = rounds, self.num_steps, 0
+        self.round, self._round_began_at, self._cut_before = self.round + 1, self.num_steps, 0
 
     def stepped(self, stats: StepStats) -> None:
         """The trainer has made an optimizer step."""

@@ -114,7 +114,7 @@ class CheckpointRow(LedgerRow, frozen=True, array_like=True):
     undone: int | None = None
     """The life that resumed from an earlier checkpoint, which makes this one invalid; None: it is valid."""
     cut_steps: int = 0
-    """Optimizer steps made in rounds that were interrupted and begun again."""
+    """Optimizer steps of that round that were made before it; 0: the round had not begun."""
 
 
 class GroupRow(LedgerRow, frozen=True, array_like=True):

@@ -16,9 +16,13 @@ from tailrace.record.metrics import damaged_line
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
     """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step. The file
     and the folder need not exist. Raises a ConfigError if a line is damaged or lacks what it must have."""
+    evaluated: set[str] = set()
 
     def is_kept(row: Mapping[str, Any]) -> bool:
-        return row["round"] < round or ("loss" in row and row["step"] <= step)
+        kept = row["round"] < round or row["step"] < step or ("loss" in row and row["step"] == step)
+        if kept and "eval/accuracy" in row:
+            evaluated.add(f"round_{row['round']:06d}.jsonl")
+        return bool(kept)
 
     if metrics.exists():
         _filter(metrics, is_kept)
@@ -29,7 +33,7 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
         elif path.name > this:
             path.unlink()
     for path in samples.glob("eval/round_*.jsonl"):
-        if path.name >= this:
+        if path.name >= this and path.name not in evaluated:
             path.unlink()
 
 
