@@ -102,8 +102,8 @@ class ModelSettings(Settings):
     """The model that is trained."""
 
     path: Annotated[PlainPath, InFolder(_model_folder)]
-    """A Hugging Face folder, or the id of a model on the hub, `organisation/name`: it is taken from the cache
-    ($HF_HOME), or downloaded into it."""
+    """A Hugging Face folder, the output directory of a run, or the id of a model on the hub,
+    `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
 
 class CompareSettings(Settings):

@@ -20,6 +20,7 @@ _CONTEXT = "max_position_embeddings"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_RUN_FILE = "config.toml"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
 
@@ -30,10 +31,15 @@ def is_hub_id(name: str) -> bool:
 
 
 def find_folder(path: Path) -> Path:
-    """The folder of a model that is named by its path, or by its id on the Hugging Face hub: then it is taken
-    from the cache, or downloaded into it. Raises a ConfigError if there is no such folder, and the hub does
-    not give it."""
+    """The folder of a model that is named by its path, by the output directory of the run that trained it,
+    or by its id on the Hugging Face hub: then it is taken from the cache, or downloaded into it. Raises a
+    ConfigError if there is no such folder, and the hub does not give it."""
     name = str(path)
+    if (path / _RUN_FILE).is_file() and not (path / "config.json").is_file():
+        if not (path / "model").is_dir():
+            problem = "it is the folder of a run that has saved no model yet"
+            raise folder_error(path, problem, "name a run with a model, or the model itself")
+        return path / "model"
     if not is_hub_id(name) or path.exists():
         return path
     from huggingface_hub import snapshot_download

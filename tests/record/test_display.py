@@ -10,7 +10,7 @@ from rich.console import Console
 
 from helpers.record_story import Story, pipelined_round, play, rows_of
 from tailrace.record.base import RecordSettings
-from tailrace.record.display import Display, Notices, Progress, number, sparkline
+from tailrace.record.display import Display, Notices, Progress, number, sample_line, sparkline
 from tailrace.record.events import (
     EngineStateChanged,
     Evaluated,
@@ -248,3 +248,22 @@ def test_a_run_that_ends_in_order_says_so_until_it_has_ended() -> None:
     plain.print(display.panel())
     panel = plain.export_text()
     assert "stopping   SIGINT: saves a checkpoint" in panel and "ends in about" not in panel
+
+
+def test_the_text_of_a_sample_is_shown_every_few_steps_and_cut_in_its_middle() -> None:
+    out = io.StringIO()
+    settings = RecordSettings(print_samples_every=2)
+    display = Display(1, lambda: "", settings, Console(file=out, width=40))
+    play(told().events, display)
+    shown = [line for line in out.getvalue().splitlines() if line.startswith("Sample")]
+    assert shown == ["Sample | Reward 1.0000 | Prompt 'question 1' | Answer 'answer 0'"]
+    line = sample_line("1 + 1", "a" * 400 + "b" * 400, None)
+    assert line == f"Sample | Reward none | Prompt '1 + 1' | Answer '{'a' * 300} ... {'b' * 300}'"
+
+
+def test_the_panel_fits_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, record=True)
+    display = Display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
+    play(told().events, display)
+    console.print(display.panel())
+    assert max(len(line) for line in console.export_text().splitlines() if "│" in line) <= 40

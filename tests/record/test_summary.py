@@ -96,7 +96,7 @@ EXPECTED = RunSummary(
         bound_s=pytest.approx(9.0),
         share=pytest.approx(9 / 14),
         run_share=pytest.approx(8.5 / 14),
-        worst="round 0: 14.0 s, bound 9.0 s (its longest response); "
+        worst="round 0 took 14.0 s, 9.0 s would do for its longest response; "
         "the trainer waited 4.0 s for sample 0.0/1 on engine-0",
     ),
     ettr=1.0,  # the wall clock of the story stands still
@@ -145,7 +145,7 @@ def test_a_resumed_run_has_the_bounds_of_all_rounds_and_the_words_of_its_last_pr
     play(pipelined_round().events, MetricsWriter(path))
     play(pipelined_round(round=1, start_s=0.0).events, resumed := Summary(earlier=read_rows(path)))
     bound = resumed.summary().bound
-    assert bound and bound.worst.startswith("round 1: 14.0 s")
+    assert bound and bound.worst.startswith("round 1 took 14.0 s, 9.0 s would do")
     assert (bound.bound_s, bound.run_share) == pytest.approx((9.0, 8.5 / 14))
 
 

@@ -42,6 +42,9 @@ class RunSettings(Settings):
     """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
     eval_top_p: Resumable[float | None] = Field(default=None, gt=0, le=1)
     """Top-p of evaluations. None: that of training. It needs `eval_greedy = false`."""
+    stop_after_evaluations: Resumable[int] = Field(default=0, ge=0)
+    """Evaluations in succession that are no better than the best one before them, after which the run ends.
+    0: it makes all rounds."""
     checkpoint_every: Resumable[int] = Field(default=0, ge=0)
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
     keep_checkpoints: Resumable[int] = Field(default=2, ge=0)

@@ -194,7 +194,8 @@ class BoundMeter:
         bound_s, limit = work.bound_s(rates, peak, main_time_s)
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
         wait = self._longest_wait()
-        gap = f"round {self._number}: {main_time_s:.1f} s, bound {bound_s:.1f} s ({limit}); {wait}"
+        needed = f"{bound_s:.1f} s would do for {limit}"
+        gap = f"round {self._number} took {main_time_s:.1f} s, {needed}; {wait}"
         self._forget(self._trained)
         return bound_s, RoundBound(work.start_s + main_time_s, gap, run_time_s, run_bound_s)
 

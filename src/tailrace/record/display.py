@@ -26,6 +26,8 @@ from tailrace.record.figures import Row, of_batch
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
+SAMPLE_LETTERS = 600
+"""Letters of a response that are shown."""
 NUM_REWARDS = 40
 """Steps whose rewards are drawn."""
 UNHEARD = suppress(OSError, ValueError, SystemExit)
@@ -129,6 +131,14 @@ def lengths(row: Row) -> str:
     return f"{mean:.0f} (max {longest:.0f}, {row['completions/clipped_ratio']:.0%} truncated)"
 
 
+def sample_line(prompt: str, text: str, reward: float | None) -> str:
+    """A sample for a person, on one line: the end of its prompt, its text, cut in the middle, its reward."""
+    half = SAMPLE_LETTERS // 2
+    cut = text if len(text) <= SAMPLE_LETTERS else f"{text[:half]} ... {text[-half:]}"
+    value = "none" if reward is None else number(reward)
+    return f"Sample | Reward {value} | Prompt {prompt[-half:]!r} | Answer {cut!r}"
+
+
 def number(value: float) -> str:
     """Four decimals, or three digits where a number is huge."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
@@ -177,6 +187,10 @@ class Notices:
                 return self._first("skipped row", event.reason, f"prompt {event.prompt} | {event.detail}")
             case events.GroupEnded(fate="dropped"):
                 return self._first("dropped group", event.reason, f"prompt {event.prompt}")
+            case events.Stepped(stats=stats, samples=(sample, *_)):
+                every = self.settings.print_samples_every
+                if every and stats.num_steps % every == 0:
+                    return [sample_line(sample.prompt.text, sample.text, sample.reward)]
             case dict() if "loss" in event:
                 advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
                 return [*self._mismatch(event), *self._masked(event), *advice]

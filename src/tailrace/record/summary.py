@@ -81,9 +81,11 @@ class BoundSummary:
 
     @property
     def line(self) -> str:
-        """All figures on one line."""
-        rounds = f"{self.bound_s:.1f} s, {self.share:.0%} of the main time in the median of rounds"
-        return f"{rounds}; of the whole run {self.run_share:.0%}; {self.worst}"
+        """All figures as a sentence."""
+        run = f"no schedule could train these samples here in less than {self.run_share:.0%} of the time"
+        return (
+            f"{run} (of a round {self.share:.0%}, {self.bound_s:.1f} s); the farthest from it: {self.worst}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -500,3 +500,51 @@ def test_settings_that_a_person_should_look_at_are_named_before_anything_starts(
     assert rate == f"tailrace: warning: trainer.learning_rate = 0.05: {usual} lower it"
     assert rows.startswith("tailrace: warning: schedule.groups_per_round = 70: the data have ")
     assert rows.endswith("so a row is drawn several times; lower it, or give more rows")
+
+
+def test_a_run_stops_when_evaluations_gain_no_more_and_names_its_best_checkpoint(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a learning rate of next to nothing no evaluation is better than the first one."""
+    words = ["--run.eval_every", "1", "--run.stop_after_evaluations", "2", "--run.rounds", "9"]
+    assert train_here(config_path, *words, "--trainer.learning_rate", "1e-30") == 0
+    folder, captured = RunFolder(config_path.parent / "out"), capsys.readouterr()
+    rows = [row for row in read_rows(folder.metrics) if "eval/accuracy" in row]
+    assert [int(row["round"]) for row in rows] == [0, 1, 2]
+    newest = folder.newest_checkpoint()
+    gain = f"the last 2 evaluations are no better than {rows[0]['eval/accuracy']:.3f}"
+    said = f"tailrace: {gain}; saved {newest}; raise run.stop_after_evaluations, then --resume"
+    assert said in captured.err.splitlines()
+    (best,) = (line for line in captured.out.splitlines() if line.startswith("best"))
+    assert best.startswith(f"best      checkpoints/round_000000, accuracy {rows[0]['eval/accuracy']:.3f}  (")
+
+
+def test_a_run_goes_on_from_the_model_of_another_run(
+    trained: Path, config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(config_path), "--dry-run", "--output-dir", str(config_path.parent / "out")]
+    assert main([*words, "--model.path", str(trained)]) == 0
+    assert f'path = "{trained / "model"}"' in capsys.readouterr().out
+    unfinished = config_path.parent / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(trained / "config.toml", unfinished)
+    assert main([*words, "--model.path", str(unfinished)]) == 2
+    said = (
+        "it is the folder of a run that has saved no model yet; name a run with a model, or the model itself"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_with_lora_leaves_its_adapter_in_the_folder_of_the_merged_model(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--trainer.lora.rank", "2", "--run.rounds", "1", "--record.print_samples_every", "2"]
+    assert train_here(config_path, *words) == 0
+    folder, out = RunFolder(config_path.parent / "out"), capsys.readouterr().out
+    assert {each.name for each in folder.adapter.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert f"adapter   {folder.adapter}" in out.splitlines()
+    assert out.count("Sample | Reward") == 1, "a round has two steps"
+    AutoModelForCausalLM.from_pretrained(folder.model)

@@ -6,7 +6,7 @@ summary.json     the totals of the run
 samples/         what was trained on, a file for each round
 events.jsonl     what happened when, of all processes of the run (record/events.py)
 checkpoints/     round_000010/: a Hugging Face folder and the state of the optimizer
-model/           the newest checkpoint as a plain Hugging Face folder
+model/           the newest checkpoint as a plain Hugging Face folder; with LoRA merged, and adapter/ in it
 ledger.sqlite    the fate of each token and prompt, and the state of the run at each checkpoint
 counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
@@ -50,6 +50,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.adapter = self.model / "adapter"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples"
         self.summary = path / "summary.json"

@@ -5,7 +5,7 @@ import asyncio
 import faulthandler
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 from tailrace import clock
 from tailrace.config import RunConfig, with_model_folder
 from tailrace.controller.base import RunComponents
+from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import end_at_last, watch_controller_lag
@@ -47,7 +48,8 @@ from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
 from tailrace.record.display import Display
-from tailrace.record.events import Recorder
+from tailrace.record.events import Evaluated, Event, Recorder
+from tailrace.record.figures import Row
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks
@@ -161,7 +163,9 @@ def _one_life(
             folder.export(outcome.checkpoint)
         _report(summary, folder, config)
     if outcome.interrupted and interruption.signal is None:
-        say(f"{interruption.reason}; saved {outcome.checkpoint}; raise prices.budget, then --resume")
+        spent = config.prices and config.prices.overrun(summary.cost or 0.0)
+        key = "prices.budget" if spent else "run.stop_after_evaluations"
+        say(f"{interruption.reason}; saved {outcome.checkpoint}; raise {key}, then --resume")
         return summary
     if outcome.interrupted and outcome.checkpoint:
         saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
@@ -228,6 +232,7 @@ def _recorder(
     summary = Summary(folder.summary, earlier=earlier)
     loop = asyncio.get_running_loop()  # the display asks from a thread of its own
     waits = partial(clock.who_waits, loop)
+    stop = StopWithoutGain(config, earlier, interruption)
     display = Display(config.run.rounds, waits, config.record, start_s=start.began_s)
     interruption.on_request = lambda: display.stopping(
         STOPPING.format(Signals(interruption.signal or 0).name)
@@ -239,6 +244,7 @@ def _recorder(
         folder,
         summary,
         display,
+        stop,
         *open_sinks(config.record.sinks, folder.path, display.say),
         *open_trackers(config.record.trackers, tracked, display.say),
         start=start,
@@ -247,6 +253,26 @@ def _recorder(
         waits=clock.open_waits,
     )
     return recorder, summary
+
+
+class StopWithoutGain:
+    """Sink: ends the run in order after `run.stop_after_evaluations` evaluations without a better one."""
+
+    def __init__(self, config: RunConfig, earlier: Sequence[Row], interruption: Interruption) -> None:
+        self._run, self._interruption = config.run, interruption
+        self._accuracies = [row["eval/accuracy"] for row in earlier if "eval/accuracy" in row]
+
+    def on(self, event: Event) -> None:
+        if not isinstance(event, Evaluated) or event.round >= self._run.rounds:
+            return
+        self._accuracies.append(event.accuracy)
+        best, num = max(self._accuracies), self._run.stop_after_evaluations
+        without_gain = len(self._accuracies) - 1 - self._accuracies.index(best)
+        if 0 < num <= without_gain:
+            what = "evaluation is" if without_gain == 1 else f"{without_gain} evaluations are"
+            self._interruption.stop(f"the last {what} no better than {best:.3f}")
+
+    def close(self) -> None: ...
 
 
 def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
@@ -264,6 +290,11 @@ def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
         lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
     if folder.model.exists():
         lines.append(f"model     {folder.model}")
+    if folder.adapter.exists():
+        lines.append(f"adapter   {folder.adapter}")
+    if best := best_evaluation(read_rows(folder.metrics), folder):
+        name, how = checkpoint_name(best[1]), f"tailrace eval {folder.path} --checkpoint best"
+        lines.append(f"best      checkpoints/{name}, accuracy {best[0]:.3f}  ({how})")
     lines += [f"advice    {kind}, {text}" for kind, text in summary.advisories.items()]
     with suppress(OSError, ValueError):  # the output may be closed
         print(*lines, sep="\n")

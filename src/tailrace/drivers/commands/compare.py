@@ -5,22 +5,23 @@ workers are made from the same settings share them. Others run one after another
 workers run at the same time. In virtual time every trial has parts of its own, and each repetition has
 another seed, because the same seed gives the same trial.
 
-The bound is that of serial's rounds (`record/bounds.py`): a lower bound on the main time of a round for all
-schedules that generate all of its samples in it, on the same devices. Schedules that carry samples may fall
-below it. A row of its own has the bound of each schedule's own rounds.
+Candidates make as many optimizer steps on as many samples. The bound in the numbers is that of serial's
+rounds (`record/bounds.py`).
 """
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 from rich.table import Table
 
 from tailrace import clock
@@ -32,9 +33,11 @@ from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
     compared_parameters,
     resolve,
+    rounds_of_equal_steps,
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual
+from tailrace.drivers.commands.compare_runs import figures_of, folders_of, table_of, verdict
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.errors import ConfigError, say
 from tailrace.record.events import Recorder
@@ -47,38 +50,53 @@ WARM_UP_ROUNDS = 2
 BASELINE = "serial"
 NESTED = ("staleness", "lag", "ess")
 """Prefixes of figures that are grouped in the numbers: staleness_mean is staleness.mean."""
+LAG_COSTS = {4.0: "as many samples as without lag", 13.5: "1.3 to 1.5 times", 30.0: "1.7 times"}
+"""Largest mean lag in optimizer steps, and the samples until a reward of 0.7, over those without lag: the
+study lagcurve of benchmarks/results/learning.md, of a model of 0.4M parameters."""
 SPREAD = ("main_time_s", "samples_per_s")
 """Figures whose range is printed."""
 
 
 def compare(
-    config: Path,
-    /,
-    *,
+    *configs: Path,
     schedules: str | None = None,
+    vary: list[str] | None = None,
     repeats: str | None = None,
     virtual: bool = False,
     output_dir: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
     overrides: Mapping[str, str],
 ) -> None:
-    """Race schedules and print the table.
+    """Race schedules, or values of settings, and say which is faster; or compare finished runs.
 
     Args:
-        config: a TOML file.
+        configs: a TOML file; or the output directories of runs, which are compared as they are.
         schedules: A,B: instead of compare.schedules.
+        vary: KEY=A,B: race these values of a setting, too, under each of --schedules, or under the config's
+            own schedule. Several times: all combinations.
         repeats: instead of compare.repeats.
         virtual: compare in virtual time, as a config without [model] always does. No model is needed.
         output_dir: for the files of each schedule and compare.json.
         json_path: another file for the medians.
     """
     check_output("--json", json_path)
-    named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
-    loaded = load_config(config, {**overrides, **{key: text for key, text in named.items() if text}})
-    prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable
-    loaded = loaded.model_copy(update={"prices": prices})
     console, folder = open_console(), output_dir
-    candidates = _candidates(loaded if virtual else with_model_folder(loaded))
+    if configs and all(path.is_dir() for path in configs):
+        return _compare_runs(console, folders_of(configs), json_path)
+    if len(configs) != 1:
+        problem, remedy = "it takes one config, or the folders of runs", "name one config"
+        raise ConfigError("CONFIG", " ".join(map(str, configs)), problem, remedy)
+    named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
+    given = {**overrides, **{key: text for key, text in named.items() if text}}
+    candidates: dict[str, ComparedSchedule] = {}
+    for varied in map(dict, product(*map(_values, vary or ()))):
+        loaded = load_config(*configs, {**given, **varied})
+        prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable
+        loaded = loaded.model_copy(update={"prices": prices})
+        names = loaded.compare.schedules if schedules or not vary else (str(loaded.schedule.get("name")),)
+        label = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+        for name, each in _candidates(loaded if virtual else with_model_folder(loaded), names).items():
+            candidates[label if label and len(names) == 1 else f"{name} {label}".strip()] = each
     if not virtual and loaded.model is None:
         console.print("the config has no [model]: the comparison is in virtual time")
         virtual = True
@@ -97,6 +115,7 @@ def compare(
         with TemporaryDirectory() as scratch:
             running = compare_live(candidates, loaded.compare.repeats, folder or Path(scratch), files=folder)
             comparison = clock.run(running, virtual=False)
+    console.print(comparison.verdict(), soft_wrap=False)
     print_table(console, comparison.table(VIRTUAL if virtual else LIVE, prices.currency if prices else ""))
     if virtual:
         note_default_costs(loaded.sim, console)
@@ -110,17 +129,38 @@ def compare(
 # -- the comparison --------------------------------------------------------------------------------
 
 
-def _candidates(config: RunConfig) -> dict[str, ComparedSchedule]:
-    check_parameter_names(config, config.compare.schedules)
+def _values(text: str) -> list[tuple[str, str]]:
+    """The key of `KEY=A,B` with each value."""
+    key, _, values = text.partition("=")
+    if "." not in key or not values:
+        raise ConfigError("--vary", text, "it names no values of a setting", "write section.key=A,B")
+    return [(key, value) for value in values.split(",")]
+
+
+def _compare_runs(console: Console, folders: Mapping[str, RunFolder], json_path: Path | None) -> None:
+    runs = {name: figures_of(folder) for name, folder in folders.items()}
+    said = verdict(runs)
+    console.print(said, soft_wrap=False)
+    print_table(console, table_of(folders, runs))
+    if json_path:
+        json_path.write_text(json.dumps({"verdict": said, "runs": runs}, indent=2) + "\n", encoding="utf-8")
+
+
+def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, ComparedSchedule]:
+    """The schedules with as many samples and optimizer steps as the config's rounds have."""
+    check_parameter_names(config, names)
     candidates: dict[str, ComparedSchedule] = {}
-    for name in config.compare.schedules:
+    for name in names:
         parameters, chosen = compared_parameters(config, name)
         if chosen:
             listed = ", ".join(f"{key} = {value}" for key, value in chosen.items())
-            say(f"{name}: {listed}, as the config has none; [schedules.{name}] sets others")
+            say(f"{name}: {listed}, for equal samples and steps; [schedules.{name}] sets others")
         named = config.model_copy(update={"schedule": parameters})
         try:
-            candidates[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
+            schedule = resolve(named)
+            rounds = rounds_of_equal_steps(config, named, schedule)
+            named = named.model_copy(update={"run": config.run.model_copy(update={"rounds": rounds})})
+            candidates[name] = ComparedSchedule(with_published_defaults(named), schedule)
         except ConfigError as why:
             why.args = (f"{name}: {why}",)
             raise
@@ -198,7 +238,35 @@ class Comparison:
     def numbers(self) -> dict[str, object]:
         """Medians of all figures, the range of the main time, and every trial."""
         schedules = {name: self._numbers(name) for name in self.trials}
-        return {"schedules": schedules, "bound_s": self.bound_s}
+        return {"schedules": schedules, "bound_s": self.bound_s, "verdict": self.verdict()}
+
+    def verdict(self) -> str:
+        """Who trains the most samples a second, whether by more than the spread of the trials, and what
+        the age of its tokens costs."""
+        best, *others = sorted(self.trials, key=lambda name: -self._median(name, "samples_per_s"))
+        rate = f"{self._median(best, 'samples_per_s'):.3g} samples/s"
+        if not others:
+            return f"{best} alone: {rate}; name another one to compare it with"
+        other = BASELINE if BASELINE in others else others[0]
+        ratios, num = self._ratios(best, other), len(self.trials[best])
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f} over {num} trials"
+        said = f"{best} trains {median(ratios):.2f} times as many samples a second as {other}"
+        if num == 1:
+            said += f": {rate}; it was one trial, so its spread is not known"
+        elif min(ratios) > 1.0:
+            said += f" ({spread}): {rate}"
+        else:
+            said = f"{best} and {other} cannot be told apart: {median(ratios):.2f} times ({spread})"
+        alike = [each for each in others if each != other and min(self._ratios(best, each)) <= 1.0]
+        said += f"; nor can {best} be told from {', '.join(alike)}" if alike else ""
+        length, usual = (self._median(each, "length_mean") for each in (best, other))
+        if length < 0.9 * usual:
+            lengths = f"{length:,.0f} tokens against {usual:,.0f}"
+            said += f". Its samples are shorter ({lengths}): compare over more rounds"
+        lag, most = self._median(best, "lag_mean"), self._median(best, "lag_max")
+        age = f"A token of {best} is {lag:.1f} optimizer steps old in the mean, {most:.0f} at most"
+        cost = next((cost for largest, cost in LAG_COSTS.items() if lag <= largest), "an unmeasured number")
+        return f"{said}. {age}" + (f"; such a lag took {cost} to learn sums." if lag else ".")
 
     def table(self, title: str, currency: str = "") -> Table:
         """A column for each schedule, a row for each figure. A comparison without prices has no currency."""
@@ -206,41 +274,14 @@ class Comparison:
         for name in self.trials:
             table.add_column(name, justify="right")
         costs = {figure: (label, f"{{:,.4f}} {currency}") for figure, label in COSTS.items() if currency}
-        biases = (
-            BIASES
-            if all("length_bias" in trial for trials in self.trials.values() for trial in trials)
-            else {}
-        )
-        for figure, (label, form) in {**TIMES, **costs, **QUALITIES, **biases}.items():
+        ruled = all("length_bias" in trial for trials in self.trials.values() for trial in trials)
+        for figure, (label, form) in {**TIMES, **costs, **QUALITIES, **(BIASES if ruled else {})}.items():
             table.add_row(label, *(self._cell(name, figure, form) for name in self.trials))
             if figure == "main_s_per_1000_samples" and BASELINE in self.trials:
-                for label, form, value in self._against_serial():
-                    table.add_row(label, *(form.format(value(name)) for name in self.trials))
-        if self.bound_s:
-            table.caption = (
-                f"bound {self.bound_s:.2f} s: the least main time for serial's samples;\n"
-                "gap closed = (serial - x) / (serial - bound)"
-            )
+                serial_s = self._median(BASELINE, figure)  # of equal samples: rounds may differ in size
+                shares = (self._median(name, figure) / serial_s - 1 for name in self.trials)
+                table.add_row("against serial", *(f"{share:+.1%}" for share in shares))
         return table
-
-    def _against_serial(self) -> Sequence[tuple[str, str, Callable[[str], float]]]:
-        """Labels, formats and values. Times are compared for the same number of samples, because rounds may
-        differ in size."""
-
-        def time_s(name: str) -> float:
-            return self._median(name, "main_s_per_1000_samples")
-
-        serial_s, rate = time_s(BASELINE), self._median(BASELINE, "samples_per_s")
-        bound_s = (self.bound_s or 0.0) * serial_s / self._median(BASELINE, "main_time_s")
-        rows: list[tuple[str, str, Callable[[str], float]]] = [
-            ("against serial", "{:+.1%}", lambda name: time_s(name) / serial_s - 1),
-            ("samples/s of serial's", "{:.2f}x", lambda name: self._median(name, "samples_per_s") / rate),
-        ]
-        if bound_s:
-            rows.append(("over the bound", "{:+.1%}", lambda name: time_s(name) / bound_s - 1))
-            if closable_s := max(0.0, serial_s - bound_s):
-                rows.append(("gap closed", "{:.0%}", lambda name: (serial_s - time_s(name)) / closable_s))
-        return rows
 
     def _numbers(self, name: str) -> dict[str, object]:
         figures: dict[str, Any] = {}
@@ -257,6 +298,12 @@ class Comparison:
             "main_time_s_spread": [min(times), max(times)],
             "laps": [{figure: trial.get(figure) for figure in TRIAL_FIGURES} for trial in self.trials[name]],
         }
+
+    def _ratios(self, name: str, other: str) -> list[float]:
+        """How many times as many samples a second as another one, trial by trial: those of a repetition have
+        the same seed."""
+        pairs = zip(self._values(name, "samples_per_s"), self._values(other, "samples_per_s"), strict=True)
+        return [mine / theirs for mine, theirs in pairs]
 
     def _values(self, name: str, figure: str) -> list[float]:
         """A figure of all trials of a schedule that have it."""

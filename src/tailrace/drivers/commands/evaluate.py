@@ -1,9 +1,16 @@
-"""`tailrace eval`: completes held-out prompts with a model and scores them."""
+"""`tailrace eval`: completes held-out prompts with a model and scores them.
+
+Prompts are the units of what is said: the interval of an accuracy is Wilson's (1927) where each prompt has
+one reward of 0 or 1, else that of a mean. The base model has the same prompts and noise, so the gain is taken
+prompt by prompt.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from math import sqrt
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -12,17 +19,24 @@ from cyclopts import Parameter
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
+from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
-from tailrace.drivers.assembly.resumption import changed_files, inputs_of
+from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
 from tailrace.drivers.commands.tables import check_output, open_console
 from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
+from tailrace.record.display import sample_line
 from tailrace.record.events import Recorder
+from tailrace.record.figures import standard_deviation
+from tailrace.record.metrics import read_rows
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
+
+Z = 1.96
+"""The quantile of a 95% interval."""
 
 
 def run(
@@ -30,38 +44,55 @@ def run(
     /,
     *,
     model: Path | None = None,
+    checkpoint: str = "newest",
+    base: bool = False,
+    prompts: int | None = None,
+    samples: int | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
     overrides: Mapping[str, str],
 ) -> None:
-    """Print which weights are evaluated, and the mean reward of run.eval_prompts held-out prompts.
+    """Print the mean reward of held-out prompts with its 95% interval, and the first samples.
 
     Args:
         run: the output directory of a run, or a config file.
-        model: a Hugging Face folder with the weights, instead of the newest checkpoint or model.path.
+        model: a Hugging Face folder or a run with the weights, instead of a checkpoint or model.path.
+        checkpoint: of a run: newest, best (of its evaluations), base (that it began with), or a name.
+        base: evaluate the base, too, and say what was gained.
+        prompts: instead of run.eval_prompts.
+        samples: of each prompt, sampled: pass@k and avg@n. Instead of run.eval_samples.
         json_path: a file for the accuracy.
     """
     check_output("--json", json_path)
-    without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
-    config = with_model_folder(evaluated_config(run, model, overrides))
-    begin_start(config)
-    config = check_live(config.model_copy(update=without_learning)).config
+    named = {"eval_prompts": prompts, "eval_samples": samples, "eval_greedy": samples and samples == 1}
+    given = {f"run.{key}": json.dumps(value) for key, value in named.items() if value is not None}
+    overrides = {**overrides, **given}
+    config = with_model_folder(evaluated_config(run, model, overrides, checkpoint))
+    bases = [with_model_folder(evaluated_config(run, None, overrides, "base"))] if base else []
+    result, *others = map(_result, (config, *bases))
     assert config.model
     console = open_console()
-    console.print(f"weights   {config.model.path}")
-    with TemporaryDirectory() as scratch:
-        result = clock.run(_evaluate(config, Path(scratch)), virtual=False)
     prompts, how = config.run.eval_prompts, "greedy" if config.run.eval_greedy else "sampled"
     n = prompts * config.run.eval_samples
-    mean = result.num_tokens / n
-    console.print(
-        f"accuracy  {result.accuracy:.4f} over {prompts} held-out prompts, {how}, {mean:.1f} tokens each"
+    low, high = interval(rewards_by_prompt(result))
+    console.print(f"weights   {config.model.path}")
+    accuracy = (
+        f"{result.accuracy:.4f} over {prompts} held-out prompts, {how}, 95% interval {low:.3f} to {high:.3f}"
     )
+    console.print(f"accuracy  {accuracy}; {result.num_tokens / n:.1f} tokens each", soft_wrap=False)
+    for other in others:
+        console.print(f"gain      {gain_over(other, result)}", soft_wrap=False)
     sets = metrics_of_sets(result.samples, config.run.eval_solved_at)
     for name, value in sets.items():
         console.print(f"{name}  {value:.4f}")
+    for number in range(0, n, config.run.eval_samples)[:3]:
+        mine = result.samples[number]
+        theirs = "".join(f" | Base {other.samples[number].text!r}" for other in others)
+        console.print(sample_line(mine.prompt, mine.text, mine.reward) + theirs, soft_wrap=False)
     if json_path:
         numbers = {
             "accuracy": result.accuracy,
+            "interval": [low, high],
+            "base": others[0].accuracy if others else None,
             "num_samples": n,
             "num_tokens": result.num_tokens,
             "model": str(config.model.path),
@@ -71,19 +102,61 @@ def run(
         json_path.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
-def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+def _result(config: RunConfig) -> Evaluation:
+    begin_start(config)
+    without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
+    config = check_live(config.model_copy(update=without_learning)).config
+    with TemporaryDirectory() as scratch:
+        return clock.run(_evaluate(config, Path(scratch)), virtual=False)
+
+
+def rewards_by_prompt(result: Evaluation) -> list[float]:
+    """The mean reward of each prompt."""
+    rewards: dict[int, list[float]] = {}
+    for sample in result.samples:
+        rewards.setdefault(sample.id.prompt, []).append(sample.reward)
+    return [fmean(each) for each in rewards.values()]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the mean of one value a prompt."""
+    if set(values) <= {0.0, 1.0}:
+        return wilson(fmean(values), len(values))
+    half = Z * standard_deviation(values) / sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """The 95% interval of a share of n."""
+    middle, spread = share + Z**2 / (2 * n), Z * sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    return (middle - spread) / (1 + Z**2 / n), (middle + spread) / (1 + Z**2 / n)
+
+
+def gain_over(base: Evaluation, result: Evaluation) -> str:
+    """Say what the same prompts gain over the base model."""
+    pairs = zip(rewards_by_prompt(result), rewards_by_prompt(base), strict=True)
+    gains = [mine - theirs for mine, theirs in pairs]
+    half = Z * standard_deviation(gains) / sqrt(len(gains))
+    over = f"{fmean(gains):+.3f} ±{half:.3f} over the base model ({base.accuracy:.4f})"
+    return over if abs(fmean(gains)) > half else f"{over}: so many prompts show no difference"
+
+
+def evaluated_config(
+    path: Path, model: Path | None, overrides: Mapping[str, str], checkpoint: str = "newest"
+) -> RunConfig:
     """Read the config of an evaluation. Raises a ConfigError if it is bad or the run has no checkpoint.
 
     Args:
-        path: a config file, or the output directory of a run: then the model is its newest checkpoint.
+        path: a config file, or the output directory of a run: then the model is a checkpoint of it.
+        checkpoint: as in `run`.
         model: a Hugging Face folder to evaluate in place of that model.
     """
     if path.is_dir():
         folder = RunFolder(path)
         _check_config(folder)
         config = folder.read_config(overrides)
-        if not model and "model.path" not in overrides:
-            model = folder.newest_checkpoint()
+        if not model and "model.path" not in overrides and checkpoint != "base":
+            model = _checkpoint(folder, checkpoint)
             if model is None:
                 problem = "the run has no checkpoint yet"
                 raise ConfigError("RUN", str(path), problem, "name weights with --model")
@@ -91,6 +164,19 @@ def evaluated_config(path: Path, model: Path | None, overrides: Mapping[str, str
         config = load_config(path, overrides)
         check_parameter_names(config)
     return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
+
+
+def _checkpoint(folder: RunFolder, name: str) -> Path | None:
+    """A checkpoint by its name; None: the run has none. Raises a ConfigError if it is not there."""
+    if name == "newest":
+        return folder.newest_checkpoint()
+    best = best_evaluation(read_rows(folder.metrics), folder) if name == "best" else None
+    path = folder.checkpoints / (checkpoint_name(best[1]) if best else name)
+    if path.is_dir():
+        return path
+    there = ", ".join(sorted(each.name for each in folder.checkpoints.glob("round_*")))
+    problem = "no evaluation of the run has a checkpoint" if name == "best" else "there is no such checkpoint"
+    raise ConfigError("--checkpoint", name, problem, f"choose from newest, {there}")
 
 
 def _check_config(folder: RunFolder) -> None:

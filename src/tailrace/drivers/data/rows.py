@@ -125,6 +125,7 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
     try:
         import datasets
 
+        datasets.disable_progress_bars()  # the terminal belongs to the run
         found: Table | Mapping[str, Table]
         if path.suffix == ".parquet":
             found = datasets.load_dataset("parquet", data_files=str(path), split="train")

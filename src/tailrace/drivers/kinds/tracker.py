@@ -113,6 +113,9 @@ class TrackerSink(JoinedRows):
         self._tracker.finish()
 
     def _log(self, row: Row) -> None:
-        figures = {key: value for key, value in row.items() if isfinite(value)}
+        first = [
+            key for key in ("reward", "eval/accuracy", "loss") if key in row
+        ]  # of a list in order of logging
+        figures = {key: row[key] for key in dict.fromkeys([*first, *row]) if isfinite(row[key])}
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
         self._tracker.log(figures, step, wall_time)

@@ -6,6 +6,8 @@ the steps that a resumed run makes again.
 
 import json
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 from typing_extensions import override
@@ -23,7 +25,8 @@ class ServiceTracker:
         self._run.log({key: figures[key] for key in figures if key not in self._left_out}, step=step)
 
     def finish(self) -> None:
-        self._run.finish()
+        with redirect_stdout(StringIO()):
+            self._run.finish()
 
 
 def arguments(run: TrackedRun) -> dict[str, Any]:
@@ -38,7 +41,8 @@ class Trackio(TrackerKind):
     def begin(self, run: TrackedRun) -> Tracker:
         import trackio
 
-        begun = trackio.init(**arguments(run), embed=False)
+        with redirect_stdout(StringIO()):  # its banner
+            begun = trackio.init(**arguments(run), embed=False)
         return ServiceTracker(begun, "time")  # it has a `time` of its own
 
 
@@ -49,7 +53,7 @@ class Wandb(TrackerKind):
     def begin(self, run: TrackedRun) -> Tracker:
         import wandb
 
-        settings = wandb.Settings(console="off")  # the terminal belongs to the display
+        settings = wandb.Settings(console="off", quiet=True)  # the terminal belongs to the display
         return ServiceTracker(wandb.init(**arguments(run), dir=run.folder, settings=settings))
 
 

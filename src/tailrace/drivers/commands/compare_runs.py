@@ -1,0 +1,82 @@
+"""`tailrace compare` on finished runs: their figures side by side, and the keys that differ."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from rich.table import Table
+
+from tailrace.config import changed_keys
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.commands.evaluate import wilson
+from tailrace.errors import ConfigError
+from tailrace.record.figures import QUALITIES, TIMES, Row, over_steps, steps_of
+from tailrace.record.metrics import read_rows
+from tailrace.record.summary import Summary
+
+OF_TRIALS = ("samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "truncated_share")
+FIGURES = {
+    "accuracy": ("held-out accuracy", "{:.3f}"),
+    "reward": ("reward, last step", "{:.3f}"),
+    "steps": ("optimizer steps", "{:.0f}"),
+    "step_s": ("s/step, without evaluations", "{:.2f}"),
+    **{key: {**TIMES, **QUALITIES}[key] for key in OF_TRIALS},
+}
+"""Label and format of the rows."""
+
+
+def folders_of(paths: Sequence[Path]) -> dict[str, RunFolder]:
+    """The runs in some folders by name. A folder is that of a run, or has such folders in it, as that of a
+    comparison. Runs of one name have their paths as names. Raises a ConfigError for less than two runs."""
+    inner = [[path] if RunFolder(path).metrics.exists() else sorted(path.iterdir()) for path in paths]
+    found = [path for path in chain(*inner) if RunFolder(path).metrics.exists()]
+    if len(found) < max(2, len(paths)):
+        remedy = "name two or more output directories of runs with optimizer steps"
+        raise ConfigError("RUN", " ".join(map(str, paths)), f"{len(found)} of them hold metrics", remedy)
+    names = [path.resolve().name for path in found]
+    labels = names if len(set(names)) == len(names) else map(str, found)
+    return {label: RunFolder(path) for label, path in zip(labels, found, strict=True)}
+
+
+def figures_of(folder: RunFolder) -> Row:
+    """The figures of a run. Raises a ConfigError if it has no round yet."""
+    rows = read_rows(folder.metrics)
+    summary = Summary(earlier=rows)
+    if not (totals := summary.summary()).rounds or not totals.reward:
+        raise ConfigError("RUN", str(folder.path), "it has no finished round", "wait for the first one")
+    figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
+    figures |= {"steps": totals.steps, "reward": totals.reward.last}
+    figures |= {"step_s": over_steps(steps_of(rows), "time/step")}
+    evaluated = [row for row in rows if "eval/accuracy" in row][-1:]
+    return figures | {key: row[f"eval/{key}"] for row in evaluated for key in ("accuracy", "num_samples")}
+
+
+def verdict(runs: Mapping[str, Row]) -> str:
+    """Which run is better, by held-out accuracy, or by reward where a run has none; and which is faster."""
+    key = "accuracy" if all("accuracy" in run for run in runs.values()) else "reward"
+    best, second, *_ = sorted(runs, key=lambda name: -runs[name][key])
+    high, low = runs[best][key], runs[second][key]
+    text = f"{best} has the higher {FIGURES[key][0]}: {high:.3f}, {second} {low:.3f}"
+    if key == "accuracy" and 0.0 <= low <= high <= 1.0:
+        ends = [wilson(runs[name][key], int(runs[name]["num_samples"])) for name in (best, second)]
+        if ends[0][0] <= ends[1][1]:
+            ranges = f"from {ends[0][0]:.3f} and to {ends[1][1]:.3f}"
+            text += f", which may be chance: their 95% intervals go {ranges}"
+    fast, slow = (pick(runs, key=lambda name: runs[name]["step_s"]) for pick in (min, max))
+    least_s, most_s = runs[fast]["step_s"], runs[slow]["step_s"]
+    times = f"{least_s:.2f} s; the most {most_s / (least_s or 1.0):.2f} times that"
+    return f"{text}. A step of {fast} took the least time, {times}."
+
+
+def table_of(folders: Mapping[str, RunFolder], runs: Mapping[str, Row]) -> Table:
+    """A column for each run; a row for each figure, and for each key in which their configs differ."""
+    table = Table("run", *runs, title="runs", title_justify="left")
+    for figure, (label, form) in FIGURES.items():
+        values = [run.get(figure) for run in runs.values()]
+        table.add_row(label, *("-" if value is None else form.format(value) for value in values))
+    configs = [folder.read_config() for folder in folders.values()]
+    changed = [changed_keys(configs[0].to_json(), config) for config in configs]
+    for key in sorted({*chain(*changed)}):
+        first = next(keys[key][0] for keys in changed if key in keys)
+        table.add_row(key, *(str(keys[key][1] if key in keys else first) for keys in changed))
+    return table
