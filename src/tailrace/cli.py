@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "compare": (
         "drivers.commands.compare:compare",
-        "compare schedules: the same weights, prompts and seeds for each",
+        "compare schedules or values of a setting, from the same weights and prompts; or finished runs",
     ),
     "simulate": (
         "drivers.commands.simulate:simulate",
@@ -58,7 +58,7 @@ COMMANDS = {
     ),
     "eval": (
         "drivers.commands.evaluate:run",
-        "score held-out prompts with the newest checkpoint of a run, or with the model of a config",
+        "score held-out prompts with a checkpoint of a run, or with the model of a config",
     ),
     "inspect": ("drivers.commands.inspect:inspect", "what became of every prompt and token of a run"),
     "view": (

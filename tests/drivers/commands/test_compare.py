@@ -283,6 +283,20 @@ def test_the_first_sentence_says_who_wins_by_how_much_and_at_which_lag(
     assert Comparison(trials).verdict() == said
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ((0.5, 0.6), " b has the highest mean reward, 0.550; a 0.350."),
+        ((0.3, 0.6), " b has the highest mean reward, 0.450; a 0.350, which may be chance."),
+    ],
+)
+def test_a_live_comparison_says_who_learns_more(rewards: tuple[float, float], said: str) -> None:
+    trials = {"a": [trial(1.0, reward=0.3), trial(1.0, reward=0.4)]}
+    trials |= {"b": [trial(1.0, reward=each) for each in rewards]}
+    assert Comparison(trials, learns=True).verdict().endswith(said)
+    assert "reward" not in Comparison(trials).verdict()
+
+
 def test_what_a_lag_costs_in_samples_is_what_the_study_measured() -> None:
     """Over the samples until a reward of 0.7 without lag. "1.3 to 1.5 times" are such figures."""
     page = (Path(__file__).parents[3] / "benchmarks" / "results" / "learning.md").read_text()
@@ -368,9 +382,8 @@ def run_row(**figures: float) -> Row:
         ),
         (
             {"a": run_row(reward=0.25), "b": run_row(accuracy=0.8)},
-            "b has the higher reward, last step: 0.500, a 0.250. A step of a took the least time, 2.00 "
-            "s; the "
-            "most 1.00 times that.",
+            "b has the higher reward, last step: 0.500, a 0.250, whose spread is not known. A step of a took "
+            "the least time, 2.00 s; the most 1.00 times that.",
         ),
     ],
 )

@@ -172,7 +172,7 @@ async def compare_live(
 ) -> "Comparison":
     """Compare on real workers, whose logs and first weights go to `folder`. The files of each candidate's
     last trial go to `files`."""
-    comparison = Comparison()
+    comparison = Comparison(learns=True)
     async with aclosing(SharedWorkers(folder)) as workers:
         for repeat in range(-1, repeats):
             for name in in_turn(candidates, repeat):
@@ -226,6 +226,7 @@ class Comparison:
     """The counted trials of a comparison by the name of the schedule."""
 
     trials: dict[str, list[Row]] = field(default_factory=dict)
+    learns: bool = False
 
     def add(self, name: str, summary: Summary) -> None:
         self.trials.setdefault(name, []).append(summary.figures())
@@ -266,7 +267,17 @@ class Comparison:
         lag, most = self._median(best, "lag_mean"), self._median(best, "lag_max")
         age = f"A token of {best} is {lag:.1f} optimizer steps old in the mean, {most:.0f} at most"
         cost = next((cost for largest, cost in LAG_COSTS.items() if lag <= largest), "an unmeasured number")
-        return f"{said}. {age}" + (f"; such a lag took {cost} to learn sums." if lag else ".")
+        return f"{said}. {age}{f'; such a lag took {cost} to learn sums' if lag else ''}.{self._learnt()}"
+
+    def _learnt(self) -> str:
+        """Who has the highest mean reward; empty in virtual time, in which nothing is learnt."""
+        if not self.learns:
+            return ""
+        best, second, *_ = sorted(self.trials, key=lambda name: -self._median(name, "reward"))
+        is_sure = min(self._values(best, "reward")) > max(self._values(second, "reward"))
+        chance = "" if is_sure and len(self.trials[best]) > 1 else ", which may be chance"
+        high, low = (self._median(name, "reward") for name in (best, second))
+        return f" {best} has the highest mean reward, {high:.3f}; {second} {low:.3f}{chance}."
 
     def table(self, title: str, currency: str = "") -> Table:
         """A column for each schedule, a row for each figure. A comparison without prices has no currency."""

@@ -62,6 +62,8 @@ def verdict(runs: Mapping[str, Row]) -> str:
         if ends[0][0] <= ends[1][1]:
             ranges = f"from {ends[0][0]:.3f} and to {ends[1][1]:.3f}"
             text += f", which may be chance: their 95% intervals go {ranges}"
+    else:
+        text += ", whose spread is not known"
     fast, slow = (pick(runs, key=lambda name: runs[name]["step_s"]) for pick in (min, max))
     least_s, most_s = runs[fast]["step_s"], runs[slow]["step_s"]
     times = f"{least_s:.2f} s; the most {most_s / (least_s or 1.0):.2f} times that"
