@@ -87,8 +87,12 @@ def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_direct
     assert {path.name for path in (folder / "logs").iterdir()} == logs
     schedule = tailrace.load_config(folder / "config.toml").schedule
     assert schedule["name"].startswith("test_api:") and schedule["groups_per_round"] == 4
-    named = [line.split()[1] for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert named == [str(folder / name) for name in ("events.jsonl", "model")]
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[-6:])
+    assert said["events"].split()[0] == str(folder / "events.jsonl")
+    assert said["model"] == str(folder / "model")
+    rewards = [row["reward"] for row in steps if "loss" in row]
+    assert said["reward"].startswith(f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  ")
+    assert said["best"].startswith("checkpoints/round_00000")
 
 
 def test_parameters_that_the_function_lacks_are_refused(config: tailrace.RunConfig) -> None:

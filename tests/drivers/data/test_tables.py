@@ -100,8 +100,9 @@ def test_a_folder_that_is_no_data_set_is_a_config_error(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved", "saved_dict", "folder"])
-def test_parquet_and_dataset_folders_are_read(tmp_path, monkeypatch, form):
+def test_parquet_and_dataset_folders_are_read_without_progress_bars(tmp_path, monkeypatch, capsys, form):
     datasets = pytest.importorskip("datasets")
+    datasets.enable_progress_bars()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     train, test = (datasets.Dataset.from_list(SPLITS[name]) for name in ("train", "test"))
     path = tmp_path / "data"
@@ -118,7 +119,9 @@ def test_parquet_and_dataset_folders_are_read(tmp_path, monkeypatch, form):
             train.to_parquet(path / "train.parquet")
             test.to_parquet(path / "test.parquet")
     settings = RowsSettings(path=path)
+    capsys.readouterr()
     for split, name in (("train", "train"), ("eval", "test")):
         table, shared = open_table(settings, split)
         assert shared == (form in ("parquet", "saved"))
         assert [table[place] for place in range(3)] == SPLITS["train" if shared else name]
+    assert capsys.readouterr() == ("", "")

@@ -38,6 +38,7 @@ def test_a_tracker_gets_the_objects_of_the_metrics_file(tmp_path: Path) -> None:
     assert second["round/waiting_ratio"] == pytest.approx(8 / 14)
     assert all(math.isfinite(value) for value in (*first.values(), *second.values()))
     assert book.finished
+    assert [*first][:2] == [*second][:2] == ["reward", "loss"], "what a person looks for comes first"
 
 
 def test_a_missing_package_is_an_error_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
-from tailrace.record.display import Display
+from tailrace.record.display import NUM_REWARDS, Display, sparkline
 from tailrace.record.events import Evaluated, Event, Recorder
-from tailrace.record.figures import Row
+from tailrace.record.figures import Row, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks
@@ -285,6 +285,10 @@ def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
         lines.insert(0, f"cost      {config.prices.words(summary.cost)}")
     if summary.bound:
         lines.insert(0, f"bound     {summary.bound.line}")
+    rows = read_rows(folder.metrics)
+    if rewards := [row["reward"] for row in steps_of(rows)]:
+        curve = sparkline(rewards[:: -(-len(rewards) // NUM_REWARDS)])
+        lines.insert(0, f"reward    {rewards[0]:.3f} -> {rewards[-1]:.3f}  {curve}")
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
@@ -292,7 +296,7 @@ def _report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
         lines.append(f"model     {folder.model}")
     if folder.adapter.exists():
         lines.append(f"adapter   {folder.adapter}")
-    if best := best_evaluation(read_rows(folder.metrics), folder):
+    if best := best_evaluation(rows, folder):
         name, how = checkpoint_name(best[1]), f"tailrace eval {folder.path} --checkpoint best"
         lines.append(f"best      checkpoints/{name}, accuracy {best[0]:.3f}  ({how})")
     lines += [f"advice    {kind}, {text}" for kind, text in summary.advisories.items()]

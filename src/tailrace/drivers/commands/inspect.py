@@ -185,7 +185,9 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
     for item in balance.get("cost", {"items": []})["items"]:
         what, amount, price = item.values()
         bill.add_row(what, f"{amount:,.6f}", f"{price:,g}", f"{amount * price:,.4f}")
-    probes = Table("engine", "answers", "largest difference", "not arrived", title="probes of the weights")
+    arrived = "some did not arrive" if any(each["failed"] for each in balance["probes"]) else "all arrived"
+    title = f"probes of the weights: {arrived}"
+    probes = Table("engine", "answers", "largest difference", "not arrived", title=title)
     for each in balance["probes"]:
         engine, num, largest, failed = each.values()
         causes = "; ".join(f"version {one['version']}: {one['cause']}" for one in failed) or "none"
