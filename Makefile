@@ -17,9 +17,9 @@
 # make test-tinker-smoke  one loop of the SDK and one run: a minute
 # make cookbook     two recipes of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
 # make check        ruff and mypy
-# make install-check  `pip install .` in a fresh environment, then every command of docs/your-own-run.md
+# make install-check  `pip install .` in a fresh environment, then every command of docs/start
 # make release-check  wheel and sdist in fresh environments of PYTHONS, where the quickstart must learn: six minutes
-# make docs         docs/configuration.md from the settings, and the pictures of the schedules
+# make docs         docs/reference from the settings, figures and docstrings, and the pictures of the schedules
 # make site         README.md and docs/ as a site, in site/; a dead link fails
 # make bench        every benchmark that needs no real model, and the race of all schedules
 #
@@ -139,9 +139,10 @@ release-check:
 	$(PYTHON) benchmarks/release_check.py $(PYTHONS)
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python docs/make_configuration.py docs/configuration.md
-	$(BIN)/python docs/make_metrics.py docs/metrics.md
-	$(BIN)/python docs/make_scorecard.py docs/scorecard.md
+	$(BIN)/python docs/make_configuration.py docs/reference
+	$(BIN)/python docs/make_metrics.py docs/reference/metrics.md
+	$(BIN)/python docs/make_scorecard.py docs/reference/scorecard.md
+	$(BIN)/python docs/make_api.py docs/reference
 	$(BIN)/python docs/make_pictures.py
 
 site: $(VENV)/docs.stamp

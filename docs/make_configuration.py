@@ -1,6 +1,7 @@
-"""Writes docs/configuration.md from the settings classes and the signatures of the schedules.
+"""Writes docs/reference/configuration.md and simulation.md from the settings classes and the signatures of
+the schedules.
 
-    python docs/make_configuration.py docs/configuration.md
+    python docs/make_configuration.py docs/reference
 
 A key has one row. Keys that several kinds of a section share stand in one table. The meaning of a key is the
 first sentence of its documentation, and those that explain one of its values. A test compares the committed
@@ -39,7 +40,13 @@ SCHEDULES_HEADER = """\
 ## Parameters of the schedules
 
 They are keys of `[schedule]`, beside its `name`. All have `order`, by default "launched".
-[Choosing a schedule](choosing-a-schedule.md) describes each."""
+[Schedules](schedules.md) describes each."""
+SIMULATION = """\
+# Configuration of virtual time
+
+`[sim]` describes a machine or a cluster on which nothing is computed: `tailrace simulate`, `plan` and
+`compare --virtual` read it. [Plan a cluster](../how-to/plan-a-cluster.md) has examples.
+"""
 SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
 PARAMETER_TABLE = "|parameter|values|meaning|\n|---|---|---|"
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
@@ -70,11 +77,18 @@ class Row(NamedTuple):
         return f"|{'|'.join(_line(cell).replace('|', '&#124;') for cell in cells)}|"
 
 
-def config_reference() -> str:
-    """Return the page as Markdown."""
+def config_reference() -> tuple[str, str]:
+    """Return two pages as Markdown: the sections of a run, and those of virtual time."""
     page = _Page()
-    parts = [INTRODUCTION, *page.root(), *_schedules(), *page.kinds("schedule.admission", Admission, 3)]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+    parts = [*page.root(), *_schedules(), *page.kinds("schedule.admission", Admission, 3)]
+    found: tuple[list[str], list[str]] = [INTRODUCTION], [SIMULATION]
+    of_time = False
+    for part in filter(None, parts):
+        if part.startswith("#"):
+            of_time = re.match(r"#+ \[sim\b", part) is not None
+        found[of_time].append(part)
+    pages = ("\n\n".join(part.strip() for part in own) + "\n" for own in found)
+    return next(pages), next(pages)
 
 
 class _Page:
@@ -289,9 +303,10 @@ def _line(text: str) -> str:
 
 
 def main(arguments: Iterable[str]) -> None:
-    """Write the page to each path given."""
-    for path in arguments:
-        Path(path).write_text(config_reference(), encoding="utf-8")
+    """Write the pages to each folder given."""
+    for folder in map(Path, arguments):
+        for name, text in zip(("configuration", "simulation"), config_reference(), strict=True):
+            (folder / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Writes docs/metrics.md from the table of figures.
+"""Writes docs/reference/metrics.md from the table of figures.
 
-    python docs/make_metrics.py docs/metrics.md
+    python docs/make_metrics.py docs/reference/metrics.md
 
 A test compares the committed file with the output.
 """

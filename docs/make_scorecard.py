@@ -1,7 +1,7 @@
-"""Writes docs/scorecard.md: each printed or measured figure beside what a release predicts.
+"""Writes docs/reference/scorecard.md: each printed or measured figure beside what a release predicts.
 
     python -m reproductions NAME --seeds 5 --json reproductions/results/0.1.0/NAME.json
-    python docs/make_scorecard.py docs/scorecard.md
+    python docs/make_scorecard.py docs/reference/scorecard.md
 
 The papers' rows come from reproductions/results/RELEASE/NAME.json, the others from docs/scorecard.toml. A new
 paper is a new file, a new release a new folder. A test compares the committed page with the output.

@@ -86,7 +86,7 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_689
-MAX_REACH = {"heart": 10_982, "train": 28_378, "whole": 47_032}
+MAX_REACH = {"heart": 10_982, "train": 28_378, "whole": 47_044}
 """Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package."""
 MAX_PRODUCT_LINES = {
     "extras.audit": 304,
@@ -269,7 +269,7 @@ def test_only_workers_on_a_cluster_import_ray() -> None:
 
 
 def test_the_architecture_page_names_every_room_and_every_root_file() -> None:
-    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    page = (REPOSITORY / "docs" / "why" / "architecture.md").read_text()
     named = set(re.findall(r"^    (\w+)(?:/|\.py)", page, flags=re.MULTILINE))
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}

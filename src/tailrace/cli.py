@@ -13,11 +13,15 @@ import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 from tailrace import __version__
 from tailrace.drivers.assembly.signals import Terminated, signals_received, terminate
 from tailrace.errors import ConfigError, Interrupted, TailraceError
 from tailrace.kinds import entries, load, package_of, registered
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 COMMANDS = {
     "quickstart": (
@@ -107,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(argv: Sequence[str]) -> None:
-    import pydantic
-    from cyclopts import App, CycloptsError, Parameter
+def application() -> "App":
+    """Return the built-in commands with their options, as cyclopts has them."""
+    from cyclopts import App, Parameter
 
     app = App(
         name="tailrace",
@@ -120,6 +124,14 @@ def _run(argv: Sequence[str]) -> None:
     )
     for name, (place, summary) in COMMANDS.items():
         app.command(f"tailrace.{place}", name=name, help=summary)
+    return app
+
+
+def _run(argv: Sequence[str]) -> None:
+    import pydantic
+    from cyclopts import CycloptsError
+
+    app = application()
     for name, (entry, *_) in entries(GROUP).items():
         if argv[:1] == [name]:  # what is wrong with it stops no other command
             registered(GROUP, name, "command", COMMANDS)

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every key of the config and of the schedules, as the code has them."""
+"""docs/reference/configuration.md and simulation.md: every key of the config and of the schedules."""
 
 import inspect
 import re
@@ -9,12 +9,21 @@ import pytest
 from make_configuration import config_reference, main
 from tailrace.schedules import SCHEDULES
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
+REFERENCE = "\n".join(config_reference())
 
 
-def test_the_committed_page_is_the_generated_one(tmp_path: Path) -> None:
-    main([str(tmp_path / "page.md")])
-    assert PAGE.read_text() == (tmp_path / "page.md").read_text(), "run: make docs"
+@pytest.mark.parametrize("page", ["configuration.md", "simulation.md"])
+def test_the_committed_page_is_the_generated_one(tmp_path: Path, page: str) -> None:
+    main([str(tmp_path)])
+    assert (PAGES / page).read_text() == (tmp_path / page).read_text(), "run: make docs"
+
+
+def test_the_sections_of_virtual_time_have_a_page_of_their_own() -> None:
+    run, time = config_reference()
+    assert "## [sim.engines]" in time
+    assert "[sim" not in re.sub(r"^[^#].*$", "", run, flags=re.MULTILINE)
+    assert "## [run]" not in time
 
 
 @pytest.mark.parametrize(
@@ -30,11 +39,11 @@ def test_the_committed_page_is_the_generated_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_has_default_values_and_meaning(row: str) -> None:
-    assert f"\n{row}" in config_reference()
+    assert f"\n{row}" in REFERENCE
 
 
 def test_what_several_kinds_share_is_said_once() -> None:
-    lines = config_reference().splitlines()
+    lines = REFERENCE.splitlines()
     assert sum(line.startswith("|`max_prompt_tokens`") for line in lines) == 1
     assert (
         sum(line.startswith("|`min_s`") for line in lines) == 1
@@ -43,7 +52,7 @@ def test_what_several_kinds_share_is_said_once() -> None:
 
 
 def test_each_section_has_a_heading_and_each_schedule_a_row() -> None:
-    lines = config_reference().splitlines()
+    lines = REFERENCE.splitlines()
     headings = {line for line in lines if line.startswith("#")}
     assert {
         "## [run]",

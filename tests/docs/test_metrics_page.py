@@ -1,10 +1,10 @@
-"""docs/metrics.md has the table of figures."""
+"""docs/reference/metrics.md has the table of figures."""
 
 from pathlib import Path
 
 from make_metrics import metrics_reference
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -17,11 +17,11 @@ from tailrace.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = [page for page in PAGES if page.name != "configuration.md"]
+WRITTEN = [page for page in PAGES if page.name not in ("configuration.md", "simulation.md")]
 MAX_PICTURE_BYTES = 60_000
-LOOKED_UP = ("configuration.md", "metrics.md", "scorecard.md")
-"""Tables that commands write."""
-MAX_WORDS = 12_000
+LOOKED_UP = ("configuration.md", "simulation.md", "metrics.md", "scorecard.md", "commands.md", "python.md")
+"""Pages that commands write."""
+MAX_WORDS = 14_500
 """Of the other pages, which are read."""
 PARTS_OF_A_RUN = ("pool", "parked", "history")
 LEAST_CONFIG = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
@@ -101,6 +101,8 @@ def keys_of(section: str, rest: list[str]) -> Iterator[bool]:
 @pytest.mark.parametrize("page", WRITTEN, ids=page_name)
 def test_keys_of_the_config_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
+    if page.name.startswith("from-"):  # the first column has the keys of another framework
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:`| =)", text) + re.findall(r"--([a-z_]+\.[a-z_.]+)", text)
     unknown = []
     for key in named:
@@ -148,16 +150,16 @@ def test_options_of_commands_that_the_pages_show_exist(name: str, capsys: pytest
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_in_the_table_and_has_a_section(name: str) -> None:
-    page = (ROOT / "docs" / "choosing-a-schedule.md").read_text()
-    _, _, sections = page.partition("\n### ")
+    page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+    _, _, sections = page.partition("\n## ")
     assert re.search(rf"^\|[^|]*`{name}`[^|]*\|", page, re.MULTILINE)
-    assert f"`{name}`" in sections or f"\n### {name}\n" in page
+    assert f"`{name}`" in sections or f"\n## {name}\n" in page
 
 
 def test_the_pages_have_the_number_of_schedules_and_the_models_with_a_fast_forward_pass() -> None:
     *most, last = MODEL_TYPES
     assert f"There are {len(SCHEDULES)}: " in (ROOT / "README.md").read_text()
-    page = (ROOT / "docs" / "servers-and-devices.md").read_text()
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
     assert f"a fast forward pass for {', '.join(most)} and {last}." in page
 
 

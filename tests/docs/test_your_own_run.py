@@ -1,132 +1,39 @@
-"""docs/your-own-run.md: its files are written, its commands and scripts run, as they are printed.
-
-Only sizes are changed: the model is a tiny random one with a BPE tokenizer, and the run is short.
-"""
+"""docs/start/your-own-run.md: its files are written, its commands and scripts run, as they are printed."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-own-run.md"
-SMALL = {
-    "rounds": "1",
-    "group_size": "2",
-    "eval_every": "1",
-    "checkpoint_every": "1",
-    "groups_per_round": "4",
-    "groups_per_step": "2",
-    "max_completion_tokens": "8",
-}
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+from helpers.page_runs import DOCS, blocks, commands, run, run_commands, write_files
 
-
-class Block(NamedTuple):
-    language: str
-    title: str
-    text: str
-
-
-def blocks() -> list[Block]:
-    fenced = re.findall(
-        r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    return [Block(*each) for each in fenced]
-
-
-def commands() -> list[str]:
-    """The `tailrace` commands of the page, in order, without `tailrace`."""
-    shown = "\n".join(block.text for block in blocks() if block.language == "console")
-    return re.findall(r"^\$ tailrace (.+)$", shown, flags=re.MULTILINE)
-
-
-def bpe_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(
-        corpus,
-        trainers.BpeTrainer(
-            vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
-    )
-
-
-def save_model(folder: Path, corpus: list[str]) -> None:
-    """A random Llama of some 30,000 parameters, with a BPE tokenizer and a chat template."""
-    tokenizer = bpe_tokenizer(corpus)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def shrunk(config: str) -> str:
-    for key, value in SMALL.items():
-        config, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", config, flags=re.MULTILINE)
-        assert count == 1, f"{key} is set {count} times"
-    return config
+PAGE = "start/your-own-run.md"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the page beside the model."""
     folder = tmp_path_factory.mktemp("your_own_run")
-    texts = []
-    for block in blocks():
-        if block.title:
-            text = shrunk(block.text) if block.title == "run.toml" else block.text
-            (folder / block.title).write_text(text)
-            texts.append(text)
-    save_model(folder / "models" / "Qwen3-0.6B", texts)
+    write_files(PAGE, folder)
     return folder
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
-    return done
-
-
 def test_the_commands_of_the_page_run_in_their_order(folder: Path) -> None:
-    assert commands()[2] == "train run.toml --output-dir runs/first"
-    for command in commands():
-        run(folder, "-m", "tailrace.cli", *command.split())
+    assert commands(PAGE)[2] == "train run.toml --output-dir runs/first"
+    run_commands(PAGE, folder)
     rows = (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(row)["step"] for row in rows) == 2
 
 
-def test_the_output_folder_has_what_the_page_lists(folder: Path) -> None:
-    _, _, after = PAGE.read_text().partition("| file | content |")
+def test_the_output_folder_has_what_the_docs_list(folder: Path) -> None:
+    _, _, after = (DOCS / "how-to" / "read-a-run.md").read_text().partition("| file | content |")
     listed = re.findall(r"^\| `([\w.]+)/?", after.split("\n\n")[0], flags=re.MULTILINE)
     assert "ledger.sqlite" in listed
     first = folder / "runs" / "first"
     assert [name for name in listed if not (first / name).exists()] == []
 
 
-@pytest.mark.parametrize("script", [block.title for block in blocks() if block.title.endswith("run.py")])
+@pytest.mark.parametrize("script", [block.title for block in blocks(PAGE) if block.title.endswith("run.py")])
 def test_a_run_from_python(folder: Path, script: str) -> None:
-    assert run(folder, script).stdout.splitlines()[-1] == "2"
+    assert run(folder, script).splitlines()[-1] == "2"

@@ -2,8 +2,8 @@
 
 A row is a dict of figures by name: one an optimizer step, one a round, one an evaluation, and one for what
 was counted at the end. `steps.StepMeter` makes rows, and every sink receives them. metrics.jsonl,
-summary.json, the comparison of schedules, the planner and docs/metrics.md follow from the table. Names
-are those of TRL where TRL has the figure, then those of prime-rl and verl.
+summary.json, the comparison of schedules, the planner and docs/reference/metrics.md follow from the table.
+Names are those of TRL where TRL has the figure, then those of prime-rl and verl.
 
 Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
 schedules declare. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several

@@ -1,5 +1,5 @@
 """Architectures train exactly, packed or one sequence at a time. The list:
-docs/servers-and-devices.md."""
+docs/reference/models.md."""
 
 import itertools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tailrace.errors import ConfigError
 from tailrace.types import SampleId
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "servers-and-devices.md"
+PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "reference" / "models.md"
 NUM_PROMPT = 20
 
 

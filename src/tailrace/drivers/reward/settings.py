@@ -209,7 +209,7 @@ class CodeSettings(Settings):
 
     column: str = Field(default="tests", min_length=1)
     """Column of the test cases. A dot leads into a column that is an object, for example
-    `reward_model.ground_truth`. docs/environments-and-rewards.md lists the formats."""
+    `reward_model.ground_truth`. docs/how-to/score-responses.md lists the formats."""
     score: Literal["all", "share"] = "all"
     """`all`: the reward is 1 if all test cases pass, else 0; the others are stopped when one fails. `share`:
     the share of the test cases that pass."""

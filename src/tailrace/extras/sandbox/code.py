@@ -269,7 +269,7 @@ def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *,
             if value is not None:
                 parse_cases(value)
         except RewardFailed as why:
-            remedy = "docs/environments-and-rewards.md lists the formats"
+            remedy = "docs/how-to/score-responses.md lists the formats"
             raise ConfigError(key, column, why.detail, remedy) from None
 
 

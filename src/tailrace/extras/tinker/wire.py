@@ -48,7 +48,7 @@ DEFAULTS: Mapping[str, Mapping[str, float]] = {
 """Parameters of the losses that have other defaults than `TokenLoss`."""
 NOT_PUBLIC = (
     "the formula of Tinker's stable_reinforce is not public; start the server with --own-stable-reinforce "
-    "for a form of tailrace's own (docs/servers-and-devices.md), or choose another loss: loss_fn=ppo"
+    "for a form of tailrace's own (docs/how-to/serve.md), or choose another loss: loss_fn=ppo"
 )
 
 

@@ -81,7 +81,7 @@ class Taskset:
                 raise ConfigError(key, spec.client.base_url, problem, "remove it")
             if name != self.agent and spec.client is None:
                 problem = "this agent is not trained, so it needs a model"
-                remedy = "name an OpenAI-compatible endpoint, as docs/environments-and-rewards.md shows"
+                remedy = "name an OpenAI-compatible endpoint, as docs/how-to/episodes.md shows"
                 raise ConfigError(key, None, problem, remedy)
 
     def _check(self, task: Any) -> None:
@@ -123,7 +123,7 @@ class Taskset:
 
 def import_verifiers() -> Any:
     """Import verifiers. Raises a ConfigError if it is not installed, or is another release."""
-    remedy = "see docs/environments-and-rewards.md"
+    remedy = "see docs/how-to/episodes.md"
     try:
         release = version("verifiers")
         import verifiers.v1 as vf
