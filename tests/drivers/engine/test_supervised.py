@@ -362,6 +362,41 @@ def test_a_transfer_that_fails_is_repeated_and_no_request_notices() -> None:
     drive(world, main)
 
 
+@pytest.mark.parametrize("fate", [Fate(), Fate(failing=2), Fate(lost=1)], ids=["at once", "failing", "lost"])
+def test_a_request_that_follows_a_load_is_for_its_weights_also_if_a_transfer_fails(fate: Fate) -> None:
+    world = World([fate])
+
+    async def main() -> None:
+        before, after = fresh_samples(2)
+        under_way = asyncio.create_task(world.engine.generate(before))
+        await asyncio.sleep(1.5)
+        loading = asyncio.create_task(world.engine.load(Weights(1), kv="keep"))
+        await asyncio.sleep(0)
+        await world.engine.generate(after)
+        assert after.spans == [Span(1, LENGTH)]
+        await asyncio.gather(loading, under_way)
+        assert before.spans[0].version == 0  # it went on with the old weights meanwhile
+
+    drive(world, main)
+
+
+def test_a_request_waits_for_the_weights_that_were_there_before_it_and_for_no_newer_ones() -> None:
+    world = World()
+
+    async def main() -> None:
+        first = asyncio.create_task(world.engine.load(Weights(1), kv="keep"))
+        await asyncio.sleep(0)
+        (sample,) = fresh_samples(1)
+        generation = asyncio.create_task(world.engine.generate(sample))
+        await asyncio.sleep(LOAD_S - 1)
+        second = asyncio.create_task(world.engine.load(Weights(2), kv="keep"))
+        await first
+        await asyncio.gather(second, generation)
+        assert sample.spans[0].version == 1
+
+    drive(world, main)
+
+
 def test_an_engine_that_cannot_be_given_the_newest_weights_is_ended_before_the_load_returns() -> None:
     world = World([Fate(failing=3)])
 

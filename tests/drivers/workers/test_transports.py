@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -136,27 +136,6 @@ async def check_requests_under_way_go_on(
     for _ in range(2):
         await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in engines))
     assert [await completions(engine) for engine in engines] == [expected] * 2
-
-
-@pytest.mark.parametrize("groups", ["one", "each"])
-def test_requests_that_follow_a_load_are_served_by_its_weights(
-    models: tuple[Path, Path], tmp_path: Path, execute: Execute, groups: Literal["one", "each"]
-) -> None:
-    """Also those that come while the engines of a transfer gather."""
-
-    async def main() -> None:
-        settings = ProcessGroupSettings(groups=groups)
-        async with started(models, settings, tmp_path, 2) as (trainer, engines):
-            for version in (1, 2):
-                weights = await trainer.publish(version)
-                loads = [asyncio.create_task(engine.load(weights, kv="keep")) for engine in engines]
-                await asyncio.sleep(0)
-                samples = fresh_samples(2)
-                await asyncio.gather(*(e.generate(s) for e, s in zip(engines, samples, strict=True)))
-                assert [{span.version for span in each.spans} for each in samples] == [{version}] * 2
-                await asyncio.gather(*loads)
-
-    execute(main())
 
 
 def test_requests_under_way_go_on_with_the_trainers_weights_from_a_folder(

@@ -63,10 +63,12 @@ class SupervisedEngine(Engine):
         self._end: asyncio.Future[str]
         """Why the present process is over, once that is known."""
         self._changed = Signal()
-        """Set when a process was ended, or the device is back."""
+        """Set when a process was ended, weights were loaded, the state changed, or the device is back."""
         self._calls: dict[asyncio.Future[None], None] = {}
         """Requests of the present process."""
         self._newest: Weights | None = None
+        self._num_asked = self._num_loaded = 0
+        """Calls of `load`, and those whose weights, or newer ones, the present process has."""
         self._asleep = False
         """Whether it was put to sleep and not woken."""
         self._ended = Usage(num_counted=0)
@@ -94,6 +96,9 @@ class SupervisedEngine(Engine):
 
     @override
     async def generate(self, sample: Sample) -> None:
+        number = self._num_asked  # the request is for these weights, also if their first transfer fails
+        while self._num_loaded < number and self.state == "open":
+            await self._changed.wait(f"{self.name} to load its newest weights")
         process = self._process
         if process is None or self.state != "open":
             raise Evicted(f"{self.name} is {self.state}")
@@ -118,9 +123,11 @@ class SupervisedEngine(Engine):
     async def load(self, weights: Weights, *, kv: KV) -> None:
         """A transfer that fails is repeated; after TRANSFERS failures the engine is dead.
 
-        When it returns, no request of this engine gains a token of older weights any more.
+        A request that follows the call gets no token of older weights. When the call returns, no request of
+        this engine gains one any more.
         """
         self._newest = weights
+        self._num_asked += 1
         process = self._process
         if process is None:
             return
@@ -198,6 +205,7 @@ class SupervisedEngine(Engine):
 
     def _set(self, state: EngineState, why: str) -> None:
         self.state = state
+        self._changed.fire()
         self.on_state(why)
 
     def _adopt(self, process: EngineProcess, why: str) -> None:
@@ -274,11 +282,12 @@ class SupervisedEngine(Engine):
         attempts fail, the last one by a NotArrived if they were loaded and are not proven."""
         num_failed, loaded = 0, None
         while self._newest is not None and loaded is not self._newest:
-            weights = self._newest
+            weights, number = self._newest, self._num_asked
             try:
                 await process.load(weights, kv=kv)
                 self._examine(process.arrival)
-                loaded = weights
+                loaded, self._num_loaded = weights, max(number, self._num_loaded)
+                self._changed.fire()
             except TransferFailed as failed:
                 num_failed += 1
                 if isinstance(failed, NotArrived):

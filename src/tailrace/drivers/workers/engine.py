@@ -311,18 +311,12 @@ class RemoteEngine(EngineClient):
         self.arrival: Arrival | None = None
         self._requests: dict[str, _Request] = {}
         self._receiver = Receiver(worker.name)
-        self._asked_to_load = asyncio.Event()
-        """Not set while a load has begun of which the process does not know yet."""
-        self._asked_to_load.set()
         self.transfers = Transfers(_is_in_files)
         """The trainer's; the owner sets them."""
 
     async def generate(self, sample: Sample) -> None:
         """Extend the sample until it ends. A cancelled call returns once the engine has aborted the request
         and all tokens are in the sample. Cancelling it again in the meantime has no effect."""
-        if not self._asked_to_load.is_set():
-            with waiting(f"{self.worker.name} to be asked to load"):  # the request is for the new weights
-                await self._asked_to_load.wait()
         id, ids = str(sample.id), sample.turn_ids
         with _deaths():
             request = GenerationRequest(
@@ -353,11 +347,7 @@ class RemoteEngine(EngineClient):
         are not those of the model."""
         if weights.tensors:
             check_tensors(weights.tensors, self._expected)
-        self._asked_to_load.clear()
-        try:
-            await self.transfers.load(weights, self._receiver, partial(self._load, weights, kv))
-        finally:
-            self._asked_to_load.set()
+        await self.transfers.load(weights, self._receiver, partial(self._load, weights, kv))
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
         """Return the log-probs of a probe after its prefix."""
@@ -385,7 +375,6 @@ class RemoteEngine(EngineClient):
         return expected_tensors(self.job.model, self.job.engine.dtype)
 
     async def _load(self, weights: Weights, kv: KV, link: Link) -> None:
-        self._asked_to_load.set()  # those who wait go on after the call below was written
         with _deaths():
             self.arrival = await self.worker.call(EngineWorker.load, weights, link, kv)
 
