@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from helpers.record_story import Story, pipelined_round, play, rows_of
+from tailrace.drivers.assembly.running import STOPPING
 from tailrace.record.base import RecordSettings
 from tailrace.record.display import Display, Notices, Progress, number, sample_line, sparkline
 from tailrace.record.events import (
@@ -243,11 +244,11 @@ def test_a_run_that_ends_in_order_says_so_until_it_has_ended() -> None:
     out, plain = io.StringIO(), Console(file=io.StringIO(), width=80, record=True)
     display = Display(3, lambda: "", console=Console(file=out, width=40))
     play(told().events, display)
-    display.stopping("SIGINT: saves a checkpoint")
-    assert out.getvalue().splitlines()[-1] == "stopping: SIGINT: saves a checkpoint"
+    display.stopping(why := STOPPING.format("SIGTERM"))
+    assert out.getvalue().splitlines()[-1] == f"stopping: {why}"
     plain.print(display.panel())
     panel = plain.export_text()
-    assert "stopping   SIGINT: saves a checkpoint" in panel and "ends in about" not in panel
+    assert f"stopping   {why} " in panel and "ends in about" not in panel
 
 
 def test_the_text_of_a_sample_is_shown_every_few_steps_and_cut_in_its_middle() -> None:

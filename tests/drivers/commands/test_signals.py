@@ -16,6 +16,7 @@ from tailrace.config import load_config
 from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import opened
+from tailrace.drivers.assembly.running import STOPPING
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store
 
@@ -62,7 +63,7 @@ def test_sigterm_saves_the_weights_and_says_where(
     assert "tailrace: reward: digits (weight 1): tailrace's signature, given completion" in before
     assert before[-1].startswith("tailrace: the workers are ready after ")
     assert said == f"tailrace: SIGTERM: {saved}; --resume continues from there"
-    assert "stopping: SIGTERM: saves a checkpoint when the step under way has ended" in terminated.stdout
+    assert f"stopping: {STOPPING.format('SIGTERM')}" in terminated.stdout
     assert json.loads((interrupted / "summary.json").read_text())["steps"] == steps
     assert b'"BooksClosed"' in (interrupted / "events.jsonl").read_bytes()
 

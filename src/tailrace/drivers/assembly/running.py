@@ -55,7 +55,7 @@ from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 
-STOPPING = "{}: saves a checkpoint when the step under way has ended; Ctrl-C then ends it at once"
+STOPPING = "{}: saving a checkpoint; Ctrl-C again ends at once"
 RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
 
 
