@@ -25,6 +25,8 @@ KV = Literal["keep", "recompute"]
 Stale = Literal["wait", "mask"]
 """How a schedule keeps a bound on staleness. wait: it trains a sample before one of its tokens is too old.
 mask: it trains a sample when it ends, and tokens that are too old are masked out of the loss."""
+MAX_SHOWN = 2_000
+"""Characters of a column that samples files have; longer columns are left out."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by the name of its type."""
 
@@ -83,6 +85,11 @@ class Prompt:
     """Name of the data source; empty where the data name none."""
     opened: str = ""
     """Beginning of the assistant's turn that the prompt already has (PromptEncoder.opened)."""
+
+    @property
+    def shown_columns(self) -> dict[str, object]:
+        """The row's columns for a reader of samples: the answer, but not tests of many lines."""
+        return {name: value for name, value in self.row.items() if len(str(value)) <= MAX_SHOWN}
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -61,6 +61,7 @@ def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -
             "finish_reason": "stop",
             "num_tokens": 9,
             "source": "",
+            "columns": {},
         }
         for reward, failure in ((1.0, None), (0.0, "reward timeout"))
     ]

@@ -113,6 +113,7 @@ class Checkpoints:
             return
         await self.written()  # at most one is written at a time
         folder, round, num_steps = self._folder / name, state.round, state.num_steps
+        start_s = clock.now()
         num_drawn = self._ledger.totals.num_drawn
         row = CheckpointRow(
             self._life,
@@ -135,7 +136,8 @@ class Checkpoints:
             await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
             delete_old(folder, self._settings.keep_checkpoints, self._best and self._best[1])
-            self._recorder.emit(Saved(clock.now(), round, str(folder), version, num_drawn))
+            now_s = clock.now()
+            self._recorder.emit(Saved(now_s, round, str(folder), version, num_drawn, now_s - start_s))
 
         self._writing = self._tasks.create_task(complete(), name=name)
 

@@ -232,6 +232,8 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     num_tokens: int
     source: str = ""
+    columns: dict[str, object] = {}
+    """`Prompt.shown_columns`."""
 
     @classmethod
     def of(cls, sample: Sample, reward: float, failure: str | None = None) -> "EvaluatedSample":
@@ -244,6 +246,7 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
             finish_reason=sample.finish_reason,
             num_tokens=sample.num_tokens,
             source=sample.prompt.source,
+            columns=sample.prompt.shown_columns,
         )
 
 
@@ -270,6 +273,8 @@ class Saved(Moment, frozen=True):
     version: int
     num_drawn: int
     """Prompts drawn so far, which is also the index of the next one."""
+    duration_s: float = 0.0
+    """Seconds since it began; 0 in a log of an earlier version."""
 
 
 class Waiting(Moment, frozen=True):

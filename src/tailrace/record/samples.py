@@ -32,6 +32,8 @@ class SamplesWriter:
     def _lines(self, event: Stepped) -> Iterator[bytes]:
         for number, sample in enumerate(event.samples):
             record = _trained_record(sample, event.stats.num_steps)
+            if sample is sample.group.trainable[0]:
+                record["columns"] = sample.prompt.shown_columns
             if number < self._token_samples and sample.completion_ids:
                 record["completion_ids"] = sample.completion_ids
                 record["logprobs"] = [round(logprob, 4) for logprob in sample.behavior_logprobs]

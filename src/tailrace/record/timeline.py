@@ -149,6 +149,7 @@ _LISTS: Mapping[type, str] = {
     events.WeightsProbed: "probes",
     events.EngineStateChanged: "states",
     events.Evaluated: "evaluations",
+    events.Saved: "saved",
     events.Waiting: "alarms",
     events.ControllerLag: "lags",
     events.StagesFilled: "stages",
@@ -176,6 +177,7 @@ class Timeline:
     probes: list[events.WeightsProbed] = field(default_factory=list)
     states: list[events.EngineStateChanged] = field(default_factory=list)
     evaluations: list[events.Evaluated] = field(default_factory=list)
+    saved: list[events.Saved] = field(default_factory=list)
     alarms: list[events.Waiting] = field(default_factory=list)
     lags: list[events.ControllerLag] = field(default_factory=list)
     stages: list[events.StagesFilled] = field(default_factory=list)

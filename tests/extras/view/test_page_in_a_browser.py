@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,13 @@ import pytest
 from page_story import sinks_of, until, write_run
 
 from helpers.record_story import pipelined_round
+from tailrace.cli import main
 from tailrace.extras.view.run import open_runs
-from tailrace.record.events import RequestEnded, RequestStarted, Spent, Stepped, Waiting
-from tailrace.record.run_log import LogWriter
+from tailrace.record.events import Spent, Stepped, Waiting
 from tailrace.record.steps import StepMeter
-from tailrace.types import SampleId, Span
+from tailrace.types import Span
 
-for package in ("plotly", "starlette", "uvicorn"):
+for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -31,7 +32,6 @@ pytestmark = [
 SWITCHES = (
     *("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
-    *("--use-angle=swiftshader", "--enable-unsafe-swiftshader"),  # WebGL without a GPU
 )
 
 
@@ -47,22 +47,60 @@ def browser() -> Iterator[Any]:
 class Tab:
     """A page, and the errors that it wrote to the console."""
 
-    def __init__(self, browser: Any, address: str) -> None:
+    def __init__(self, browser: Any, address: str, *, width: int = 1400, **how: Any) -> None:
         self.errors: list[str] = []
-        self.page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        self.page = browser.new_page(viewport={"width": width, "height": 1000}, **how)
         self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.set_default_timeout(120_000)  # the machine may be busy
         self.page.goto(address)
-        self.page.wait_for_function("window.tailrace && window.tailrace.draws > 0")
+        self.wait("window.tailrace && tailrace.draws > 0 && tailrace.runs.every((run) => run.record)")
 
-    def spans(self, run: int = 0) -> dict[str, int]:
-        """Spans that the timeline of a run has, by their name in the legend."""
-        found: dict[str, int] = self.page.evaluate(
-            f"""Object.fromEntries(window.tailrace.runs[{run}].parts.plot.data.filter((trace) => trace.meta)
-            .map((trace) => [trace.name, trace.meta.spans]))"""
-        )
+    def wait(self, condition: str) -> None:
+        """Wait for a JavaScript expression. Playwright's own wait needs a page that may evaluate texts."""
+        for _ in range(1_200):
+            if self.page.evaluate(f"Boolean({condition})"):
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{condition}: {self.errors}")
+
+    def open(self, view: str) -> None:
+        self.page.click(f".tabs [value={view}]")
+        if view == "timeline":
+            self.wait("tailrace.timeline.panels.every((panel) => panel.picture.drawn)")
+
+    def drawn(self, run: int = 0) -> dict[str, int]:
+        """How many requests, bins and pieces of lanes the timeline shows."""
+        found: dict[str, int] = self.page.evaluate(f"tailrace.timeline.panels[{run}].picture.drawn")
         return found
+
+    def outcomes(self, run: int = 0) -> Counter[str]:
+        """The requests in the loaded window by their outcome."""
+        lanes = f"tailrace.timeline.panels[{run}].data.lanes"
+        return Counter(self.page.evaluate(f"{lanes}.flatMap((lane) => lane.requests || []).map((r) => r[3])"))
+
+    def place(self, time_s: float, lane: str, part: float = 0.5) -> tuple[float, float]:
+        """The point of the page at a time in a lane of the first run; `part`: from its top to its bottom."""
+        script = f"""(() => {{const {{canvas, picture}} = tailrace.timeline.panels[0];
+            const box = canvas.getBoundingClientRect();
+            const place = picture.places.find((each) => each.name === "{lane}");
+            return [box.left + picture.x({time_s}), box.top + place.top + {part} * place.height];}})()"""
+        x, y = self.page.evaluate(script)
+        return x, y
+
+    def range(self) -> tuple[float, float]:
+        """The range of time that the timeline shows."""
+        start_s, end_s = self.page.evaluate("[tailrace.timeline.from, tailrace.timeline.to]")
+        return start_s, end_s
+
+    def heap_mb(self) -> float:
+        """The heap of the page's scripts after a collection."""
+        session = self.page.context.new_cdp_session(self.page)
+        session.send("HeapProfiler.collectGarbage")
+        return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
+
+    def is_cut(self) -> bool:
+        return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
 @contextmanager
@@ -72,7 +110,7 @@ def served(*folders: Path) -> Iterator[str]:
     from tailrace.extras.view.app import make_app
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = HttpServer(make_app(open_runs(folders)), bound)
+        server = HttpServer(make_app(open_runs(folders, wait=True)), bound)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         try:
@@ -96,114 +134,241 @@ def stories(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         tab.page.close()
 
 
-def test_two_runs_stand_side_by_side(stories: Tab) -> None:
+def test_two_runs_are_overlaid_and_compared_in_one_table(stories: Tab) -> None:
     page = stories.page
-    assert page.locator("details h2").all_text_contents() == ["one", "other"]
-    spans = {
-        **{"round": 1, "gradients": 2, "optimizer step": 2, "publication": 1, "ended": 3, "length limit": 1},
-        **{"waits for generation": 2, "waits for the rollout's tail": 1, "waits for weights": 1},
-    }
-    assert (stories.spans(0), stories.spans(1)) == (spans, spans)
-    straggler = page.locator(".stragglers").first.inner_text().splitlines()[1].split("\t")
-    assert straggler == ["round 0", "1.0/1", "engine-0", "20", "3"]
-    reward = "document.querySelectorAll('.chart')[0].data"
-    assert page.evaluate(f"{reward}.map((trace) => [trace.name, [...trace.y]])") == [
-        ["one: reward", [0.5, 1]],
-        ["other: reward", [0.5, 1]],
+    names = "tailrace.overview.charts[0].lines.map((line) => [line.text, line.data[1]])"
+    assert page.evaluate(names) == [
+        ["one reward of the step", [0.5, 0.8125]],
+        ["other reward of the step", [0.5, 0.8125]],
     ]
-    page.select_option("#x-axis", "samples")
-    page.wait_for_function(f"{reward}[0].x[0] === 2 && {reward}[0].x[1] === 4")
+    assert page.locator("#head h1").inner_text() == "2 runs"
+    heads, *rows = page.locator("#comparison tr").all_inner_texts()
+    assert heads.split("\t")[:2] == ["run", "reward"] and [row.split()[0] for row in rows] == ["one", "other"]
+    assert page.locator("#config-differences").count() == 0
+    page.click(".segments [value=samples]")
+    assert page.evaluate("tailrace.overview.charts[0].lines[0].data[0]") == [2, 4]
+    page.locator("#comparison input").last.uncheck()
+    assert page.evaluate("tailrace.overview.charts[0].lines.length") == 1
+    page.locator("#comparison input").last.check()
     assert stories.errors == []
 
 
-@pytest.mark.parametrize("width", [500, 1300])
-def test_buttons_cover_no_title_and_no_table_is_cut(stories: Tab, width: int) -> None:
+def test_smoothing_draws_a_mean_over_the_band_of_what_happened(stories: Tab) -> None:
     page = stories.page
-    page.set_viewport_size({"width": width, "height": 1000})
-    page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")
-    overlaps = page.evaluate(
-        """[...document.querySelectorAll('.chart')].map((chart) => {
-        const [one, other] = ['.modebar', '.gtitle'].map((name) => chart.querySelector(name)
-          .getBoundingClientRect());
-        return one.width * other.width === 0 || (one.left < other.right && other.left < one.right
-          && one.top < other.bottom && other.top < one.bottom);})"""
-    )
-    assert overlaps and not any(overlaps)
-    cut = "[...document.querySelectorAll('.tables > div')].map((box) => box.scrollHeight > box.clientHeight)"
-    assert page.evaluate(cut) and not any(page.evaluate(cut))
-    page.set_viewport_size({"width": 1300, "height": 1000})
-    assert stories.errors == []
+    for smoothing, mean, band in ((0, [0.5, 1.0], [0.5, 1.0]), (0.9, [0.5, 0.7632], [0.5, 0.5])):
+        slide = f"(slider) => {{slider.value = {smoothing}; slider.dispatchEvent(new Event('input'));}}"
+        page.locator("#smoothing").evaluate(slide)
+        found = page.evaluate("tailrace.overview.charts[0].lines[0].data")
+        assert (found[1], found[2]) == (pytest.approx(mean, abs=1e-4), band)
 
 
 def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     """On the middle of the request of sample 1.0/1: slot 2, from 4 to 10 s."""
     page = stories.page
-    middle = """(() => {const {plot} = window.tailrace.runs[0].parts, box = plot.getBoundingClientRect();
-        const {xaxis, yaxis} = plot._fullLayout;
-        return [box.left + xaxis._offset + xaxis.d2p(7), box.top + yaxis._offset + yaxis.d2p(2)];})()"""
-    expected = "1.0/1 on engine-0: 4.00 to 10.00 s, 0 to 20 tokens"
-    for _ in range(100):  # the plot moves while parts of the page above it arrive
-        where = page.evaluate(middle)
-        page.mouse.move(where[0] - 1, where[1])
-        page.mouse.move(*where)
-        if page.locator(".controls p").first.inner_text().startswith(expected):
-            page.mouse.click(*where)
-            page.wait_for_selector("dialog[open]")
-            if page.locator("#sample-title").inner_text() == "one: sample 1.0/1":
-                break
-            page.click("dialog button")
-        page.wait_for_timeout(100)
-    assert page.locator(".controls p").first.inner_text().startswith(expected)
-    assert page.locator("#sample-title").inner_text() == "one: sample 1.0/1"
+    stories.open("timeline")
+    page.mouse.move(*stories.place(7.0, "engine-0", 0.8))
+    said = "1.0/1 on engine-0: ended at the length limit\n4 to 10 s, 0 to 20 tokens"
+    assert page.locator("#tip").inner_text() == said
+    page.mouse.click(*stories.place(7.0, "engine-0", 0.8))
+    stories.wait("tailrace.samples.sample?.id === '1.0/1'")
+    assert page.locator("#sample-title").inner_text() == "Prompt 1.0"
     assert page.locator("#sample-tokens").inner_text() == "answer 1"
     assert page.locator("#sample-prompt").inner_text() == "question 1"
-    page.click("dialog button")
+    about = page.locator("#sample-about").inner_text()
+    assert (
+        about == "sample 1.0/1 · step 2 · 20 tokens · truncated at the length limit · straggler of its round"
+    )
+    assert stories.errors == []
+
+
+def test_samples_are_read_by_prompt_ordered_filtered_and_searched(stories: Tab) -> None:
+    page = stories.page
+    stories.open("samples")
+    stories.wait("tailrace.samples.rows.length === 4")
+    groups = page.locator(".group .prompt")
+    assert groups.all_inner_texts() == ["question 0", "question 1"]
+    page.select_option("[aria-label=order]", "longest")
+    assert groups.all_inner_texts() == ["question 1", "question 0"]
+    page.select_option("[aria-label=only]", "truncated")
+    assert groups.all_inner_texts() == ["question 1"]
+    page.select_option("[aria-label=only]", "all")
+    page.select_option("[aria-label=order]", "newest")
+    page.fill("[aria-label=search]", "question 1")
+    stories.wait("tailrace.samples.rows.length === 2")
+    page.fill("[aria-label=search]", "")
+    stories.wait("tailrace.samples.rows.length === 4")
+    groups.first.click()
+    stories.wait("tailrace.samples.sample?.id === '0.0/0'")
+    page.locator("#samples .groups").focus()
+    for id in ("0.0/1", "1.0/0"):
+        page.keyboard.press("ArrowRight")
+        stories.wait(f"tailrace.samples.sample?.id === '{id}'")
+    page.click("[aria-label='previous sample']")
+    stories.wait("tailrace.samples.sample?.id === '0.0/1'")
     assert stories.errors == []
 
 
 def test_tokens_have_the_colour_of_their_version_or_log_prob(stories: Tab) -> None:
     page = stories.page
-    page.click(".samples >> nth=0 >> tr:has-text('0.0/0')")
-    page.wait_for_selector("dialog[open]")
-    colours = "[...document.querySelectorAll('#sample-tokens span')].map((span) => span.style.background)"
+    stories.open("samples")
+    stories.wait("tailrace.samples.rows.length === 4")
+    page.locator(".group").first.click()
+    stories.wait("tailrace.samples.sample?.id === '0.0/0' && tailrace.samples.sample.tokens")
+    colours = """[...document.querySelectorAll('#sample-tokens span')]
+        .map((span) => getComputedStyle(span).backgroundColor)"""
     first, second, third, fourth = page.evaluate(colours)
     assert first == second != third == fourth
-    page.select_option("#colour", "logprob")
-    white, *red = page.evaluate(colours)
-    assert white == "rgb(255, 255, 255)"
-    assert red == ["rgb(255, 233, 229)", "rgb(255, 189, 177)", "rgb(255, 123, 99)"]
-    page.click("dialog button")
+    page.click(".segments [value=logprob]")
+    alphas = [float(each.rpartition(" ")[2].rstrip(")")) for each in page.evaluate(colours)]
+    assert alphas == pytest.approx([0.0, 0.125, 0.375, 0.75], abs=0.01)
+    page.click(".segments [value=version]")
     assert stories.errors == []
 
 
-def write_large_log(path: Path, *, num: int, engines: int, slots: int) -> None:
-    """Requests of a second each, without a break in any slot."""
-    log, width = LogWriter(path), engines * slots
-    for second in range(num // width):
-        samples = [SampleId(second * width + lane, 0, 0) for lane in range(width)]
-        for lane, sample in enumerate(samples):
-            log.on(RequestStarted(float(second), sample, f"e{lane // slots}", 0))
-        for lane, sample in enumerate(samples):
-            tokens = sample.prompt % 997
-            log.on(RequestEnded(second + 0.9, sample, f"e{lane // slots}", tokens, tokens, "stop"))
-    log.close()
+def test_wheel_keys_and_pointer_zoom_and_move(stories: Tab) -> None:
+    page = stories.page
+    stories.open("timeline")
+    page.keyboard.press("0")
+    assert stories.range() == (0, 15)
+    page.mouse.move(*stories.place(5.0, "trainer"))
+    page.mouse.wheel(0, -400)
+    stories.wait("tailrace.timeline.to - tailrace.timeline.from < 8")
+    start_s, end_s = stories.range()
+    assert (5.0 - start_s) / (end_s - start_s) == pytest.approx(1 / 3, abs=0.02), "the point stays in place"
+    for name, grows, moves in (("w", -1, 0), ("s", 1, 0), ("d", 0, 1), ("a", 0, -1)):
+        before = stories.range()
+        page.keyboard.press(name)
+        after = stories.range()
+        span, middle = (after[1] - after[0]) - (before[1] - before[0]), sum(after) - sum(before)
+        assert (round(span, 6) > 0) - (round(span, 6) < 0) == grows
+        assert (round(middle, 6) > 0) - (round(middle, 6) < 0) == moves
+    before = stories.range()
+    x, y = stories.place(sum(before) / 2, "trainer")
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 100, y, steps=4)
+    page.mouse.up()
+    assert stories.range()[0] < before[0]
+    page.keyboard.press("0")
+    page.mouse.click(*stories.place(7.0, "rounds"))
+    assert stories.range() == (0, 15), "the only round is the whole run"
+    stories.wait("location.hash.startsWith('#/timeline/0-15')")
+    assert stories.errors == []
 
 
-def test_a_hundred_thousand_spans_are_drawn_and_filtered_by_engine(browser: Any, tmp_path: Path) -> None:
-    """As pixels, not as elements of the page."""
-    image = pytest.importorskip("PIL.Image")
-    write_large_log(tmp_path / "events.jsonl", num=100_000, engines=4, slots=25)
-    with served(tmp_path) as address:
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_fits_the_screen_and_follows_its_colours(
+    browser: Any, tmp_path: Path, width: int, scheme: str
+) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        tab = Tab(browser, address, width=width, color_scheme=scheme)
+        ground = tab.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert ground == {"light": "rgb(245, 247, 249)", "dark": "rgb(14, 19, 23)"}[scheme]
+        for view in ("overview", "timeline", "samples", "accounts"):
+            tab.open(view)
+            assert not tab.is_cut(), view
+        tab.open("overview")
+        reward = tab.page.locator("[data-title=Reward] canvas").bounding_box()
+        assert reward["y"] < 700 and reward["y"] + reward["height"] < 1000
+        assert tab.errors == []
+        tab.page.close()
+
+
+def test_a_printed_page_has_overview_and_accounts_and_no_controls(browser: Any, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run")) as address:
         tab = Tab(browser, address)
-        assert tab.spans()["ended"] == 100_000
-        assert tab.page.evaluate("document.querySelectorAll('*').length") < 5_000
-        tab.page.locator(".timeline").screenshot(path=tmp_path / "timeline.png")
-        pixels = image.open(tmp_path / "timeline.png").convert("RGB").getcolors(2**24)
-        assert sum(count for count, colour in pixels if colour == (0x00, 0x72, 0xB2)) > 50_000
-        tab.page.select_option("select[multiple]", "e2")
-        drawn = "window.tailrace.runs[0].parts.plot.data.find((trace) => trace.name === 'ended')"
-        tab.page.wait_for_function(f"{drawn}.meta.spans === 25000")
-        assert tab.page.locator(".timeline .ytick text").all_text_contents() == ["e2"]
+        tab.open("samples")
+        tab.page.emulate_media(media="print")
+        tab.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        shown = "(name) => document.querySelector(name).getBoundingClientRect().height > 0"
+        assert [
+            tab.page.evaluate(shown, name) for name in ("#overview", "#accounts", ".top", ".controls")
+        ] == [*(True, True, False, False)]
+        assert tab.page.locator("#accounts h2").first.inner_text() == "Tokens"
+        tab.page.close()
+
+
+LONG = """
+[run]
+rounds = 1000
+group_size = 8
+eval_every = 50
+eval_prompts = 32
+
+[schedule]
+name = "rolloutpipe"
+groups_per_round = 8
+groups_per_step = 4
+
+[sampling]
+max_completion_tokens = 1024
+
+[engine]
+max_num_seqs = 16
+
+[sim.engines]
+count = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated run of 1,000 rounds with 64,000 requests of training."""
+    folder = tmp_path_factory.mktemp("long")
+    (folder / "run.toml").write_text(LONG)
+    words = ["simulate", str(folder / "run.toml"), "--output-dir", str(folder / "run")]
+    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=subprocess.DEVNULL)
+    return folder / "run"
+
+
+def test_a_thousand_rounds_are_light_and_begin_with_the_reward(browser: Any, long_run: Path) -> None:
+    with served(long_run) as address:
+        tab = Tab(browser, address)
+        assert tab.page.locator("[data-title=Reward] canvas").bounding_box()["y"] < 700
+        assert tab.page.evaluate("tailrace.runs[0].figures.x.step.at(-1)") == 2_000
+        assert tab.page.evaluate("document.querySelectorAll('*').length") < 1_000
+        tab.open("timeline")
+        far = tab.drawn()
+        assert far["requests"] == 0 and 100 < far["bins"] < 20_000
+        assert tab.heap_mb() < 100
+        other = [
+            each for each in tab.page.evaluate("tailrace.runs[0].record.shares") if each["cause"] == "other"
+        ]
+        assert all(each["share"] <= 0.01 for each in other)
+        tab.page.click("text=last 5 rounds")
+        tab.wait("tailrace.timeline.panels[0].picture.drawn.requests > 0")
+        assert tab.drawn()["requests"] < 4_000 and tab.heap_mb() < 100
+        assert sum(tab.outcomes().values()) >= 5 * 64
+        assert tab.errors == []
+        tab.page.close()
+
+
+def test_a_thousand_rounds_are_a_small_file_that_says_what_it_lacks(
+    browser: Any, long_run: Path, tmp_path: Path
+) -> None:
+    assert main(["view", str(long_run), "--output", str(tmp_path / "long.html")]) == 0
+    assert (tmp_path / "long.html").stat().st_size < 3_000_000
+    tab = Tab(browser, (tmp_path / "long.html").as_uri())
+    tab.open("timeline")
+    assert "parts of equal length, and single requests of its last rounds only" in tab.page.inner_text(
+        "#timeline"
+    )
+    assert tab.drawn()["requests"] == 0 and tab.drawn()["bins"] > 100
+    tab.page.click("text=last 5 rounds")
+    tab.wait("tailrace.timeline.panels[0].picture.drawn.requests > 5 * 64")
+    assert tab.heap_mb() < 100 and tab.errors == []
+    tab.page.close()
+
+
+def test_a_page_that_is_opened_before_the_run_shows_it_when_it_comes(browser: Any, tmp_path: Path) -> None:
+    with served(tmp_path / "later") as address:
+        tab = Tab(browser, address)
+        assert tab.page.locator(".chip").inner_text().startswith("waits for the first record in")
+        write_run(tmp_path / "later")
+        tab.wait("tailrace.runs[0].figures.y.reward && tailrace.runs[0].record.end_s === 15")
+        tab.page.locator("[data-title=Reward] canvas").wait_for()
+        assert tab.page.locator("#head .verdict").inner_text().startswith("The trainer waited 60% of 15 s")
         assert tab.errors == []
         tab.page.close()
 
@@ -254,12 +419,14 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
         meter.on(event)
     with served(tmp_path / "grows", killed) as address:
         tab = Tab(browser, address)
-        assert (tab.spans(0)["not ended"], tab.spans(0)["ended"]) == (2, 2)
-        assert tab.page.locator(".state").first.inner_text() == "is being written"
+        tab.open("timeline")
+        tab.wait("tailrace.timeline.panels[1].data")
+        assert tab.outcomes(0) == {"unfinished": 2, "stop": 2}
+        assert tab.page.locator("#comparison .chip").first.inner_text() == "is being written"
         # Three rounds of four requests; the fourth has begun and may have got some way.
-        assert sum(tab.spans(1).get(name, 0) for name in ("ended", "length limit")) >= 12
+        assert sum(count for name, count in tab.outcomes(1).items() if name != "unfinished") >= 12
         line = rows.count(b"\n") + 1
-        said = f"metrics.jsonl, line {line}: the file ends within this line. The rest is shown."
+        said = f"killed: metrics.jsonl, line {line}: the file ends within this line. The rest is shown."
         assert tab.page.locator(".defect").all_text_contents() == [said]
         meter.on(Waiting(16.0, 6.0, "pool: a request of engine-0"))
         stalled = tab.page.locator(".advisory", has_text="stalled")
@@ -271,10 +438,11 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
             meter.on(event)
         meter.close()
         (tmp_path / "grows" / "summary.json").write_text("{}")
-        tab.page.wait_for_function("window.tailrace.runs[0].parts.state.textContent === 'finished'")
+        tab.wait("tailrace.runs[0].record.state.text === 'finished'")
+        tab.wait("tailrace.runs[0].figures.cost === '2.0000 USD'")
+        tab.wait("tailrace.timeline.panels[0].data.to >= 15")
         assert stalled.count() == 0
-        assert tab.page.locator(".cost").all_text_contents() == ["Cost: 2.0000 USD", ""]
-        assert tab.spans(0)["ended"] == 3 and "not ended" not in tab.spans(0)
-        assert tab.page.evaluate("document.querySelectorAll('.chart')[0].data[0].y.length") == 2
+        assert tab.outcomes(0) == {"stop": 3, "length": 1}
+        assert tab.page.evaluate("tailrace.runs[0].figures.y.reward[0].length") == 2
         assert tab.errors == []
         tab.page.close()

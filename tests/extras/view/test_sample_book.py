@@ -1,5 +1,6 @@
 """Samples from the files of a run and from its ledger."""
 
+import dataclasses
 import json
 from array import array
 from pathlib import Path
@@ -59,7 +60,6 @@ def test_a_sample_has_tokens_with_versions_and_log_probs(folder: Path) -> None:
     ids = ids_of("12 + 3")
     write_samples(folder, ids)
     book = SampleBook(folder)
-    book.update()
     view = book.find("0.0/1")
     assert view.source == "samples/round_000000.jsonl" and view.note == ""
     assert view.tokens and "".join(view.tokens.texts) == "12 + 3"
@@ -71,13 +71,7 @@ def test_a_sample_has_tokens_with_versions_and_log_probs(folder: Path) -> None:
 def test_only_the_first_samples_of_a_step_have_tokens(folder: Path) -> None:
     write_samples(folder, ids_of("1 + 1"), token_samples=1)
     book = SampleBook(folder)
-    book.update()
-    assert [(each["id"], each["has_tokens"]) for each in book.listed] == [
-        ("0.0/0", True),
-        ("0.0/1", False),
-        ("1.0/0", True),
-        ("1.0/1", False),
-    ]
+    assert [book.find(id).tokens is not None for id in ("0.0/0", "0.0/1", "1.0/0")] == [True, False, True]
     view = book.find("0.0/1")
     assert view.tokens is None and view.note == "its tokens were not recorded (record.token_samples)"
 
@@ -88,24 +82,20 @@ def test_a_torn_line_waits_and_a_bad_one_is_named(folder: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"{}\n" + lines[1][:-9])
     book = SampleBook(folder)
-    book.update()
-    assert [each["id"] for each in book.listed] == ["0.0/0"]
+    assert [each["id"] for each in book.listed()] == ["0.0/0"]
     assert [(defect.file, defect.line) for defect in book.defects] == [("round_000000.jsonl", 2)]
     with path.open("ab") as file:
         file.write(lines[1][-9:])
-    book.update()
     assert book.find("0.0/1").record["reward"] == json.loads(lines[1])["reward"]
 
 
 def test_a_resumed_run_replaces_its_samples(folder: Path) -> None:
     write_samples(folder, ids_of("1 + 1"))
     book = SampleBook(folder)
-    book.update()
     path = folder / "samples" / "round_000000.jsonl"
     (folder / "rest").write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     (folder / "rest").replace(path)
-    book.update()
-    assert [each["id"] for each in book.listed] == ["0.0/0"]
+    assert [each["id"] for each in book.listed()] == ["0.0/0"]
 
 
 def test_a_sample_that_was_not_trained_is_found_in_the_ledger(folder: Path) -> None:
@@ -141,6 +131,27 @@ def test_a_sample_whose_line_is_damaged_is_said_to_be(folder: Path) -> None:
     path = folder / "samples" / "round_000000.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"prompt":"', b'"prompt":"\xff'))
     book = SampleBook(folder)
-    book.update()
     view = book.find("0.0/0")
     assert view.record == {} and "round_000000.jsonl is damaged" in view.note
+
+
+def test_samples_are_listed_by_round_and_found_by_text(folder: Path) -> None:
+    for round in (0, 1):
+        play(pipelined_round(round=round).events, SamplesWriter(folder / "samples"))
+    book = SampleBook(folder)
+    assert [each["id"] for each in book.listed()][:4] == ["2.0/0", "2.0/1", "3.0/0", "3.0/1"]
+    assert {each["round"] for each in book.listed(last_round=0)} == {0}
+    assert [each["id"] for each in book.listed(search="QUESTION 3")] == ["3.0/0", "3.0/1"]
+    assert book.listed(search="no such text") == book.listed(held_out=True) == []
+
+
+def test_the_first_sample_of_a_group_has_the_columns_of_the_row(folder: Path) -> None:
+    story = pipelined_round()
+    group = next(event for event in story.events if isinstance(event, Stepped)).samples[0].group
+    row = {"answer": "7", "tests": "assert True\n" * 1_000}
+    group.prompt = dataclasses.replace(group.prompt, row=row)
+    play(story.events, SamplesWriter(folder / "samples"))
+    book = SampleBook(folder)
+    assert book.find("0.0/0").record["columns"] == {"answer": "7"}, "long columns are left out"
+    assert "columns" not in book.find("0.0/1").record
+    assert [each["id"] for each in book.listed(search="'answer': '7'")] == ["0.0/0"]

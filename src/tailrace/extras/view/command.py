@@ -40,9 +40,7 @@ def view(
         _write_perfetto(runs, perfetto)
         return
     check_installed()
-    opened = open_runs(runs)
-    for run in opened:
-        run.update()
+    opened = open_runs(runs, wait=output is None)
     if output:
         with writing("--output", output):
             output.write_text(whole_page(opened), encoding="utf-8")

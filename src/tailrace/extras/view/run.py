@@ -1,10 +1,10 @@
 """A run as the page shows it: read from its files, and derived again when one of them has grown."""
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import chain
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import RLock
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,145 +12,289 @@ from tailrace import clock
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.errors import ConfigError
-from tailrace.extras.view.idle import covered, idle_shares, idle_times
+from tailrace.extras.view.causes import shares_of
+from tailrace.extras.view.curves import Curves, is_evaluation
+from tailrace.extras.view.lanes import Lanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
-from tailrace.extras.view.status import Pace, advisories, open_work, state_of
-from tailrace.record.timeline import RunTimelines, ServedRequest, Timeline
+from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
+from tailrace.extras.view.verdict import CAUSES, accounts, trial_figures, verdict
+from tailrace.record.advisories import advisories_of_steps
+from tailrace.record.figures import Row, steps_of
+from tailrace.record.metrics import read_row
+from tailrace.record.summary import Summary
+from tailrace.record.timeline import RunTimelines
 
 TORN = "the file ends within this line"
-
-
-class Straggler(NamedTuple):
-    """The sample that ended last in a round, of those that were generated in it."""
-
-    round: str
-    sample: str
-    engine: str
-    slot: int
-    end_s: float
-    tokens: int
-    alone_s: float
-    """Seconds after the one before it."""
+CHARTED = (
+    *("reward", "reward_std", "frac_reward_zero_std", "loss", "value_loss", "entropy", "kl", "mismatch_kl"),
+    *(
+        "engine_mismatch_kl",
+        "grad_norm",
+        "learning_rate",
+        "completions/mean_length",
+        "completions/p50_length",
+    ),
+    *("completions/p90_length", "completions/max_length", "completions/clipped_ratio", "ess", "lag/mean"),
+    *("lag/max", "perf/tokens_per_s", "time/step", "time/wait", "round/waiting_ratio", "round/time_s"),
+)
+"""Figures that the page draws before it is asked for others."""
+FOLLOWED_ROUNDS = 5
+T = TypeVar("T")
 
 
 class RunView:
-    """Reads the files of one run, and changes nothing."""
+    """Reads the files of one run, and changes nothing. Threads of a server may share it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self._folder = name, folder
-        self._log = RunTimelines(folder / "events.jsonl")
-        self._samples = SampleBook(folder)
-        self._pace = Pace(folder / COUNTS_FOLDER)
-        self._rows: list[dict[str, float | None]] = []
-        self._row_defects: list[Defect] = []
+        self._samples, self._pace = SampleBook(folder), Pace(folder / COUNTS_FOLDER)
+        self._log, self._log_problem = RunTimelines(folder / "events.jsonl"), ""
+        self._log_lock, self._rows_lock = RLock(), RLock()
+        self._known: dict[str, tuple[object, Any]] = {}
+        """Derived values by name, each with the state of the files that it was derived from."""
 
-    def update(self) -> None:
-        """Read what is new. Raises a ConfigError if the run log has a bad line."""
-        self._log.update()
-        self._read_rows()
-        self._samples.update()
-        if self._log.all:
-            self._pace.update(self._log.all[-1])
+    # -- metrics.jsonl, config.toml --
 
-    def payload(self) -> dict[str, Any]:
-        """Return the contents of the page, as JSON."""
-        newest = self._log.all[-1] if self._log.all else None
-        state = state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
-        work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
-        found = advisories([row for row in self._rows if "loss" in row], newest, state, work)
-        return self._derived() | {
-            "name": self.name,
-            "rows": self._rows,
-            "samples": self._samples.listed,
-            "defects": [defect._asdict() for defect in self._defects()],
-            "state": state._asdict(),
-            "cost": self._cost(),
-            "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
-            "advisories": [each._asdict() for each in found],
-        }
+    def figures(self) -> dict[str, Any]:
+        """Return what the metrics and the config tell. The run log is not read, which may take long."""
+        with self._rows_lock:
+            rows, defects = self._rows()
+            curves = self._curves()
+            shown = {name: curves.of(name) for name in CHARTED if name in curves.names}
+            return {
+                "name": self.name,
+                "folder": str(self._folder),
+                "state": self._state()._asdict(),
+                "x": curves.x,
+                "y": shown,
+                "names": curves.names,
+                "evaluations": curves.evaluations,
+                "advisories": [each._asdict() for each in advisories_of_steps(steps_of(rows))],
+                "summary": self._figures(),
+                "cost": self._cost(),
+                "config": self._config(),
+                "defects": [each._asdict() for each in defects],
+            }
 
-    def sample(self, id: str) -> dict[str, Any]:
-        """One sample, with its requests."""
-        mine = [
-            dict(zip(COLUMNS, _cells(request), strict=True))
-            for timeline in self._log.all
-            for request in (*timeline.requests, *timeline.open_requests)
-            if str(request.sample) == id
-        ]
-        return msgspec.structs.asdict(self._samples.find(id)) | {"requests": mine}
+    def figure(self, name: str) -> Sequence[Sequence[float | None]]:
+        """The points of one figure (`Curves.of`)."""
+        with self._rows_lock:
+            return self._curves().of(name)
 
-    def ids_with_samples(self) -> Sequence[str]:
-        """The ids of the listed samples, the newest first."""
-        return [str(sample["id"]) for sample in reversed(self._samples.listed)]
-
-    def _read_rows(self) -> None:
+    def _rows(self) -> tuple[list[Row], list[Defect]]:
         """The rows of metrics.jsonl that are good, and the defects of the file."""
-        lines, is_torn = whole_lines(self._folder / "metrics.jsonl")
-        self._rows, bad = [], list[tuple[int, str]]()
-        for number, line in enumerate(lines, 1):
-            try:
-                row = msgspec.json.decode(line, type=dict[str, float | None])
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                row = {}
-            step = row.get("step")
-            if step is None or row.get("wall_time") is None:
-                bad.append((number, "it is no row of figures"))
-            elif self._rows and step < (self._rows[-1]["step"] or 0.0):
-                bad.append((number, "its step is before that of the line above"))
-            else:
-                self._rows.append(row)
-        self._row_defects = [Defect("metrics.jsonl", *bad[0], num_lines=len(bad))] if bad else []
-        if is_torn:
-            self._row_defects.append(Defect("metrics.jsonl", len(lines) + 1, TORN))
+        path = self._folder / "metrics.jsonl"
+        return self._derived("rows", _stamp(path), lambda: _good_rows(path))
+
+    def _curves(self) -> Curves:
+        rows, _ = self._rows()
+        return self._derived("curves", (len(rows), id(rows)), lambda: Curves(rows))
+
+    def _summary(self) -> Summary:
+        return Summary(earlier=self._rows()[0])
+
+    def _figures(self) -> list[dict[str, Any]]:
+        return self._derived("figures", id(self._rows()[0]), self._compared)
+
+    def _compared(self) -> list[dict[str, Any]]:
+        """The figures for a comparison with other runs; none of rows of another version."""
+        measured = [row["eval/accuracy"] for row in self._rows()[0] if is_evaluation(row)]
+        try:
+            return trial_figures(self._summary(), measured[-1] if measured else None)
+        except LookupError:
+            return []
 
     def _cost(self) -> str:
         """Describe the cost of the run so far and the rest of its budget; empty without prices."""
-        costs = [cost for row in self._rows if (cost := row.get("cost/total")) is not None]
-        folder = RunFolder(self._folder)
-        prices = folder.read_config().prices if costs and folder.config.exists() else None
-        return prices.words(costs[-1]) if prices else ""
+        costs = [cost for row in self._rows()[0] if (cost := row.get("cost/total")) is not None]
+        try:
+            prices = RunFolder(self._folder).read_config().prices if costs else None
+        except ConfigError:
+            prices = None
+        return prices.words(costs[-1]) if prices else f"{costs[-1]:,.4f}" if costs else ""
 
-    def _defects(self) -> Iterator[Defect]:
-        if self._log.reader.is_torn:
+    def _config(self) -> dict[str, object]:
+        """The keys of config.toml with their sections; empty if it cannot be read."""
+        try:
+            return dict(_flat(tomllib.loads((self._folder / "config.toml").read_text(encoding="utf-8"))))
+        except (OSError, ValueError):
+            return {}
+
+    def _state(self) -> RunStatus:
+        if not any((self._folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
+            return RunStatus("awaited", f"waits for the first record in {self._folder}")
+        newest = self._log.all[-1] if self._log.all else None
+        return state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
+
+    # -- events.jsonl --
+
+    def record(self) -> dict[str, Any]:
+        """Return what the run log tells."""
+        with self._log_lock:
+            lanes, lives, newest = self._lanes(), self._log.all, self._log.all[-1] if self._log.all else None
+            if newest:
+                self._pace.update(newest)
+            state = self._state()
+            work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
+            with self._rows_lock:
+                rows, figures, cost = self._rows()[0], self._figures(), self._cost()
+            recorded_s = sum(life.end_s - life.start_s for life in lives)
+            shares = self._derived("shares", self._num_read(), lambda: shares_of(lanes.causes, recorded_s))
+            by_key = {each["key"]: each["value"] for each in figures}
+            found = advisories(steps_of(rows), newest, state, work)
+            return {
+                "state": state._asdict(),
+                "end_s": lanes.end_s,
+                "lives": lanes.lives,
+                "engines": [{"name": name, "slots": slots} for name, slots in lanes.engines.items()],
+                "follow_s": lanes.last_rounds(FOLLOWED_ROUNDS),
+                "rounds": len(lanes.rounds),
+                "causes": CAUSES,
+                "shares": [each._asdict() for each in shares],
+                "verdict": verdict(shares, recorded_s, by_key, self._bound_share()),
+                "stragglers": [each._asdict() for each in lanes.stragglers],
+                "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
+                "advisories": [each._asdict() for each in found],
+                "accounts": self._derived(
+                    "accounts", (len(rows), self._num_read()), lambda: self._accounts(figures, cost)
+                ),
+                "defects": [each._asdict() for each in self._log_defects()],
+            }
+
+    def window(self, start_s: float, end_s: float, bins: int) -> dict[str, Any]:
+        """The lanes in a range of time (`Lanes.window`)."""
+        with self._log_lock:
+            return self._lanes().window(start_s, end_s, bins)
+
+    def _lanes(self) -> Lanes:
+        """Read what is new of the run log. A bad line ends what is shown of it."""
+        try:
+            if not self._log_problem or self._log.reader.was_replaced():
+                self._log_problem = ""
+                self._log.update()
+        except ConfigError as why:
+            self._log_problem = why.problem
+        return self._derived("lanes", self._num_read(), lambda: Lanes(self._log.all))
+
+    def _num_read(self) -> tuple[int, int]:
+        return id(self._log.reader), self._log.reader.num_lines
+
+    def _log_defects(self) -> Iterator[Defect]:
+        if self._log_problem:
+            yield Defect("events.jsonl", 0, self._log_problem)
+        elif self._log.reader.is_torn:
             yield Defect("events.jsonl", self._log.reader.num_lines + 1, TORN)
-        yield from (*self._row_defects, *self._samples.defects)
+        elif not self._log.all and (self._folder / "metrics.jsonl").exists():
+            yield Defect("events.jsonl", 0, "it is not there, so there is no timeline")
 
-    def _derived(self) -> dict[str, Any]:
-        """Return the contents that follow from the run log."""
-        lives = self._log.all
-        idle = [each for life in lives for each in idle_times(life)]
-        recorded_s = sum(life.end_s - life.first_round_s for life in lives)
-        slots: dict[str, int] = {}
-        for life in lives:
-            slots |= {name: max(slot, slots.get(name, 0)) for name, slot in life.slots.items()}
-        rounds = [each for life in lives for each in (*life.rounds, *life.open_rounds)]
-        rewards = [covered([*life.scorings, *life.open_scorings]).tolist() for life in lives]
-        return {
-            "engines": [{"name": name, "slots": slots[name]} for name in sorted(slots, key=_natural)],
-            "end_s": lives[-1].end_s if lives else 0.0,
-            "lives": [life.start_s for life in lives],
-            "requests": _columns([each for life in lives for each in life.requests]),
-            "unfinished": _columns([each for life in lives for each in life.open_requests]),
-            "idle_times": [list(column) for column in zip(*idle, strict=True)] or [[], [], [], []],
-            "idle": [row._asdict() for row in idle_shares(recorded_s, idle)],
-            "stragglers": [each._asdict() for life in lives for each in _stragglers(life)],
-            "rounds": [(each.name, each.start_s, each.end_s) for each in rounds],
-            "passes": _times(lives, "passes", "accumulate"),
-            "steps": _times(lives, "steps", "step"),
-            "publications": _times(lives, "publications", "publish"),
-            "probes": [(p.start_s, p.end_s, p.arrival.cause) for life in lives for p in life.probes],
-            "rewards": [*chain.from_iterable(rewards)],
-            "states": [msgspec.structs.asdict(each) for life in lives for each in life.states],
-        }
+    def _accounts(self, figures: Sequence[Mapping[str, Any]], cost: str) -> list[dict[str, Any]]:
+        with self._rows_lock:
+            try:
+                return accounts(self._summary(), figures, self._log.all, cost)
+            except LookupError:  # rows of another version
+                return []
+
+    def _bound_share(self) -> float | None:
+        try:
+            bound = msgspec.json.decode((self._folder / "summary.json").read_bytes())["bound"]
+            return float(bound["run_share"]) if bound else None
+        except (OSError, msgspec.DecodeError, LookupError, TypeError):
+            return None
+
+    # -- samples --
+
+    def samples(self, kind: str, last_round: int | None = None, search: str = "") -> dict[str, Any]:
+        """The newest samples: "trained", "held-out", or "failed", which have no reward."""
+        with self._log_lock:
+            self._lanes()
+            failed = {
+                str(each.sample): each.outcome
+                for life in self._log.all
+                for each in life.scorings
+                if each.reward is None and each.outcome != "next turn"
+            }
+            if kind == "failed":
+                found = [
+                    {"id": id, "failure": why, "round": None, "reward": None, "prompt": "", "text": ""}
+                    for id, why in reversed(failed.items())
+                    if search in id or search in why
+                ]
+                return {"samples": found, "defects": []}
+            listed = self._samples.listed(held_out=kind == "held-out", last_round=last_round, search=search)
+            return {"samples": listed, "defects": [each._asdict() for each in self._samples.defects]}
+
+    def sample(self, id: str) -> dict[str, Any]:
+        """One sample, with its requests."""
+        with self._log_lock:
+            self._lanes()
+            mine = [
+                {
+                    "engine": r.engine,
+                    "start_s": r.start_s,
+                    "end_s": r.end_s,
+                    "outcome": r.outcome,
+                    "had": r.had,
+                    "tokens": r.num_tokens,
+                }
+                for timeline in self._log.all
+                for r in (*timeline.requests, *timeline.open_requests)
+                if str(r.sample) == id
+            ]
+            return msgspec.structs.asdict(self._samples.find(id)) | {"requests": mine}
+
+    def _derived(self, name: str, of: object, derive: Callable[[], T]) -> T:
+        """Return the value that was derived before, unless the files have changed."""
+        if name not in self._known or self._known[name][0] != of:
+            self._known[name] = of, derive()
+        found: T = self._known[name][1]
+        return found
 
 
-def open_runs(folders: Sequence[Path]) -> list[RunView]:
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _good_rows(path: Path) -> tuple[list[Row], list[Defect]]:
+    lines, is_torn = whole_lines(path)
+    rows, bad = list[Row](), list[tuple[int, str]]()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = read_row(line)
+        except (ValueError, LookupError):
+            row = {}
+        if "wall_time" not in row:
+            bad.append((number, "it is no row of figures"))
+        elif rows and row["step"] < rows[-1]["step"]:
+            bad.append((number, "its step is before that of the line above"))
+        else:
+            rows.append(row)
+    defects = [Defect("metrics.jsonl", *bad[0], num_lines=len(bad))] if bad else []
+    return rows, defects + ([Defect("metrics.jsonl", len(lines) + 1, TORN)] if is_torn else [])
+
+
+def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def open_runs(folders: Sequence[Path], *, wait: bool = False) -> list[RunView]:
     """The runs in some folders, with short names that differ. A folder is that of a run, or has such folders
-    in it, as that of a comparison. Raises a ConfigError for one that holds no files of a run."""
+    in it, as that of a comparison. Raises a ConfigError for one that holds no files of a run.
+
+    Args:
+        wait: a folder that is not there yet, or in which a run starts, is a run without records.
+    """
     found: list[Path] = []
     for folder in folders:
         inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
-        if not inner and not _is_run(folder):
+        if not inner and not _is_run(folder) and not (wait and _may_become_a_run(folder)):
             problem = "it has neither events.jsonl nor metrics.jsonl"
             remedy = "name the output directory of a run, of a simulation or of a comparison"
             raise ConfigError("RUN", str(folder), problem, remedy)
@@ -165,40 +309,8 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("events.jsonl", "metrics.jsonl", "config.toml"))
 
 
-COLUMNS = ("engine", "slot", "start_s", "end_s", "outcome", "sample", "tokens", "had")
-
-
-def _cells(request: ServedRequest) -> tuple[object, ...]:
-    outcome = "evaluation" if request.is_evaluation else request.outcome
-    place = (request.engine, request.slot, request.start_s, request.end_s)
-    return (*place, outcome, str(request.sample), request.num_tokens, request.had)
-
-
-def _columns(requests: Sequence[ServedRequest]) -> dict[str, Sequence[object]]:
-    columns = list(zip(*map(_cells, requests), strict=True)) or [()] * len(COLUMNS)
-    return dict(zip(COLUMNS, columns, strict=True))
-
-
-def _times(lives: Sequence[Timeline], kind: str, verb: str) -> list[tuple[float, float]]:
-    """Start and end of the work of a kind; of what is open, by what the run asked its workers for."""
-    works = [each for life in lives for each in (*getattr(life, kind), *life.open_calls(verb))]
-    return [(each.start_s, each.end_s) for each in works]
-
-
-def _stragglers(timeline: Timeline) -> Iterator[Straggler]:
-    """Yield the straggler of each round in which at least two samples began and ended."""
-    responses = [each for each in timeline.requests if each.is_response]
-    ends = [each.end_s for each in responses]
-    for round in timeline.rounds:
-        ended = responses[bisect_right(ends, round.start_s) : bisect_right(ends, round.end_s)]
-        mine = [each for each in ended if each.start_s >= round.start_s]
-        if len(mine) > 1:
-            before, last = mine[-2:]
-            place = (last.engine, last.slot, last.end_s, last.num_tokens, last.end_s - before.end_s)
-            yield Straggler(round.name, str(last.sample), *place)
-
-
-def _natural(name: str) -> tuple[str, int]:
-    """Return a key by which engine-10 comes after engine-9."""
-    letters = name.rstrip("0123456789")
-    return letters, int(name[len(letters) :] or 0)
+def _may_become_a_run(folder: Path) -> bool:
+    """Whether there is nothing in the folder, or a run has locked it and starts its workers."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and ((folder / "lock").exists() or not any(folder.iterdir()))

@@ -1,8 +1,7 @@
 """The samples of a run: those that were trained, from their files, and the others, from the ledger."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,10 @@ from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
 from tailrace.ledger.store import open_store
 
-NUM_LISTED = 300
-"""The newest samples are listed; any other can be opened by its id."""
+NUM_LISTED = 2_000
+"""The newest samples are listed; any other can be opened by its id, or be found."""
+MAX_SHOWN = 300
+"""Characters of a prompt and of a text in the list."""
 CONTEXT = 6
 """Tokens before a token that are decoded with it: some tokenizers write a space only between two tokens."""
 
@@ -30,14 +31,37 @@ class Defect(NamedTuple):
 
 
 class SampleLine(msgspec.Struct):
-    """A sample in the list: a line of a samples file."""
+    """A line of a samples file, as far as the list of samples shows it."""
 
     id: str
-    step: int
     reward: float | None
     num_tokens: int
     finish_reason: str | None
-    completion_ids: msgspec.Raw = msgspec.Raw()
+    step: int | None = None
+    """The optimizer step that trained it; None: it is a held-out one."""
+    prompt: str = ""
+    text: str = ""
+    advantage: float | None = None
+    failure: str | None = None
+    source: str = ""
+    columns: dict[str, Any] = {}
+
+    def has(self, text: str) -> bool:
+        """Whether a text is in its id, prompt, completion or columns."""
+        places = (self.id, self.prompt, self.text, str(self.columns))
+        return any(text.lower() in place.lower() for place in places)
+
+    def listed(self, round: int) -> dict[str, Any]:
+        """The row of the list, with the beginnings of prompt and text."""
+        row = msgspec.structs.asdict(self) | {"round": round}
+        del row["columns"]
+        return row | {"prompt": self.prompt[:MAX_SHOWN], "text": self.text[:MAX_SHOWN]}
+
+
+class SampleName(msgspec.Struct):
+    """The id in a line of a samples file, of which the rest may be damaged."""
+
+    id: str = ""
 
 
 class TokenTable(msgspec.Struct):
@@ -71,76 +95,75 @@ def whole_lines(path: Path) -> tuple[list[bytes], bool]:
     return (whole + end).splitlines(keepends=True), bool(rest)
 
 
-class SamplesFile:
-    """The trained samples of a round, as they were when the file had a stamp (mtime and size)."""
-
-    def __init__(self, path: Path, stamp: tuple[int, int]) -> None:
-        self.stamp, self.name = stamp, path.name
-        self.listed: list[dict[str, object]] = []
-        self.defect: Defect | None = None
-        """Its first bad line."""
-        self.ranges: dict[str, tuple[int, int]] = {}
-        """Start and end in the file of the line of each sample."""
-        end = 0
-        for number, line in enumerate(whole_lines(path)[0], 1):
-            start, end = end, end + len(line)
-            try:
-                sample = msgspec.json.decode(line, type=SampleLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self.defect = self.defect or Defect(path.name, number, "it is no sample")
-                continue
-            self.ranges[sample.id] = (start, end)
-            listed = msgspec.structs.asdict(sample)
-            listed["has_tokens"] = bool(bytes(listed.pop("completion_ids")))
-            self.listed.append(listed)
-
-
 class SampleBook:
-    """Finds samples of the run in an output directory by id. It reads a file again when it has changed."""
+    """Finds samples of the run in an output directory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._texts: TokenTexts | None = None
-        self._files: dict[Path, SamplesFile] = {}
-        """The newest round last."""
+        self.defects: list[Defect] = []
+        """The first bad line of each file that the last list was read from."""
 
-    def update(self) -> None:
-        before, self._files = self._files, {}
-        for path in sorted((self._folder / "samples").glob("round_*.jsonl")):
-            status, known = path.stat(), before.get(path)
-            stamp = (status.st_mtime_ns, status.st_size)
-            self._files[path] = known if known and known.stamp == stamp else SamplesFile(path, stamp)
+    def listed(
+        self, *, held_out: bool = False, last_round: int | None = None, search: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the newest samples, the newest round first, and in it in the order of its file.
 
-    @property
-    def listed(self) -> list[dict[str, object]]:
-        """The newest samples, the newest last."""
-        newest = chain.from_iterable(reversed(file.listed) for file in reversed(self._files.values()))
-        return [*islice(newest, NUM_LISTED)][::-1]
+        Args:
+            held_out: those of evaluations, instead of those that were trained.
+            last_round: none of a later round.
+            search: only samples with this text in their id, prompt, text or columns.
+        """
+        found: list[dict[str, Any]] = []
+        self.defects = []
+        for path in self._paths("samples/eval" if held_out else "samples"):
+            round = int(path.stem.rpartition("_")[2])
+            if last_round is None or round <= last_round:
+                found += self._matching(path, round, search)
+            if len(found) >= NUM_LISTED:
+                break
+        return found[:NUM_LISTED]
 
-    @property
-    def defects(self) -> list[Defect]:
-        return [file.defect for file in self._files.values() if file.defect]
+    def _matching(self, path: Path, round: int, search: str) -> Iterator[dict[str, Any]]:
+        bad: list[int] = []
+        for number, line in enumerate(whole_lines(path)[0], 1):
+            try:
+                sample = msgspec.json.decode(line, type=SampleLine)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                bad.append(number)
+                continue
+            if not search or sample.has(search):
+                yield sample.listed(round)
+        if bad:
+            self.defects.append(Defect(path.name, bad[0], "it is no sample", num_lines=len(bad)))
+
+    def _paths(self, *folders: str) -> list[Path]:
+        """The files of some folders, the newest round of each first."""
+        return [
+            path for each in folders for path in sorted((self._folder / each).glob("round_*.jsonl"))[::-1]
+        ]
 
     def find(self, id: str) -> SampleView:
         """A sample, from its file or else from the ledger."""
-        if path := next((path for path, file in reversed(self._files.items()) if id in file.ranges), None):
-            try:
-                return self._from_file(id, path, *self._files[path].ranges[id])
-            except (msgspec.DecodeError, UnicodeDecodeError) as why:
-                return SampleView(id, "", {}, [], None, f"its line in {path} is damaged: {why}")
+        for path in self._paths("samples", "samples/eval"):
+            for line in (each for each in whole_lines(path)[0] if id.encode() in each):
+                try:
+                    if msgspec.json.decode(line, type=SampleName).id == id:
+                        return self._from_line(id, path, line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as why:
+                    return SampleView(id, "", {}, [], None, f"its line in {path} is damaged: {why}")
         try:
             return self._from_ledger(id)
         except (TailraceError, OSError, ValueError) as why:
             return SampleView(id, "", {}, [], None, f"it is in no samples file; the ledger: {why}")
 
-    def _from_file(self, id: str, path: Path, start: int, end: int) -> SampleView:
-        with path.open("rb") as file:
-            file.seek(start)
-            record = msgspec.json.decode(file.read(end - start))
+    def _from_line(self, id: str, path: Path, line: bytes) -> SampleView:
+        record = msgspec.json.decode(line)
         ids, logprobs = record.pop("completion_ids", None), record.pop("logprobs", [])
         spans = [(str(version), num) for version, num in record.get("spans", [])]
         note = "" if ids else "its tokens were not recorded (record.token_samples)"
-        view = SampleView(id, f"samples/{path.name}", record, spans, None, note)
+        place = path.relative_to(self._folder).as_posix()
+        view = SampleView(id, place, record, spans, None, note)
         return self._with_tokens(view, ids or [], logprobs)
 
     def _from_ledger(self, id: str) -> SampleView:

@@ -1,0 +1,75 @@
+"""The figures of a run as curves: at most as many points as a chart can show, each with the lowest and the
+highest value of its steps."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, nan
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.drivers.commands.evaluate import wilson
+from tailrace.record.figures import Row, steps_of
+
+MAX_POINTS = 1_000
+DIGITS = 5
+"""Significant digits of a value."""
+
+Values: TypeAlias = NDArray[np.float64]
+
+
+class Curves:
+    """The optimizer steps and evaluations in the rows of a run."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._steps = steps_of(rows)
+        self.names = list(dict.fromkeys(name for row in self._steps for name in row))
+        positions = _positions(rows)
+        steps = [at for at, row in zip(positions, rows, strict=True) if "loss" in row]
+        num = len(steps)
+        self._firsts = np.unique(np.linspace(0, num, min(num, MAX_POINTS), endpoint=False).astype(int))
+        lasts = [*(self._firsts[1:] - 1).tolist(), *([num - 1] if num else [])]
+        self.x = {name: _short(steps[at][name] for at in lasts) for name in (positions[-1] if rows else ())}
+        placed = zip(rows, positions, strict=True)
+        self.evaluations = [_evaluation(row, at) for row, at in placed if is_evaluation(row)]
+
+    def of(self, name: str) -> Sequence[Sequence[float | None]]:
+        """Return the points of a figure: the mean of its steps, and if they are several the lowest and the
+        highest value."""
+        values = np.array([row.get(name, nan) for row in self._steps], float)
+        values[~np.isfinite(values)] = nan
+        if len(self._firsts) == len(values):
+            return [_short(values)]
+        known = ~np.isnan(values)
+        number = np.add.reduceat(known.astype(float), self._firsts)
+        with np.errstate(invalid="ignore"):
+            mean = np.add.reduceat(np.nan_to_num(values), self._firsts) / number
+        low, high = np.fmin.reduceat(values, self._firsts), np.fmax.reduceat(values, self._firsts)
+        return [_short(mean), _short(low), _short(high)]
+
+
+def is_evaluation(row: Mapping[str, object]) -> bool:
+    return "eval/accuracy" in row
+
+
+def _positions(rows: Sequence[Row]) -> list[dict[str, float]]:
+    """Where each row stands on the axes that a chart may have. A run without prices has no cost."""
+    found: list[dict[str, float]] = []
+    origin = rows[0]["wall_time"] - rows[0].get("time/step", 0.0) if rows else 0.0
+    samples = cost = 0.0
+    is_priced = any("cost/total" in row for row in rows)
+    for row in rows:
+        samples, cost = samples + row.get("samples/trained", 0.0), row.get("cost/total", cost)
+        at = {"step": row["step"], "samples": samples, "seconds": row["wall_time"] - origin}
+        found.append(at | ({"cost": cost} if is_priced else {}))
+    return found
+
+
+def _evaluation(row: Row, at: Mapping[str, float]) -> dict[str, Any]:
+    accuracy, n = row["eval/accuracy"], row.get("eval/num_samples", 0.0)
+    low, high = wilson(accuracy, int(n)) if n and 0.0 <= accuracy <= 1.0 else (accuracy, accuracy)
+    return {**at, "accuracy": accuracy, "low": low, "high": high, "n": n}
+
+
+def _short(values: Iterable[float]) -> list[float | None]:
+    return [float(f"{value:.{DIGITS}g}") if isfinite(value) else None for value in values]

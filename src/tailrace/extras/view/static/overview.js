@@ -1,0 +1,186 @@
+"use strict";
+// Overview: what the runs are, whether they learn, and what they waited for.
+
+const CHARTS = [
+  { title: "Reward", series: [["reward", "reward of the step"], ["eval", "held-out accuracy"]], wide: true, height: 250 },
+  { title: "Where a step's time goes", unit: "s", series: [["time/step", "step"], ["time/wait", "of it waiting"]], height: 250 },
+  { title: "Loss", series: [["loss", "loss"], ["value_loss", "critic"]] },
+  { title: "Entropy", unit: "nats a token", series: [["entropy", "entropy"]] },
+  { title: "KL", unit: "nats a token", series: [["mismatch_kl", "engine to trainer"], ["engine_mismatch_kl", "the same, fresh samples"], ["kl", "to the reference"]] },
+  { title: "Gradient norm", series: [["grad_norm", "norm"]] },
+  { title: "Length", unit: "tokens", series: [["completions/p50_length", "median"], ["completions/p90_length", "p90"], ["completions/max_length", "longest"]] },
+  { title: "Truncated samples, groups of equal rewards", unit: "share", share: true, series: [["completions/clipped_ratio", "truncated"], ["frac_reward_zero_std", "equal rewards"]] },
+  { title: "Throughput", unit: "trained tokens/s", series: [["perf/tokens_per_s", "tokens/s"]] },
+  { title: "Waiting ratio of rounds", unit: "share", share: true, series: [["round/waiting_ratio", "waiting ratio"]] },
+  { title: "Lag", unit: "optimizer steps", series: [["lag/mean", "mean"], ["lag/max", "largest"]] },
+  { title: "Effective sample size", unit: "share", share: true, series: [["ess", "ESS"]] },
+  { title: "Learning rate", series: [["learning_rate", "learning rate"]] },
+];
+const NUM_LAST = 20;
+/** Figures of the short table of a comparison; the long one has all. */
+const COMPARED = ["accuracy", "reward", "main_s_per_1000_samples", "samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "waste_share"];
+
+class Overview {
+  axis = "step";
+  smoothing = null;
+  hidden = new Set();
+
+  constructor(runs, source) {
+    this.runs = runs;
+    this.source = source;
+    this.charts = CHARTS.map((spec) => new Chart(spec));
+    this.grid = element("div", { className: "charts" }, ...this.charts.map((chart) => chart.card));
+    this.tiles = element("dl", { className: "tiles", hidden: runs.length > 1 });
+    this.time = element("div", { className: "card", hidden: true, style: { "margin-top": "0.75rem" } });
+    this.compared = element("div", { className: "stack", style: { "margin-top": "0.75rem" } });
+    this.axes = element("span");
+    this.more = element("select", { ariaLabel: "another figure", onchange: () => this.#add() });
+    const slider = this.slider = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.6, id: "smoothing", oninput: () => { this.smoothing = Number(slider.value); this.drawCharts(); } });
+    const controls = element("div", { className: "controls" }, this.axes, element("label", {}, "smoothing", slider), element("span", { className: "space" }), this.more);
+    byId("overview").replaceChildren(this.tiles, controls, this.grid, this.time, this.compared);
+  }
+
+  get shown() { return this.runs.filter((run) => run.figures && !this.hidden.has(run.number)); }
+
+  draw() {
+    drawHead(this.runs, this);
+    if (!this.shown.length) return;
+    const axes = Object.entries(AXES).filter(([axis]) => this.shown.some((run) => run.figures.x[axis]));
+    this.axes.replaceChildren(segments("x axis", axes.map(([axis, text]) => [axis, text === "optimizer steps" ? "steps" : text === "samples trained" ? "samples" : text]), this.axis, (axis) => { this.axis = axis; this.drawCharts(); }));
+    const names = [...new Set(this.shown.flatMap((run) => run.figures.names))].filter((name) => !this.charts.some((chart) => chart.spec.series.some(([each]) => each === name)));
+    const offered = JSON.stringify(names);
+    if (offered !== this.offered) {
+      this.offered = offered;
+      this.more.replaceChildren(element("option", { value: "" }, `another of ${names.length} figures …`), ...names.sort().map((name) => element("option", { value: name }, name)));
+    }
+    this.more.hidden = !names.length;
+    this.drawCharts();
+    if (this.runs.length === 1) {
+      this.#drawTiles(this.runs[0]);
+      this.#drawTime(this.runs[0]);
+    } else {
+      this.#drawComparison();
+    }
+  }
+
+  drawCharts() {
+    if (byId("overview").hidden) return;
+    const points = Math.max(0, ...this.shown.map((run) => run.figures.x.step?.length || 0)), smoothing = this.smoothing ?? (points > 150 ? 0.95 : 0.6);
+    this.slider.value = smoothing;
+    for (const chart of this.charts) {
+      chart.card.hidden = false; // a hidden card has no width
+      chart.draw(this.shown, this.axis, smoothing);
+    }
+  }
+
+  async #add() {
+    const name = this.more.value;
+    if (!name) return;
+    await this.#load(name);
+    const chart = new Chart({ title: name, series: [[name, name]] });
+    this.charts.push(chart);
+    this.grid.append(chart.card);
+    this.draw();
+    chart.card.scrollIntoView({ block: "nearest" });
+  }
+
+  async #load(name) {
+    await Promise.all(this.runs.map(async (run) => { if (run.figures && !run.figures.y[name]) run.figures.y[name] = await this.source.figure(run.number, name); }));
+  }
+
+  /** Figures that were added by hand come again after an update. */
+  async reload() {
+    for (const chart of this.charts.slice(CHARTS.length)) await this.#load(chart.spec.title);
+  }
+
+  #drawTiles(run) {
+    const { figures, record } = run, last = (name) => (figures.y[name]?.[0] || []).filter((value) => value !== null);
+    const mean = (values) => values.slice(-NUM_LAST).reduce((sum, value, _, all) => sum + value / all.length, 0);
+    const tiles = [];
+    const tile = (name, value, note, line, paint) => tiles.push([element("div", { className: "card tile" }, element("dt", {}, name), element("dd", { className: "value" }, value), element("dd", { className: "note", title: note }, note), element("canvas")), line, paint]);
+    const rewards = last("reward"), steps = last("time/step"), tokens = last("perf/tokens_per_s");
+    if (rewards.length) tile("reward", format(+mean(rewards).toPrecision(3)), `from ${format(+rewards[0].toPrecision(3))}; best ${format(+Math.max(...rewards).toPrecision(3))}`, rewards, colour("blue"));
+    const measured = figures.evaluations.at(-1);
+    if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
+    if (steps.length) tile("seconds a step", duration(mean(steps)), `mean of ${Math.min(NUM_LAST, steps.length)} steps`, steps, colour("muted"));
+    if (tokens.length) tile("trained tokens/s", format(Math.round(mean(tokens))), `length ${format(Math.round(mean(last("completions/mean_length"))))} tokens`, tokens, colour("muted"));
+    const busy = record?.shares.filter((each) => each.lane === "trainer" && ["gradients", "step"].includes(each.cause));
+    if (busy?.length) tile("trainer computes", percent(busy.reduce((sum, each) => sum + each.share, 0)), "of the recorded time", null);
+    if (record) {
+      const planned = figures.config["run.rounds"], share = planned ? Math.min(1, record.rounds / planned) : null;
+      const left = share && run.figures.state.kind === "written" ? `, about ${duration(record.end_s / record.rounds * (planned - record.rounds))} left` : "";
+      tile("rounds", planned ? `${format(record.rounds)} / ${format(planned)}` : format(record.rounds), `${format(figures.x.step?.at(-1) ?? 0)} steps in ${duration(record.end_s)}${left}`, null);
+    }
+    this.tiles.replaceChildren(...tiles.map(([made]) => made));
+    for (const [made, line, paint] of tiles) if (line) sparkline(made.querySelector("canvas"), line, paint);
+  }
+
+  #drawTime(run) {
+    this.time.hidden = !run.record?.shares.length;
+    if (!this.time.hidden) this.time.replaceChildren(element("h3", { style: { "margin-bottom": "0.5rem" } }, "Where the trainer's time went"), ...causesOf(run, "trainer"));
+  }
+
+  #drawComparison() {
+    const rows = this.runs.filter((run) => run.figures), by = (run, name) => run.figures.summary.find((each) => each.key === name);
+    const keys = [...new Map(rows.flatMap((run) => run.figures.summary).map((each) => [each.key, each])).values()];
+    const cells = (figure) => {
+      const values = rows.map((run) => by(run, figure.key)), known = values.filter((each) => each && each.value !== null).map((each) => figure.better * each.value);
+      const isDivided = figure.better && known.length > 1 && Math.max(...known) > Math.min(...known);
+      return values.map((each) => [each ? each.text : "–", Boolean(each) && isDivided && figure.better * each.value === Math.max(...known)]);
+    };
+    const long = element("table", {}, element("tr", {}, element("th", {}, "figure"), ...rows.map((run) => element("th", { className: "number" }, key(runColour(run.number)), run.figures.name))),
+      ...keys.map((figure) => element("tr", {}, element("td", {}, figure.label), ...cells(figure).map(([text, isBest]) => element("td", { className: `number ${isBest ? "best" : ""}` }, text)))));
+    const config = [...new Set(rows.flatMap((run) => Object.keys(run.figures.config)))].filter((name) => new Set(rows.map((run) => JSON.stringify(run.figures.config[name]))).size > 1).sort();
+    const shown = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+    this.compared.replaceChildren(
+      element("div", { className: "card", id: "all-figures" }, element("h2", {}, "All figures"), element("div", { className: "scroll" }, long)),
+      ...(config.length ? [element("div", { className: "card", id: "config-differences" }, element("h2", {}, "Config keys that differ"), table(["key", ...rows.map((run) => run.figures.name)], config.map((name) => [element("code", {}, name), ...rows.map((run) => shown(run.figures.config[name]))])))] : []));
+    byId("comparison")?.replaceChildren(element("table", {}, element("tr", {}, element("th", {}, "run"), ...COMPARED.filter((name) => keys.some((each) => each.key === name)).map((name) => element("th", { className: "number" }, keys.find((each) => each.key === name).label))),
+      ...rows.map((run, at) => element("tr", {}, this.#nameCell(run), ...COMPARED.filter((name) => keys.some((each) => each.key === name)).map((name) => {
+        const [text, isBest] = cells(keys.find((each) => each.key === name))[at];
+        return element("td", { className: `number ${isBest ? "best" : ""}` }, text);
+      })))));
+  }
+
+  #nameCell(run) {
+    const box = element("input", { type: "checkbox", checked: !this.hidden.has(run.number), onchange: () => { if (box.checked) this.hidden.delete(run.number); else this.hidden.add(run.number); this.drawCharts(); } });
+    return element("td", {}, element("label", { style: { color: "var(--ink)", "font-weight": 560 } }, box, key(runColour(run.number)), run.figures.name), " ", stateChip(run));
+  }
+}
+
+function stateChip(run) {
+  const { kind, text } = run.record?.state || run.figures.state;
+  return element("span", { className: `chip ${kind}` }, run.isLive || kind === "finished" ? text : `${text} (when this page was written)`);
+}
+
+/** A lane's time by cause: a bar and what each part is. */
+function causesOf(run, lane) {
+  const { shares, causes } = run.record, mine = shares.filter((each) => each.lane === lane);
+  const text = (each) => `${causes[each.cause]} ${percent(each.share, 1)}`;
+  return [sharesBar(mine.map((each) => [each.cause, each.share])), element("div", { className: "shares" }, ...mine.filter((each) => each.share >= 0.0005).map((each) => element("span", { title: `${format(each.seconds)} s` }, key(causeColour(each.cause)), text(each))))];
+}
+
+/** The top of every view: names, states, verdicts, what a person should look at. */
+function drawHead(runs, overview) {
+  const known = runs.filter((run) => run.figures), single = runs.length === 1;
+  const notices = (run) => {
+    const { advisories, defects } = { advisories: run.record?.advisories || run.figures.advisories, defects: [...(run.record?.defects || []), ...run.figures.defects] };
+    const name = single ? "" : `${run.figures.name}: `;
+    return [...advisories.map((each) => element("div", { className: "advisory" }, element("b", {}, `${name}${each.kind}: `), each.text)),
+      ...defects.map((each) => element("div", { className: "defect" }, `${name}${each.file}${each.line ? `, line ${each.line}` : ""}: ${each.problem}${each.num_lines > 1 ? ` (and ${each.num_lines - 1} more lines)` : ""}. The rest is shown.`))];
+  };
+  const doing = (run) => (run.record?.state.kind === "written" && run.record.doing.length ? `${run.isLive ? "Now" : "When this page was written"}: ${run.record.doing.join(" · ")}` : "");
+  if (single && known.length) {
+    const [run] = known, { record, figures } = run;
+    byId("head").replaceChildren(element("div", { className: "run-head" },
+      element("div", { className: "run-title" }, element("h1", {}, figures.name), stateChip(run), element("span", { className: "muted small" }, [figures.config["schedule.name"], String(figures.config["model.path"] || "").split("/").at(-1)].filter(Boolean).join(" · "))),
+      element("p", { className: "verdict" }, record?.verdict || (record ? "" : "reading the events …")), element("p", { className: "doing", hidden: !doing(run) }, doing(run)),
+      element("p", { className: "cost", hidden: !figures.cost }, `Cost: ${figures.cost}`), element("div", { className: "notices", role: "status" }, ...notices(run))));
+  } else if (known.length) {
+    const comparison = byId("comparison") || element("div", { className: "scroll", id: "comparison" });
+    byId("head").replaceChildren(element("div", { className: "run-head" }, element("h1", {}, `${runs.length} runs`),
+      ...known.filter((run) => run.record?.verdict).map((run) => element("p", { className: "small" }, key(runColour(run.number)), element("b", {}, `${run.figures.name}: `), run.record.verdict)),
+      element("div", { className: "card", style: { "margin-top": "0.6rem", padding: "0.4rem 1rem" } }, comparison), element("div", { className: "notices", role: "status" }, ...known.flatMap(notices))));
+  }
+  document.title = known.length ? `${known.map((run) => run.figures.name).join(", ")} · tailrace` : "tailrace";
+}
