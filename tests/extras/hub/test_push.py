@@ -15,7 +15,8 @@ from huggingface_hub import ModelCard
 from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
 from tailrace.config import RunConfig
-from tailrace.extras.hub.card import base_model, wilson_interval
+from tailrace.drivers.commands.evaluate import wilson
+from tailrace.extras.hub.card import base_model
 
 
 @pytest.fixture(scope="module")
@@ -151,5 +152,5 @@ def test_a_base_model_of_the_hub_has_its_id(run: Path) -> None:
 
 
 def test_the_interval_is_that_of_wilson() -> None:
-    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)

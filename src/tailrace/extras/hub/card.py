@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tailrace import __version__
 from tailrace.config import RunConfig
 from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.commands.evaluate import wilson
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
 from tailrace.record.figures import Row
 from tailrace.record.metrics import read_rows
 
-Z = 1.96
-"""Standard errors of an interval of 95%."""
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
@@ -72,12 +70,6 @@ def base_model(config: RunConfig) -> str:
     return path if is_hub_id(path) else Path(path).name
 
 
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Return the interval of 95% of a share of n (Wilson 1927, score interval)."""
-    centre, half = share + Z**2 / (2 * n), Z * sqrt(share * (1 - share) / n + (Z / (2 * n)) ** 2)
-    return (centre - half) / (1 + Z**2 / n), (centre + half) / (1 + Z**2 / n)
-
-
 def _step_of_model(folder: RunFolder, last: int) -> int:
     """The optimizer steps of the exported model."""
     sealed = folder.model / CHECKSUMS_FILE
@@ -95,7 +87,7 @@ def _accuracy(config: RunConfig, row: Row) -> str:
     how = f"{n} prompts, {'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
     if not 0 <= accuracy <= 1:
         return f"{accuracy:.3f} ({how})"
-    low, high = wilson_interval(accuracy, n)
+    low, high = wilson(accuracy, n)
     return f"{accuracy:.3f}, 95% interval {low:.3f} to {high:.3f} ({how})"
 
 

@@ -3,10 +3,9 @@ highest value of its steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tailrace.drivers.commands.evaluate import wilson
 from tailrace.record.figures import Row, steps_of
@@ -14,8 +13,6 @@ from tailrace.record.figures import Row, steps_of
 MAX_POINTS = 1_000
 DIGITS = 5
 """Significant digits of a value."""
-
-Values: TypeAlias = NDArray[np.float64]
 
 
 class Curves:

@@ -14,7 +14,15 @@ from tailrace.extras.view.run import RunView
 from tailrace.importing import install
 
 SCRIPTS = (
-    *("vendor/uPlot.iife.min.js", "format.js", "source.js", "charts.js", "lanes.js", "overview.js"),
+    *(
+        "vendor/uPlot.iife.min.js",
+        "format.js",
+        "words.js",
+        "source.js",
+        "charts.js",
+        "lanes.js",
+        "overview.js",
+    ),
     *("timeline.js", "samples.js", "accounts.js", "page.js"),
 )
 """In the order in which they are run."""

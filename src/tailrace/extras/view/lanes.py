@@ -18,7 +18,7 @@ MAX_REQUESTS, MAX_PIECES = 4_000, 600
 MAX_MARKS = 200
 """The most stragglers, rounds and states of engines."""
 
-Array = NDArray[np.float64]
+Bins = NDArray[np.float64]
 
 
 class Straggler(NamedTuple):
@@ -37,7 +37,7 @@ class Straggler(NamedTuple):
         return self.end_s - self.start_s
 
 
-class Lanes:
+class RunLanes:
     """The work of all processes of a run."""
 
     def __init__(self, lives: Sequence[Timeline]) -> None:
@@ -67,7 +67,7 @@ class Lanes:
         edges = np.linspace(start_s, max(end_s, start_s + 1e-6), bins + 1)
         num = sum(each.count(start_s, end_s) for each in self._requests.values())
         is_detailed = num <= MAX_REQUESTS
-        lanes = [self._lane(name, self._lanes[name], edges) for name in ("trainer", *self.engines)]
+        lanes = [self._lane(name, self._lanes.get(name, {}), edges) for name in ("trainer", *self.engines)]
         for lane in lanes[1:]:
             requests = self._requests[lane["name"]]
             lane["slots"] = requests.slots
@@ -90,7 +90,7 @@ class Lanes:
         """Return the start of the last rounds."""
         return self.rounds[-num].start_s if len(self.rounds) >= num else 0.0
 
-    def _lane(self, name: str, causes: Causes, edges: Array) -> dict[str, Any]:
+    def _lane(self, name: str, causes: Causes, edges: Bins) -> dict[str, Any]:
         start_s, end_s = edges[0], edges[-1]
         mine = {cause: _within(times, start_s, end_s) for cause, times in causes.items()}
         mine = {cause: times for cause, times in mine.items() if len(times)}
@@ -133,7 +133,7 @@ class _Requests:
         times = (round(each.start_s, 4), round(each.end_s, 4), round(slot, 2))
         return (*times, outcome, str(each.sample), each.had, each.num_tokens)
 
-    def occupancy(self, edges: Array) -> dict[str, Any]:
+    def occupancy(self, edges: Bins) -> dict[str, Any]:
         """The share of the slots that requests take in each bin: those of training and of evaluations."""
         kinds = {"generating": ~self._held_out, "evaluation": self._held_out}
         of = {"generating": self.slots, "evaluation": self.slots * self._closer}
@@ -141,30 +141,30 @@ class _Requests:
         return {"slots_used": {kind: _bytes(open_s[kind] / max(1.0, of[kind])) for kind in kinds}}
 
 
-def _covered(times: Intervals, edges: Array) -> Array:
+def _covered(times: Intervals, edges: Bins) -> Bins:
     """The share of each bin that a set covers."""
     lengths = np.stack((np.zeros(len(times)), times[:, 1] - times[:, 0]), axis=1)
     before = np.interp(edges, times.ravel(), np.cumsum(lengths.ravel()))
-    shares: Array = np.diff(before) / np.diff(edges)
+    shares: Bins = np.diff(before) / np.diff(edges)
     return shares
 
 
-def _open_time(start: Array, end: Array, edges: Array) -> Array:
+def _open_time(start: Bins, end: Bins, edges: Bins) -> Bins:
     """How many of the intervals, which may overlap, are open in each bin in the mean."""
     before = _elapsed(start, edges) - _elapsed(end, edges)
-    counts: Array = np.diff(before) / np.diff(edges)
+    counts: Bins = np.diff(before) / np.diff(edges)
     return counts
 
 
-def _elapsed(since: Array, edges: Array) -> Array:
+def _elapsed(since: Bins, edges: Bins) -> Bins:
     """The sum over points in time of the time that has elapsed since then at each edge."""
     since = np.sort(since)
     number, sums = np.searchsorted(since, edges), np.concatenate(([0.0], np.cumsum(since)))
-    elapsed: Array = number * edges - sums[number]
+    elapsed: Bins = number * edges - sums[number]
     return elapsed
 
 
-def _bytes(shares: Array) -> str:
+def _bytes(shares: Bins) -> str:
     """Shares in steps of 1/255, as base64."""
     return b64encode(np.round(np.clip(shares, 0.0, 1.0) * 255).astype(np.uint8).tobytes()).decode()
 

@@ -14,10 +14,10 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.errors import ConfigError
 from tailrace.extras.view.causes import shares_of
 from tailrace.extras.view.curves import Curves, is_evaluation
-from tailrace.extras.view.lanes import Lanes
+from tailrace.extras.view.lanes import RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
-from tailrace.extras.view.verdict import CAUSES, accounts, trial_figures, verdict
+from tailrace.extras.view.totals import totals, trial_figures
 from tailrace.record.advisories import advisories_of_steps
 from tailrace.record.figures import Row, steps_of
 from tailrace.record.metrics import read_row
@@ -137,10 +137,9 @@ class RunView:
             state = self._state()
             work = open_work(newest, self._pace.pauses(newest)) if newest and state.kind != "finished" else []
             with self._rows_lock:
-                rows, figures, cost = self._rows()[0], self._figures(), self._cost()
+                rows = self._rows()[0]
             recorded_s = sum(life.end_s - life.start_s for life in lives)
             shares = self._derived("shares", self._num_read(), lambda: shares_of(lanes.causes, recorded_s))
-            by_key = {each["key"]: each["value"] for each in figures}
             found = advisories(steps_of(rows), newest, state, work)
             return {
                 "state": state._asdict(),
@@ -149,24 +148,22 @@ class RunView:
                 "engines": [{"name": name, "slots": slots} for name, slots in lanes.engines.items()],
                 "follow_s": lanes.last_rounds(FOLLOWED_ROUNDS),
                 "rounds": len(lanes.rounds),
-                "causes": CAUSES,
                 "shares": [each._asdict() for each in shares],
-                "verdict": verdict(shares, recorded_s, by_key, self._bound_share()),
+                "recorded_s": recorded_s,
+                "bound_share": self._bound_share(),
                 "stragglers": [each._asdict() for each in lanes.stragglers],
                 "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
                 "advisories": [each._asdict() for each in found],
-                "accounts": self._derived(
-                    "accounts", (len(rows), self._num_read()), lambda: self._accounts(figures, cost)
-                ),
+                "totals": self._derived("totals", (id(rows), self._num_read()), self._totals),
                 "defects": [each._asdict() for each in self._log_defects()],
             }
 
     def window(self, start_s: float, end_s: float, bins: int) -> dict[str, Any]:
-        """The lanes in a range of time (`Lanes.window`)."""
+        """The lanes in a range of time (`RunLanes.window`)."""
         with self._log_lock:
             return self._lanes().window(start_s, end_s, bins)
 
-    def _lanes(self) -> Lanes:
+    def _lanes(self) -> RunLanes:
         """Read what is new of the run log. A bad line ends what is shown of it."""
         try:
             if not self._log_problem or self._log.reader.was_replaced():
@@ -174,7 +171,7 @@ class RunView:
                 self._log.update()
         except ConfigError as why:
             self._log_problem = why.problem
-        return self._derived("lanes", self._num_read(), lambda: Lanes(self._log.all))
+        return self._derived("lanes", self._num_read(), lambda: RunLanes(self._log.all))
 
     def _num_read(self) -> tuple[int, int]:
         return id(self._log.reader), self._log.reader.num_lines
@@ -187,12 +184,13 @@ class RunView:
         elif not self._log.all and (self._folder / "metrics.jsonl").exists():
             yield Defect("events.jsonl", 0, "it is not there, so there is no timeline")
 
-    def _accounts(self, figures: Sequence[Mapping[str, Any]], cost: str) -> list[dict[str, Any]]:
+    def _totals(self) -> dict[str, Any]:
+        """The totals of the run; none of rows of another version."""
         with self._rows_lock:
             try:
-                return accounts(self._summary(), figures, self._log.all, cost)
-            except LookupError:  # rows of another version
-                return []
+                return totals(self._summary(), self._log.all)
+            except LookupError:
+                return {}
 
     def _bound_share(self) -> float | None:
         try:

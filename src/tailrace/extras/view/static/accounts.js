@@ -6,9 +6,9 @@ class AccountsView {
 
   draw() {
     if (byId("accounts").hidden) return;
-    const known = this.runs.filter((run) => run.record);
+    const known = this.runs.filter((run) => run.record && run.figures);
     byId("accounts").replaceChildren(...known.flatMap((run) => {
-      const sections = run.record.accounts.map((section) => element("div", { className: "card" }, element("h2", {}, section.title), section.text ? element("p", { className: "muted" }, section.text) : "", section.rows.length ? this.#rows(section.rows) : ""));
+      const sections = accountsOf(run).map(([title, text, rows]) => element("div", { className: "card" }, element("h2", {}, title), text ? element("p", { className: "muted" }, text) : "", rows.length ? this.#rows(rows) : ""));
       const name = known.length > 1 ? [element("h2", { style: { margin: "0.8rem 0 0.5rem" } }, key(runColour(run.number)), run.figures?.name || "")] : [];
       return [...name, element("div", { className: "accounts" }, ...(sections.length ? sections : [element("div", { className: "empty" }, "Nothing is trained yet.")]))];
     }));

@@ -191,7 +191,7 @@ class LanesPicture {
       const found = lane.requests.find((each) => is(each) && each[2] <= row && row < each[2] + 1);
       if (found) return { sample: found[4], text: `${found[4]} on ${lane.name}: ${OUTCOMES[found[3]]?.[1] || found[3]}\n${format(found[0])} to ${format(found[1])} s, ${format(found[5])} to ${format(found[6])} tokens` };
     }
-    const causes = (name) => window.tailrace.causes[name] || name;
+    const causes = (name) => CAUSES[name] || name;
     if (lane.pieces) {
       const found = lane.pieces.find(is);
       return found && { text: `${place.name}: ${causes(found[2])}, ${duration(found[1] - found[0])}` };

@@ -144,19 +144,21 @@ class Overview {
 
   #nameCell(run) {
     const box = element("input", { type: "checkbox", checked: !this.hidden.has(run.number), onchange: () => { if (box.checked) this.hidden.delete(run.number); else this.hidden.add(run.number); this.drawCharts(); } });
-    return element("td", {}, element("label", { style: { color: "var(--ink)", "font-weight": 560 } }, box, key(runColour(run.number)), run.figures.name), " ", stateChip(run));
+    return element("td", { style: { "white-space": "nowrap" } }, element("label", { style: { color: "var(--ink)", "font-weight": 560, "margin-right": "0.6rem" } }, box, key(runColour(run.number)), run.figures.name), stateChip(run, true));
   }
 }
 
-function stateChip(run) {
+/** The state of a run; `isShort`: in a word. */
+function stateChip(run, isShort = false) {
   const { kind, text } = run.record?.state || run.figures.state;
+  if (isShort && kind !== "finished") return element("span", { className: `chip ${kind}`, title: text }, { written: "is being written", awaited: "no record yet", starting: "starts", blocked: "blocked", ended: "ended without closing" }[kind] || "not finished");
   return element("span", { className: `chip ${kind}` }, run.isLive || kind === "finished" ? text : `${text} (when this page was written)`);
 }
 
 /** A lane's time by cause: a bar and what each part is. */
 function causesOf(run, lane) {
-  const { shares, causes } = run.record, mine = shares.filter((each) => each.lane === lane);
-  const text = (each) => `${causes[each.cause]} ${percent(each.share, 1)}`;
+  const { shares } = run.record, mine = shares.filter((each) => each.lane === lane);
+  const text = (each) => `${CAUSES[each.cause]} ${percent(each.share, 1)}`;
   return [sharesBar(mine.map((each) => [each.cause, each.share])), element("div", { className: "shares" }, ...mine.filter((each) => each.share >= 0.0005).map((each) => element("span", { title: `${format(each.seconds)} s` }, key(causeColour(each.cause)), text(each))))];
 }
 
@@ -174,12 +176,12 @@ function drawHead(runs, overview) {
     const [run] = known, { record, figures } = run;
     byId("head").replaceChildren(element("div", { className: "run-head" },
       element("div", { className: "run-title" }, element("h1", {}, figures.name), stateChip(run), element("span", { className: "muted small" }, [figures.config["schedule.name"], String(figures.config["model.path"] || "").split("/").at(-1)].filter(Boolean).join(" · "))),
-      element("p", { className: "verdict" }, record?.verdict || (record ? "" : "reading the events …")), element("p", { className: "doing", hidden: !doing(run) }, doing(run)),
+      element("p", { className: "verdict" }, record ? verdictOf(run) : "reading the events …"), element("p", { className: "doing", hidden: !doing(run) }, doing(run)),
       element("p", { className: "cost", hidden: !figures.cost }, `Cost: ${figures.cost}`), element("div", { className: "notices", role: "status" }, ...notices(run))));
   } else if (known.length) {
     const comparison = byId("comparison") || element("div", { className: "scroll", id: "comparison" });
     byId("head").replaceChildren(element("div", { className: "run-head" }, element("h1", {}, `${runs.length} runs`),
-      ...known.filter((run) => run.record?.verdict).map((run) => element("p", { className: "small" }, key(runColour(run.number)), element("b", {}, `${run.figures.name}: `), run.record.verdict)),
+      ...known.filter((run) => run.record && verdictOf(run)).map((run) => element("p", { className: "small" }, key(runColour(run.number)), element("b", {}, `${run.figures.name}: `), verdictOf(run))),
       element("div", { className: "card", style: { "margin-top": "0.6rem", padding: "0.4rem 1rem" } }, comparison), element("div", { className: "notices", role: "status" }, ...known.flatMap(notices))));
   }
   document.title = known.length ? `${known.map((run) => run.figures.name).join(", ")} · tailrace` : "tailrace";

@@ -17,7 +17,7 @@
   const VIEWS = { overview: ["Overview", () => overview.draw()], timeline: ["Timeline", () => timeline.draw()], samples: ["Samples", () => samples.load()], accounts: ["Accounts", () => accounts.draw()] };
   let shown = "overview";
   /** `draws`: drawn updates; `windows`: loaded ranges of the timeline. Tests read them. */
-  window.tailrace = { runs, overview, timeline, samples, draws: 0, windows: 0, causes: {} };
+  window.tailrace = { runs, overview, timeline, samples, draws: 0, windows: 0 };
 
   async function show(name) {
     shown = name;
@@ -66,7 +66,6 @@
     const found = await Promise.all(runs.map(async (run) => {
       const answer = await source[part](run.number);
       if (answer) run[part] = answer;
-      if (answer?.causes) window.tailrace.causes = answer.causes;
       return Boolean(answer);
     }));
     return found.some(Boolean);
