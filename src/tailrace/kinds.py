@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, str] = {
     "environment.tools": "tailrace.drivers.environments.open:ToolsEnvironments",
     "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
     "environment.agent": "tailrace.extras.agents.kind:Agents",
+    "environment.openenv": "tailrace.extras.openenv.kind:OpenEnvEnvironments",
     "environment.verifiers": "tailrace.extras.verifiers.kind:TasksetEnvironments",
     "host.local": "tailrace.drivers.workers.hosts:HostKind",
     "host.join": "tailrace.extras.cluster.join:JoinHost",

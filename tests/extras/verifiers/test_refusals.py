@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chatty_model import chatty_tokenizer
 
+from helpers.chatty_model import chatty_tokenizer
 from tailrace.config import load_config
 from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.data.settings import TasksetSettings

@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from chatty_model import CALLS, END, chatty_tokenizer
 
+from helpers.chatty_model import CALLS, END, chatty_tokenizer
 from tailrace.contracts.environments import Environment, Outcome
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.settings import TasksetSettings

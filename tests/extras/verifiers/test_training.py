@@ -9,10 +9,10 @@ from pathlib import Path
 import collected
 import pytest
 import torch
-from chatty_model import ANSWER, save_chatty_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import tailrace
+from helpers.chatty_model import ANSWER, save_chatty_model
 from tailrace.types import Sample
 
 pytestmark = [

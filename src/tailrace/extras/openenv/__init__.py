@@ -1,0 +1,1 @@
+"""For environments behind servers of OpenEnv (pip install openenv)."""
