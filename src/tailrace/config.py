@@ -120,10 +120,14 @@ class PlanSettings(Settings):
 
     max_lag: int | None = Field(default=None, ge=0)
     """Largest age of a trained token, in optimizer steps. None: no limit."""
+    max_mean_lag: float = Field(default=4.0, ge=0)
+    """Largest mean age. Default: up to it learning lost nothing in docs/results.md."""
+    min_ess: float = Field(default=0.9, ge=0, le=1)
+    """Least effective sample size, as a share; predicted with sim.trainer.drift."""
     max_length_bias: float = Field(default=0.02, ge=0)
     """Largest difference of the mean trained length from that of all responses to the same prompts."""
-    steps: int = Field(default=64, ge=16)
-    """Optimizer steps over which the best candidates are compared."""
+    steps: int | None = Field(default=None, ge=16)
+    """Optimizer steps over which the best candidates are compared. None: 16 to 64, about 8,192 samples."""
     top: int = Field(default=10, ge=1)
     """Candidates that are printed."""
 

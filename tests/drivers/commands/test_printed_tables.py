@@ -49,12 +49,13 @@ def test_output_that_is_no_terminal_has_one_line_for_each_candidate(
         assert f"{number}.725" in line
 
 
-def test_what_a_long_command_does_is_told_line_by_line_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("every_s", "told"), [(0.0, ["1 measured", "2 measured"]), (3600.0, ["1 measured"])])
+def test_what_a_long_command_does_is_told_line_by_line_where_there_is_no_terminal_some_seconds_apart(
+    every_s: float, told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress() as say:
-        say("april over 8 optimizer steps")
-        say("serial over 8 optimizer steps")
+    with progress(every_s) as say:
+        say("1 measured")
+        say("2 measured")
     captured = capsys.readouterr()
-    assert captured.err.splitlines() == ["april over 8 optimizer steps", "serial over 8 optimizer steps"]
+    assert captured.err.splitlines() == told
     assert captured.out == ""

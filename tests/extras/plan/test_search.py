@@ -1,6 +1,7 @@
 """The search on a cluster of two devices, and its reasons in words."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -39,12 +40,16 @@ def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_th
     assert plan.best.step_s == min(each.step_s for each in fair)
     assert plan.best.figures["samples_per_s"] == pytest.approx(4 / plan.best.step_s)
     assert plan.best.figures["lag_max"] <= 1
-    assert len(plan.ranking) + plan.pruned + sum(plan.excluded.values()) == plan.candidates
-    assert excluded["plan.max_lag = 1"] == plan.excluded["plan.max_lag = 1"] > 0
+    ranked = sum(1 + len(each.variants) for each in plan.ranking)
+    assert ranked + plan.pruned + sum(plan.excluded.values()) == plan.candidates
+    too_old = "train tokens that are older than plan.max_lag = 1 steps"
+    assert excluded[too_old] == plan.excluded[too_old] > 0
     # Races for responses favour short ones, on each division.
-    assert plan.excluded["plan.max_length_bias = 0.02"] == 2
-    over_all = [each.step_s for each in plan.ranking if each.steps == PROBLEM.steps]
-    assert over_all == sorted(over_all)
+    biased = "prefer short or long responses: their bias is above plan.max_length_bias = 0.02"
+    assert plan.excluded[biased] == 2
+    assert {each.steps for each in plan.ranking} == {PROBLEM.steps}
+    times = [each.step_s for each in plan.ranking]
+    assert times == sorted(set(times))
 
 
 def test_a_cluster_that_no_candidate_fits_is_refused_with_the_numbers() -> None:
@@ -59,6 +64,40 @@ def test_a_limit_that_no_candidate_meets_says_how_many_it_excludes() -> None:
     number = len(problem.candidates()[0])
     with pytest.raises(ConfigError, match=f"it excludes all {number} candidates that fit the devices"):
         search(problem)
+
+
+def test_the_whole_search_measures_every_candidate_over_all_steps() -> None:
+    told: list[str] = []
+    plan = search(replace(PROBLEM, progress=told.append), whole=True)
+    assert plan.pruned == 0 and len(told) == len(PROBLEM.candidates()[0])
+    assert plan.best.step_s == search(PROBLEM).best.step_s
+    assert "1 measured, best so far" in told[1] and "s left in this pass" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "figure", "least"),
+    [({"max_mean_lag": 0.3}, "lag_mean", -0.3), ({"min_ess": 0.9999}, "ess_mean", 0.9999)],
+)
+def test_a_limit_on_what_was_learnt_from_excludes_the_faster_candidates_above_it(
+    limit: dict[str, float], figure: str, least: float
+) -> None:
+    free, limited = search(PROBLEM).best, search(replace(PROBLEM, **limit))  # type: ignore[arg-type]
+    sign = -1 if least < 0 else 1
+    assert sign * free.figures[figure] < least <= min(sign * each.figures[figure] for each in limited.ranking)
+    assert free.step_s < limited.best.step_s
+    assert any(f"plan.{next(iter(limit))} = " in words for words in limited.excluded)
+
+
+def test_candidates_with_the_same_figures_are_one_row() -> None:
+    """With slots for a step only, no more requests can be in flight."""
+    engines = SimEngineSettings(slots=4)
+    problem = replace(PROBLEM, sim=PROBLEM.sim.model_copy(update={"engines": engines}), max_lag=inf)
+    names = {each.work.name for each in problem.candidates()[0] if each.work.schedule == "pipelinerl"}
+    assert names == {"pipelinerl, 1 steps in flight"}
+    plan = search(problem, whole=True)
+    assert any(each.variants for each in plan.ranking)
+    keys = [(each.step_s, each.figures["lag_mean"], each.figures["waste_share"]) for each in plan.ranking]
+    assert len(set(keys)) == len(keys)
 
 
 def test_the_memory_of_a_candidate() -> None:

@@ -1,5 +1,6 @@
 """Output of commands: tables with one row a line in any width, and what a long search does."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
+from tailrace import clock
 from tailrace.errors import ConfigError
 
 WIDE = 10_000
@@ -21,14 +23,23 @@ def open_console() -> Console:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Show on standard error what a long command does: in one line of a terminal, or line by line."""
+def progress(every_s: float = 5.0) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what a long command does: in one line of a terminal, or else a line each so many
+    seconds."""
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
-    else:
-        yield console.print
+        return
+    last_s = -math.inf
+
+    def say(words: str) -> None:
+        nonlocal last_s
+        if clock.wall_time() - last_s >= every_s:
+            last_s = clock.wall_time()
+            console.print(words)
+
+    yield say
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -147,6 +147,7 @@ class Work:
         waited_tokens: the longest response that an optimizer step waits for, on average.
         stops: the engines wait while the trainer steps and publishes.
         cycle: rounds after which the schedule is where it began.
+        bound: the schedule with its parameters, of a setting that is no candidate; None: as they say.
     """
 
     schedule: str
@@ -158,13 +159,14 @@ class Work:
     waited_tokens: Callable[[Workload], float] = lambda load: 0.0
     stops: bool = True
     cycle: int = 1
+    bound: Schedule | None = None
 
     @property
     def name(self) -> str:
         return f"{self.schedule}, {self.label}" if self.label else self.schedule
 
     def ready(self) -> Schedule:
-        return partial(SCHEDULES[self.schedule], **self.parameters)
+        return self.bound or partial(SCHEDULES[self.schedule], **self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +208,15 @@ def candidates(
     assert sim.cluster
     U, K, lags = groups_per_step, group_size, sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
     for kind, rollout_devices, size in divisions(sim.cluster):
-        num_engines = (rollout_devices or sim.cluster.devices) // size
+        num_engines, slots = (rollout_devices or sim.cluster.devices) // size, sim.engines.slots or 1
         if kind == "colocated":
-            works = _in_turn(U, K, lags, num_engines * (sim.engines.slots or 1))
+            works = _in_turn(U, K, lags, num_engines * slots)
         else:
             works = chain(
                 _streamed(U, lags, bool(sim.lengths.rows)),
-                _never_stopped(U, K, lags, num_engines) if kind == "disaggregated" else (),
+                _never_stopped(U, K, lags, num_engines, slots) if kind == "disaggregated" else (),
             )
-        for work in works:
+        for work in {work.name: work for work in works}.values():
             if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):
                 yield Candidate(work, kind, rollout_devices, size)
 
@@ -275,7 +277,7 @@ def _streamed(U: int, lags: Sequence[float], rows: bool) -> Iterator[Work]:
         yield _rollout("rolloutpipe_eager", (int(lag) + 1) * U, U)
 
 
-def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> Iterator[Work]:
+def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int, slots: int) -> Iterator[Work]:
     """Schedules that generate for later steps while they train."""
     if 1 in lags:
         yield replace(_rollout("one_step_off", U, U), lag=1, stops=False)
@@ -295,7 +297,7 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
             label = f"{alive} in flight, window {window}"
             yield Work("windowed_fifo", parameters, label, lag, alive=alive, stops=False)
     for width in WIDTHS[:3]:
-        yield _always_full(width, U, K, num_engines)
+        yield _always_full(width, U, K, num_engines, slots)
         alive = ceil(width * U)
         parameters = dict(groups_per_step=U, groups_in_flight=alive)
         yield Work("laminar", parameters, f"{alive} in flight", inf, alive=alive, stops=False)
@@ -304,15 +306,16 @@ def _never_stopped(U: int, K: int, lags: Sequence[float], num_engines: int) -> I
         yield Work("tinker_async", parameters, f"{steps} off", inf, alive=(steps + 1) * U, stops=False)
 
 
-def _always_full(width: float, U: int, K: int, num_engines: int) -> Work:
-    """The requests of so many optimizer steps in flight at any time."""
-    requests = ceil(width * U * K / num_engines)
-    share = U * K / requests / num_engines  # samples of a step, for each request in flight
+def _always_full(width: float, U: int, K: int, num_engines: int, slots: int) -> Work:
+    """The requests of so many optimizer steps in flight at any time, as far as there are slots."""
+    requests = min(slots, ceil(width * U * K / num_engines))  # more would wait, and change nothing
+    width = requests * num_engines / U / K
+    share = 1 / width  # of the samples of a step, for each request in flight
     return Work(
         "pipelinerl",
         dict(groups_per_step=U, in_flight_per_engine=requests, ring_groups=2 * U)
         | dict(ring_full="block", scoring_groups=ceil(2 * width * U)),
-        f"{width:g} steps in flight",
+        f"{width:.3g} steps in flight",
         lag=inf,
         waited_tokens=lambda load: share * load.mean_tokens,
         stops=False,

@@ -2,25 +2,24 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Console
 
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
+from tailrace.drivers.assembly.schedule import resolve, steps_of_a_round, with_published_defaults
 from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
-from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress
+from tailrace.drivers.commands.tables import check_output, open_console, progress
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.calibrate import calibrated
-from tailrace.extras.plan.candidates import Candidate
+from tailrace.extras.plan.candidates import Candidate, Work, divisions
 from tailrace.extras.plan.fit import correlation_within_groups
 from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.extras.plan.peer_fit import fit_peer
@@ -37,19 +36,23 @@ from tailrace.sim.settings import (
 )
 from tailrace.sim.world import read_lengths, read_recorded
 
+MEASURED_SAMPLES = 8192
+"""Samples over which a candidate is measured, unless plan.steps says otherwise."""
 CELLS = {
     "step_s": ("s/step", "{:,.3g}"),
+    "times": ("times", "{:.2f}x"),
     "gain": ("gain", "{:.2f}x"),
-    "samples_per_s": ("samples/s", "{:,.3g}"),
     "cost_per_1000_samples": ("cost", "{:,.4f}"),
-    "over_bound": ("bound", "{:+.0%}"),
-    "lag_max": ("lag", "{:.0f}"),
+    "lag_mean": ("lag", "{:.1f}"),
+    "ess_mean": ("ESS", "{:.3f}"),
     "length_bias": ("bias", "{:+.1%}"),
-    "kv_share": ("KV", "{:.0%}"),
-    "trainer_share": ("state", "{:.0%}"),
-    "device_share": ("full", "{:.0%}"),
 }
-"""Figures of a candidate in the table, their heads and formats; gains with --from, costs with prices."""
+"""Figures of a candidate in the table, their heads and formats; gains with --from, costs with prices, times
+with a present setting."""
+WRITTEN = ("samples_per_s", "over_bound", "lag_max", "kv_share", "trainer_share", "device_share")
+"""Further figures in the file of --json."""
+NAMES = 26
+"""Columns of a terminal that a name has beside its figures, at least; else it has a line of its own."""
 
 
 def plan(
@@ -60,6 +63,7 @@ def plan(
     lengths: str = "model",
     output: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
+    whole: bool = False,
     overrides: Mapping[str, str],
 ) -> None:
     """Search for the fastest candidate and print the ranking, with the reasons.
@@ -71,6 +75,7 @@ def plan(
         lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
+        whole: measure every candidate over all steps, which takes many times as long.
     """
     check_output("--output", output)
     check_output("--json", json_path)
@@ -80,15 +85,17 @@ def plan(
         config, log = from_run(given, run)
     with progress() as said:
         asked = replace(problem_of(config), progress=said)
-        found = search(asked)
+        present, why_not = present_setting(config, asked)
+        found = search(asked, whole=whole, present=present)
     devices, console = config.sim.cluster.devices if config.sim.cluster else 0, open_console()
     if log and given.sim.cluster:
         found = _against(log, found, asked, given.sim.cluster)
-    print_table(console, _table(config, found, devices), keep=2)
-    excluded = [f"{n} of {found.candidates} candidates: {limit}" for limit, n in found.excluded.items()]
-    pruned = f"{found.pruned} were not measured: they are predicted to be slower"
-    for reason in (*found.reasons, *excluded, pruned):
-        console.print(f"- {reason}")
+    _print_rows(console, config, found, devices)
+    excluded = [f"{n} of {found.candidates} candidates {what}" for what, n in found.excluded.items()]
+    pruned = f"{found.pruned} were not measured over all steps: they are predicted to be slower"
+    for reason in (*found.reasons, *excluded, pruned, _assumed(config), *why_not):
+        console.print(f"- {reason}", soft_wrap=False)
+    console.print(_answer(found, devices), soft_wrap=False)
     if json_path:
         json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n", encoding="utf-8")
     if output:
@@ -168,7 +175,9 @@ def problem_of(config: RunConfig) -> Problem:
         sim=_with_table(without_rates(config)),
         run=config.run,
         groups_per_step=_groups_per_step(config),
-        steps=limits.steps,
+        steps=limits.steps or _steps(_groups_per_step(config) * config.run.group_size),
+        max_mean_lag=limits.max_mean_lag,
+        min_ess=limits.min_ess,
         max_lag=inf if limits.max_lag is None else limits.max_lag,
         max_length_bias=limits.max_length_bias,
         reference=config.algorithm.needs_reference,
@@ -235,31 +244,96 @@ def _groups_per_step(config: RunConfig) -> int:
     return number
 
 
-def _table(config: RunConfig, found: Plan, devices: int) -> Table:
+def present_setting(
+    config: RunConfig, asked: Problem
+) -> tuple[tuple[Candidate, SimSettings] | None, Sequence[str]]:
+    """Return the schedule that the config has, on the devices as the config divides them, in turn if it does
+    not, with the smallest engines that fit; or None, and why it does not run on the cluster."""
+    cluster, kind = asked.sim.cluster, config.placement.kind
+    name, why = str(config.schedule["name"]), ""
+    assert cluster
+    try:
+        schedule = resolve(config)
+        steps = steps_of_a_round(config, schedule) or 1
+    except ConfigError as error:
+        return None, [f"the present setting, {name}, cannot run: {error}"]
+    work = Work(name, schedule.keywords, lag=inf, steps=steps, bound=schedule)
+    if not cluster.rollout_devices and kind == "disaggregated":
+        kind = "colocated"
+    for of, rollout, size in divisions(cluster):
+        if (of, rollout) == ("disaggregated" if cluster.rollout_devices else kind, cluster.rollout_devices):
+            candidate = Candidate(work, of, rollout, size)
+            try:
+                return (candidate, asked.sim_of(candidate)), ()
+            except ConfigError as error:
+                why = why or str(error.problem)
+    return None, [f"the present setting, {name}, does not fit the devices: {why}"]
+
+
+def _print_rows(console: Console, config: RunConfig, found: Plan, devices: int) -> None:
+    """Print the candidates, fastest first, and the present setting where it belongs. A row is one line, or
+    two where the terminal is narrow."""
     cluster = config.sim.cluster
-    of = f"{devices} x {cluster.device}" if cluster else ""
-    table = Table("", title=f"fastest first: {of}, in virtual time", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("schedule (devices)")
-    table.title_justify = "left"
-    shown = {key: cell for key, cell in CELLS.items() if key in found.best.figures}
-    for head in (*(head for head, _ in shown.values()), "steps"):
-        table.add_column(head, justify="right")
-    for number, each in enumerate(found.ranking[: config.plan.top], 1):
-        cells = [form.format(each.figures[key]) for key, (_, form) in shown.items()]
-        table.add_row(str(number), each.candidate.name(devices), *cells, str(each.steps))
-    table.caption = (
-        "bound: time over the clairvoyant bound of the run; lag: the largest, in steps; KV: share of the "
-        "cache that requests in flight fill; state: share of the trainer's memory that its state fills; "
-        "full: largest share of a device that is filled, by engine and trainer together where they share it; "
-        "steps: optimizer steps over which it was measured"
-        + (f"; cost: of 1,000 samples, in {config.prices.currency}" if config.prices else "")
+    assert cluster
+    steps, rows = found.best.steps, list(found.ranking[: config.plan.top])
+    rows = sorted([*rows, *([found.present] if found.present else [])], key=lambda each: each.step_s)
+    console.print(
+        f"fastest first: {devices} x {cluster.device}, {cluster.model or 'the model'}, "
+        f"{steps} optimizer steps of each in virtual time",
+        soft_wrap=False,
     )
-    return table
+    shown = {key: cell for key, cell in CELLS.items() if key in found.best.figures}
+    heads = "".join(f"{head:>8}" for head, _ in shown.values())
+    room = console.width - len(heads) - 1
+    names = [each.candidate.name(devices) + (" *" if each is found.present else "") for each in rows]
+    wide = min(max(map(len, names)), room) if room >= NAMES else 0
+    console.print(f"{'schedule (devices)':{wide}}{heads}" if wide else heads)
+    for name, each in zip(names, rows, strict=True):
+        cells = (
+            form.format(each.figures[key]) if key in each.figures else "-" for key, (_, form) in shown.items()
+        )
+        figures = "".join(f"{cell:>8}" for cell in cells)
+        fits = len(name) <= wide
+        console.print(f"{name:{wide}}{figures}" if fits else f"{name}\n{'':{wide}}{figures}")
+        for variant in each.variants:
+            console.print(f"  the same figures: {variant.name(devices)}", soft_wrap=False)
+    legend = "lag: mean age of a trained token, in optimizer steps; ESS: effective sample size; bias: of the "
+    legend += "lengths that are trained; *: the present setting, and times: how much faster than it"
+    legend += f"; cost: of 1,000 samples, in {config.prices.currency}" if config.prices else ""
+    console.print(legend, soft_wrap=False)
+
+
+def _assumed(config: RunConfig) -> str:
+    cluster = config.sim.cluster
+    assert cluster
+    shares = {
+        "memory bandwidth in decoding": cluster.bandwidth_efficiency,
+        "FLOP/s in decoding": cluster.decode_efficiency,
+        "in a prefill": cluster.prefill_efficiency,
+        "in training": cluster.training_efficiency,
+        "links": cluster.link_efficiency,
+    }
+    words = ", ".join(f"{what} {share:.0%}" for what, share in shares.items())
+    return f"assumed shares of the peaks: {words}; set them in [sim.cluster], or measure them: --from RUN"
+
+
+def _answer(found: Plan, devices: int) -> str:
+    """One sentence."""
+    best, figures = found.best, found.best.figures
+    words = f"Fastest within the limits: {best.candidate.name(devices)}, {best.step_s:.3g} s a step"
+    if found.present:
+        own = f"{found.present.candidate.name(devices)}, the present setting"
+        words += f", {figures['times']:.2f} times as fast as {own}"
+    return (
+        f"{words}, at a mean lag of {figures['lag_mean']:.1f} steps and an effective sample size of "
+        f"{figures['ess_mean']:.3f}."
+    )
 
 
 def _json(found: Plan, devices: int) -> Mapping[str, object]:
     return {
         "ranking": [_numbers(each, devices) for each in found.ranking],
+        "present": found.present and _numbers(found.present, devices),
         "reasons": found.reasons,
         "candidates": found.candidates,
         "excluded": found.excluded,
@@ -277,6 +351,12 @@ def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
         "tensor_parallel": candidate.tensor_parallel,
         "bound": each.floor._asdict(),
         "steps": each.steps,
-        **{key: each.figures[key] for key in (*CELLS, "lag_mean") if key in each.figures},
+        "variants": [variant.name(devices) for variant in each.variants],
+        **{key: each.figures[key] for key in (*CELLS, *WRITTEN) if key in each.figures},
         "wasted": each.figures["waste_share"],
     }
+
+
+def _steps(samples: int) -> int:
+    """Optimizer steps that are measured, of so many samples each."""
+    return min(64, max(16, round(MEASURED_SAMPLES / samples)))

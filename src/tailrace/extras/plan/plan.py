@@ -13,7 +13,7 @@ preemptions, waits for a bound on staleness, and that engines drain at different
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,16 +64,22 @@ class Measured:
             requests in flight fill, with responses of mean length; trainer_share: memory of the trainer's
             devices that its state fills; device_share: memory of a device that is filled at most, where
             engine and trainer share one by what both hold.
+        variants: other candidates with the same figures.
     """
 
     candidate: Candidate
     floor: Floor
     steps: int
     figures: Row
+    variants: tuple[Candidate, ...] = ()
 
     @property
     def step_s(self) -> float:
         return self.figures["step_s"]
+
+    def looks_like(self, other: "Measured") -> bool:
+        """Whether both are the same run: to the last digit they take as long, with as old tokens."""
+        return all(self.figures[key] == other.figures[key] for key in ("step_s", "lag_mean", "waste_share"))
 
 
 def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_step: int) -> Floor:
@@ -163,10 +169,12 @@ class Problem:
         groups_per_step: groups of an optimizer step. What is learnt depends on it, so it is given.
         steps: optimizer steps over which the best candidates are measured.
         max_lag: largest age of a trained token, in optimizer steps.
+        max_mean_lag: largest mean age.
+        min_ess: least effective sample size, as a share.
         max_length_bias: largest length bias, as a share.
         reference: whether the algorithm needs a reference model.
         prices: those of the devices and tokens; None: costs are not measured.
-        progress: is told in words what is measured next.
+        progress: is told in words how far the search is.
     """
 
     sim: SimSettings
@@ -174,11 +182,34 @@ class Problem:
     groups_per_step: int
     steps: int = 64
     max_lag: float = inf
+    max_mean_lag: float = 4.0
+    min_ess: float = 0.9
     max_length_bias: float = 0.02
     reference: bool = False
     compute_advantages: SetAdvantages = GRPO
     prices: PriceSettings | None = None
     progress: Callable[[str], None] = lambda words: None
+
+    @property
+    def limits(self) -> Mapping[str, tuple[str, float]]:
+        """What a candidate does that is above a limit, in words, with the key of the limit and its value."""
+        keys = {
+            "prefer short or long responses: their bias is above": "max_length_bias",
+            "train tokens whose mean lag is above": "max_mean_lag",
+            "have an effective sample size below": "min_ess",
+        }
+        values = {words: (key, getattr(self, key)) for words, key in keys.items()}
+        return {f"{words} plan.{key} = {value:g}": (key, value) for words, (key, value) in values.items()}
+
+    def is_biased(self, measured: Measured) -> bool:
+        return abs(measured.figures["length_bias"]) > self.max_length_bias
+
+    def exceeded(self, measured: Measured) -> str:
+        """The limit that a candidate is above, as in `limits`; empty: none."""
+        figures = measured.figures
+        stale, few = figures["lag_mean"] > self.max_mean_lag, figures["ess_mean"] < self.min_ess
+        above = self.is_biased(measured), stale, few
+        return next((limit for limit, is_above in zip(self.limits, above, strict=True) if is_above), "")
 
     def load(self, steps: int) -> Workload:
         if steps not in self._loads:
@@ -204,7 +235,7 @@ class Problem:
         for kind, rollout, size in divisions(self.sim.cluster):
             candidate = Candidate(ANY, kind, rollout, size)
             with suppress(ConfigError):
-                sim = self._sim_of(candidate)
+                sim = self.sim_of(candidate)
                 samples = self.groups_per_step * self.run.group_size
                 generation_s = generation_seconds(sim.engines, load, samples, 0.0)
                 training_s = floor(candidate, sim, load, self.groups_per_step).training_s
@@ -220,13 +251,13 @@ class Problem:
         refusals: list[ConfigError] = []
         for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
             if candidate.work.lag > self.max_lag:
-                excluded[f"plan.max_lag = {self.max_lag:g}"] += 1
+                excluded[f"train tokens that are older than plan.max_lag = {self.max_lag:g} steps"] += 1
                 continue
             try:
-                sims[candidate] = self._sim_of(candidate)
+                sims[candidate] = self.sim_of(candidate)
             except ConfigError as why:
                 refusals.append(why)
-                excluded[f"{why.key}: {why.problem}"] += 1
+                excluded[f"do not fit the devices: {why.problem}"] += 1
         if not sims:
             raise refusals[-1]
         return sims, excluded
@@ -235,7 +266,6 @@ class Problem:
         """Run a candidate for some optimizer steps in virtual time."""
         work = candidate.work
         assert sim.cluster
-        self.progress(f"{candidate.name(sim.cluster.devices)} over {steps} optimizer steps")
         rounds = max(1, steps // work.steps)
         endless = {"rounds": rounds, "step_timeout_s": 1e9, "step_warning_timeout_s": 1e9}
         figures = measure(
@@ -256,7 +286,7 @@ class Problem:
         figures["trainer_share"], figures["device_share"] = memory_shares(sim.cluster)
         return Measured(candidate, self.floor(candidate, sim, steps), steps, figures)
 
-    def _sim_of(self, candidate: Candidate) -> SimSettings:
+    def sim_of(self, candidate: Candidate) -> SimSettings:
         assert self.sim.cluster
         return rates(self.sim.model_copy(update={"cluster": candidate.on(self.sim.cluster)}))
 

@@ -1,32 +1,35 @@
 """The search: bounds, a short run of the promising candidates in virtual time, a long one of the best.
 
-A candidate whose bound (plan.py) is worse than what another one reaches cannot win. A schedule is about as
-many seconds above its bound on one division of the devices as on another. So those are measured first, over
-few steps, that are predicted to be the fastest; and the best of them over all steps. All candidates train the
-same prompts, with the same lengths of their responses.
+A candidate that is predicted to be slower than what another one reaches is not measured. A schedule is about
+as many seconds above its estimate on one division of the devices as on another, and other parameters of a
+schedule with the same lag at least half as many. So those are measured first, over few steps, that are
+predicted to be the fastest; and the best of them over all steps. All candidates train the same prompts, with
+the same lengths of their responses.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
+from tailrace import clock
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.candidates import LAGS, Candidate
-from tailrace.extras.plan.plan import Measured, Problem
+from tailrace.extras.plan.candidates import Candidate
+from tailrace.extras.plan.plan import Measured, Problem, generation_seconds
 from tailrace.sim.settings import SimSettings
 
-SHARE = 1 / 8
-"""Share of the steps over which all promising candidates are measured."""
+SHORT = 4096
+"""Samples of a short run, about."""
 FEWEST_STEPS = 8
-"""The least of them."""
-FILLS = 32
-"""Steps of which they are the share at least, as a multiple of those in flight."""
-FINALISTS = 6
-"""Candidates that are measured over all steps."""
+"""Its steps, at least."""
+FINALISTS = (4, 8)
+"""Distinct candidates that are measured over all steps: at least, and at most where BUDGET allows."""
 LEAST = 8
 """Candidates that are measured at least."""
-MARGIN = 1.25
-"""A candidate is kept if it is predicted to take at most so many times as long as the best."""
+MARGIN = 1.4
+"""A candidate is measured if it is predicted to take at most so many times as long as the best."""
+BUDGET = 40_000
+"""Samples of all short runs, and of all long ones, about. What is left then is not measured."""
 BUSY = 0.85
 """Share of the time from which a side counts as busy."""
 
@@ -36,14 +39,13 @@ class Plan:
     """The planner's answer.
 
     Args:
-        ranking: all candidates that were measured, the best first. Those that were measured over more steps
-            come first.
+        ranking: the candidates within all limits that were measured over all steps, distinct, the best first.
         reasons: what limits the cluster, one sentence each.
         candidates: how many there were.
-        excluded: how many of them each limit excluded, by the limit in words.
-        pruned: how many were not measured, because their bound or the schedule on another division
-            predicts that they lose.
+        excluded: how many of them each limit excluded, by what they do, in words.
+        pruned: how many were not measured over all steps, because they are predicted to lose.
         least_s: the least bound of a candidate on the seconds of a step.
+        present: the user's present setting; None: it does not run on the cluster.
     """
 
     ranking: Sequence[Measured]
@@ -52,76 +54,163 @@ class Plan:
     excluded: Mapping[str, int]
     pruned: int
     least_s: float
+    present: Measured | None = None
 
     @property
     def best(self) -> Measured:
         return self.ranking[0]
 
 
-def search(problem: Problem) -> Plan:
+def search(
+    problem: Problem, *, whole: bool = False, present: tuple[Candidate, SimSettings] | None = None
+) -> Plan:
     """Find the fastest candidates of a problem. Raises a ConfigError if no candidate fits the devices, or
-    none is within the limits."""
+    none is within the limits.
+
+    Args:
+        whole: measure every candidate over all steps.
+        present: the user's present setting, which is measured, too.
+    """
     sims, excluded = problem.candidates()
-    num_excluded = excluded.total()
-    first, others, biased = _promising(problem, sims)
-    if not first:
-        found = f"it excludes all {len(sims)} candidates that fit the devices"
-        raise ConfigError("plan.max_length_bias", problem.max_length_bias, found, "raise it")
-    if biased:
-        excluded[f"plan.max_length_bias = {problem.max_length_bias:g}"] = biased
-    known = [each.candidate for each in first]
-    final = [problem.measure(each, sims[each], problem.steps) for each in known[:FINALISTS]]
-    longest = sorted((each for each in final if not is_biased(problem, each)), key=lambda each: each.step_s)
-    finalists = {each.candidate for each in longest}
-    ranking = [*longest, *(each for each in first if each.candidate not in finalists)]
-    floors = {each: problem.floor(each, sims[each], problem.steps).step_s for each in [*others, *known]}
-    why = reasons(problem, floors, longest or ranking[:1])
-    return Plan(ranking, why, len(sims) + num_excluded, excluded, len(others), min(floors.values()))
+    total, num_fitting, told = len(sims) + excluded.total(), len(sims), _Told(problem)
+    its = present and told.measured(*present, problem.steps, 1)
+    size = problem.steps * problem.groups_per_step * problem.run.group_size
+    num_finalists = len(sims) if whole else min(FINALISTS[1], max(FINALISTS[0], BUDGET // size))
+    ranking: list[Measured] = []
+    known, judged = dict[Candidate, Measured](), set[Candidate]()
+    while order := [*sims] if whole else _promising(problem, sims, known, excluded, told):
+        before = excluded.total()
+        for number, candidate in enumerate(each for each in order if each not in judged):
+            if len(ranking) == num_finalists:
+                break
+            left = len(order) - number if whole else num_finalists - len(ranking)
+            measured = told.measured(candidate, sims[candidate], problem.steps, left)
+            judged.add(candidate)
+            if limit := problem.exceeded(measured):
+                excluded[limit] += 1
+                sims.pop(candidate)
+            elif same := next((each for each in ranking if each.looks_like(measured)), None):
+                ranking[ranking.index(same)] = replace(same, variants=(*same.variants, candidate))
+            else:
+                ranking.append(measured)
+        if whole or excluded.total() == before:
+            break
+    if not ranking:
+        limit = max(problem.limits, key=lambda each: excluded[each])
+        key, value = problem.limits[limit]
+        found = f"it excludes all {num_fitting} candidates that fit the devices"
+        raise ConfigError(f"plan.{key}", value, found, "lower it" if key == "min_ess" else "raise it")
+    if its:
+        timed = [its, *ranking]
+        its, *ranking = (
+            replace(each, figures=each.figures | {"times": its.step_s / each.step_s}) for each in timed
+        )
+    ranking.sort(key=lambda each: each.step_s)
+    floors = {each: problem.floor(each, sim, problem.steps).step_s for each, sim in sims.items()}
+    pruned = total - excluded.total() - sum(1 + len(each.variants) for each in ranking)
+    least_s = min(floors.values())
+    return Plan(ranking, reasons(problem, floors, ranking), total, excluded, pruned, least_s, its)
 
 
-def is_biased(problem: Problem, measured: Measured) -> bool:
-    return abs(measured.figures["length_bias"]) > problem.max_length_bias
+class _Told:
+    """Measures, and tells how many were measured, the best so far, and the time that is left at most."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._began_s = problem, clock.wall_time()
+        self._num = self._samples = 0
+        self._best: Measured | None = None
+
+    def measured(self, candidate: Candidate, sim: SimSettings, steps: int, left: int) -> Measured:
+        """Measure a candidate. `left`: runs of so many steps that are left at most, this one included."""
+        problem = self._problem
+        assert sim.cluster
+        size = problem.groups_per_step * problem.run.group_size
+        words = f"{self._num} measured"
+        if self._best:
+            name = self._best.candidate.name(sim.cluster.devices)
+            words += f", best so far {name}: {self._best.step_s:.3g} s a step"
+            rate = (clock.wall_time() - self._began_s) / self._samples
+            words += f"; at most {rate * steps * size * left:.0f} s left in this pass"
+        problem.progress(words)
+        found = problem.measure(candidate, sim, steps)
+        self._num, self._samples = self._num + 1, self._samples + steps * size
+        if not problem.exceeded(found) and found.step_s < (self._best.step_s if self._best else inf):
+            self._best = found
+        return found
 
 
 def _promising(
-    problem: Problem, sims: Mapping[Candidate, SimSettings]
-) -> tuple[list[Measured], list[Candidate], int]:
+    problem: Problem,
+    sims: dict[Candidate, SimSettings],
+    known: dict[Candidate, Measured],
+    excluded: Counter[str],
+    told: _Told,
+) -> list[Candidate]:
     """Measure the candidates over few steps that are predicted to be within the margin of the best.
 
-    A schedule with a lag of n steps has up to n + 1 in flight, and the steps in which they fill up say
-    little. The length bias is the schedule's, and not that of a division: one that is above the limit is not
-    measured on the other divisions.
+    The length bias is the schedule's, and not that of a division: one that is above the limit is not measured
+    on the other divisions.
+
+    Args:
+        sims: loses the candidates above a limit.
+        known: measured before, and receives those that are measured.
+        excluded: counts those above a limit.
 
     Returns:
-        Those that were measured, the best first; those that were not; how many are above the limit.
+        The candidates that were measured and are within the limits, the best first.
     """
-    in_flight = min(problem.max_lag, max(LAGS)) + 1
-    steps = max(FEWEST_STEPS, round(SHARE * max(problem.steps, FILLS * in_flight)))
-    steps = min(problem.steps, steps)
-    waiting, best_s = list(sims), inf
-    excess_s: dict[str, float] = {}
-    floors = {each: problem.floor(each, sim, steps).step_s for each, sim in sims.items()}
-    found: list[Measured] = []
-    num_biased = 0
+    step = problem.groups_per_step * problem.run.group_size
+    steps = min(problem.steps // 2, max(FEWEST_STEPS, round(SHORT / step)))
+    excess_s: dict[object, float] = {}
+    estimates = {each: _estimate(problem, each, sim, steps) for each, sim in sims.items()}
+    best_s = inf
 
     def predicted(candidate: Candidate) -> float:
-        return floors[candidate] + excess_s.get(candidate.work.name, 0.0)
+        work = candidate.work
+        alike_s = excess_s.get((work.schedule, work.lag, candidate.kind), 0.0) / 2
+        return estimates[candidate] + excess_s.get(work.name, alike_s)
 
-    while waiting:
-        candidate = min(waiting, key=predicted)
-        if len(found) >= LEAST and predicted(candidate) > MARGIN * best_s:
+    def learn(measured: Measured) -> None:
+        candidate = measured.candidate
+        for key in (candidate.work.name, (candidate.work.schedule, candidate.work.lag, candidate.kind)):
+            excess = max(0.0, measured.step_s - estimates[candidate])
+            excess_s[key] = min(excess_s.get(key, inf), excess)
+
+    for each in known:
+        if each in sims:
+            learn(known[each])
+            best_s = min(best_s, known[each].step_s)
+    while waiting := [each for each in sims if each not in known]:
+        candidate, num = min(waiting, key=predicted), len(known.keys() & sims.keys())
+        left = (BUDGET - len(known) * step * steps) // (step * steps)
+        if num >= LEAST and (predicted(candidate) > MARGIN * best_s or left < 1):
             break
-        measured, name = problem.measure(candidate, sims[candidate], steps), candidate.work.name
-        if is_biased(problem, measured):
-            others = [each for each in waiting if each.work.name != name]
-            num_biased += len(waiting) - len(others)
-            waiting = others
-            continue
-        waiting.remove(candidate)
-        found.append(measured)
-        best_s = min(best_s, measured.step_s)
-        excess_s[name] = min(excess_s.get(name, inf), measured.step_s - floors[candidate])
-    return sorted(found, key=lambda each: each.step_s), waiting, num_biased
+        measured = told.measured(candidate, sims[candidate], steps, min(len(waiting), max(1, left)))
+        known[candidate] = measured
+        learn(measured)
+        if limit := problem.exceeded(measured):
+            biased = problem.is_biased(measured) and candidate.work.name
+            for each in [each for each in waiting if each is candidate or each.work.name == biased]:
+                excluded[limit] += 1
+                sims.pop(each)
+        else:
+            best_s = min(best_s, measured.step_s)
+    within = [known[each] for each in known if each in sims]
+    return [each.candidate for each in sorted(within, key=lambda each: each.step_s)]
+
+
+def _estimate(problem: Problem, candidate: Candidate, sim: SimSettings, steps: int) -> float:
+    """The bound of a step, and what a schedule mostly waits for besides: with a bound on lag, that the
+    longest response of the steps in flight ends; on devices that both have, that half of the shorter side is
+    not hidden."""
+    work, floor, load = candidate.work, problem.floor(candidate, sim, steps), problem.load(steps)
+    if candidate.kind == "elastic":
+        return floor.step_s + min(floor.generation_s, floor.training_s) / 2
+    if candidate.kind == "colocated" or work.stops or work.lag == inf:
+        return floor.step_s
+    num, samples = work.lag + 1, problem.groups_per_step * problem.run.group_size
+    longest = load.longest(int(num) * problem.groups_per_step) / num
+    return max(floor.step_s, generation_seconds(sim.engines, load, samples, longest))
 
 
 def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:
@@ -189,8 +278,13 @@ def _on_policy(
         return
     if found := [each for each in measured if not each.candidate.work.lag]:
         yield f"on-policy the best is {_compared(found[0], best)}"
-    elif least := [floor for candidate, floor in floors.items() if not candidate.work.lag]:
-        yield f"by its bound an on-policy schedule takes at least {min(least) / best.step_s:.2f}x the time"
+    elif (least := _least(floors)) > best.step_s:
+        yield f"by its bound an on-policy schedule takes at least {least / best.step_s:.2f}x the time"
+
+
+def _least(floors: Mapping[Candidate, float]) -> float:
+    """The least bound of an on-policy candidate."""
+    return min((floor for candidate, floor in floors.items() if not candidate.work.lag), default=0.0)
 
 
 def _compared(measured: Measured, best: Measured) -> str:
