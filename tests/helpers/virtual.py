@@ -51,7 +51,7 @@ ZERO_VARIANCE = AlgorithmSettings(filter="zero_variance")
 
 SIM = SimSettings(
     engines=SimEngineSettings(count=2, slots=24, versions=3),
-    trainer=SimTrainerSettings(tokens_per_s=15_000.0),
+    trainer=SimTrainerSettings(tokens_per_s=15_000.0, drift=0.5),
     lengths=SimLengthSettings(max_tokens=6000),
 )
 """Two engines that one round of 16 groups of 4 overfills."""
@@ -60,7 +60,7 @@ EXACT = SimSettings(
     engines=SimEngineSettings(
         slots=1000, base_s=1.0, slope_s=0.0, prefill_tokens_per_s=1e30, abort_s=0.0, load_s=0.0, versions=3
     ),
-    trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0),
+    trainer=SimTrainerSettings(tokens_per_s=1.0, step_s=0.0, drift=0.5),
     lengths=SimLengthSettings(median_tokens=10, sigma=0.0, prompt_tokens=1),
     rewards=SimRewardSettings(workers=1000, median_s=0.0),
 )

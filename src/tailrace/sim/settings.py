@@ -80,7 +80,7 @@ class SimTrainerSettings(Settings):
     """Seconds of the part that training during the rollout needs: at most swap_s."""
     drift: float = Field(default=0.02, ge=0)
     """Standard deviation that the log importance weight of a token gains with each version: a model of ess
-    and mismatch_kl. Default: measured at mean lags of 3 to 15 steps, 0.018 to 0.025 (docs/results.md)."""
+    and mismatch_kl. Default: measured at mean lags of 3 to 15 steps, 0.018 to 0.025 (docs/why/results.md)."""
 
 
 class SimReferenceSettings(Settings):

@@ -192,7 +192,7 @@ class Problem:
 
     @property
     def limits(self) -> Mapping[str, tuple[str, float]]:
-        """What a candidate does that is above a limit, in words, with the key of the limit and its value."""
+        """Words for a candidate that is above a limit, with the key of the limit and its value."""
         keys = {
             "prefer short or long responses: their bias is above": "max_length_bias",
             "train tokens whose mean lag is above": "max_mean_lag",

@@ -22,7 +22,7 @@ SHORT = 4096
 """Samples of a short run, about."""
 FEWEST_STEPS = 8
 """Its steps, at least."""
-FINALISTS = (4, 8)
+FINALISTS = (4, 16)
 """Distinct candidates that are measured over all steps: at least, and at most where BUDGET allows."""
 LEAST = 8
 """Candidates that are measured at least."""
