@@ -11,11 +11,13 @@ trainer. The white gaps in the trainer's lane are its waits.
 """
 
 import itertools
+import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,13 @@ WIDTH_IN, DPI = 12.0, 160
 HEAD_IN, ENGINE_IN, TRAINER_IN, FOOT_IN = 0.66, 2.4, 0.52, 0.62
 """Heights of a panel's title, engines and trainer, and of the time axis below the last panel."""
 LEFT, RIGHT = 0.09, 0.985
-INK, MUTED, FRAME, SAVED = "#1f2933", "#66727f", "#cbd2d9", "#14804a"
-UNTRAINED, BETWEEN = "#c3cad1", "#e9ecef"
+PALETTE = (files("tailrace.extras.view") / "static" / "palette.css").read_text(encoding="utf-8")
+LIGHT = dict(reversed(re.findall(r"--([a-z]+): (#[0-9a-f]{6});", PALETTE)))
+"""The colours of the page of `tailrace view`; the dark ones come last in the file, and do not count."""
+INK, MUTED, FRAME, SAVED = (LIGHT[name] for name in ("ink", "muted", "frame", "green"))
+UNTRAINED, BETWEEN = LIGHT["untrained"], LIGHT["between"]
 FIRST_TO_LAST = LinearSegmentedColormap.from_list(
-    "first to last step", ["#31358f", "#2878b8", "#2ab0a1", "#f3b33d", "#e2512f"]
+    "first to last step", [LIGHT[name] for name in ("indigo", "blue", "teal", "amber", "red")]
 )
 CAPTION = "colour: the optimizer step that trains the group, from first to last; grey: none"
 LABELLED = 0.09

@@ -64,12 +64,12 @@ def test_a_page_receives_curves_requests_and_what_follows_from_them(tmp_path: Pa
 
 def test_a_page_receives_the_totals_and_the_distance_to_the_bound(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"bound": {"run_share": 0.5}}')
-    figures, record = read(write_run(tmp_path))
+    _, record = read(write_run(tmp_path))
     assert (record["recorded_s"], record["bound_share"]) == (15.0, 0.5)
     tokens = {"generated": 40, "trained": 40, "masked": 0, "parked": 0, "wasted": {}}
     assert record["totals"]["tokens"] == tokens
     assert (record["totals"]["publications"], record["totals"]["probes"]) == (1, 0)
-    shown = {each["key"]: (each["text"], each["better"]) for each in figures["summary"]}
+    shown = {each["key"]: (each["text"], each["better"]) for each in record["summary"]}
     assert shown["waiting_ratio"] == ("0.571", -1) and shown["samples_per_s"] == ("0.3", 1)
     assert shown["length_max"] == ("20", 0)
 
@@ -164,7 +164,7 @@ def test_a_half_deleted_run_is_shown_as_far_as_it_is_there(tmp_path: Path) -> No
     write_run(tmp_path / "other")
     (tmp_path / "other" / "metrics.jsonl").unlink()
     figures, record = read(tmp_path / "other")
-    assert figures["x"] == {} and record["end_s"] == 15.0 and figures["summary"] == []
+    assert figures["x"] == {} and record["end_s"] == 15.0 and record["summary"] == []
 
 
 def test_the_lives_of_a_run_stand_one_after_another(tmp_path: Path) -> None:

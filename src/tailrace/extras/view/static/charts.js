@@ -96,7 +96,7 @@ class Chart {
       series.push({ label: line.text, stroke: line.paint, width: 1.75, dash: isEval ? [4, 4] : line.dash, spanGaps: true,
         points: { show: isEval || line.data[0].length < 2, size: 7, fill: line.paint, stroke: line.paint } });
       for (let i = 0; i < 2; i++) series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
-      bands.push({ series: [at + 2, at + 1], fill: withAlpha(line.paint, isEval ? 0.12 : 0.16) });
+      bands.push({ series: [at + 2, at + 1], fill: withAlpha(line.paint, isEval ? 0.12 : line === this.lines[0] || this.lines[0].run !== line.run ? 0.16 : 0.07) });
     }
     const line = { stroke: colour("line"), width: 1 }, font = "11px system-ui, sans-serif";
     return {
@@ -154,7 +154,8 @@ function compact(value) {
 
 /** A small line without axes. */
 function sparkline(canvas, values, paint) {
-  const width = canvas.clientWidth, known = values.filter((value) => value !== null);
+  const width = canvas.clientWidth, all = values.filter((value) => value !== null), each = Math.ceil(all.length / 36) || 1;
+  const known = Array.from({ length: Math.ceil(all.length / each) }, (_, at) => all.slice(at * each, (at + 1) * each)).map((part) => part.reduce((sum, value) => sum + value, 0) / part.length);
   const context = canvasOf(canvas, width, 26), low = Math.min(...known), high = Math.max(...known);
   if (known.length < 2 || !width) return;
   context.strokeStyle = paint;

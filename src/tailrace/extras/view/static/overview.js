@@ -43,7 +43,7 @@ class Overview {
   get shown() { return this.runs.filter((run) => run.figures && !this.hidden.has(run.number)); }
 
   draw() {
-    drawHead(this.runs, this);
+    drawHead(this.runs);
     if (!this.shown.length) return;
     const axes = Object.entries(AXES).filter(([axis]) => this.shown.some((run) => run.figures.x[axis]));
     this.axes.replaceChildren(segments("x axis", axes.map(([axis, text]) => [axis, text === "optimizer steps" ? "steps" : text === "samples trained" ? "samples" : text]), this.axis, (axis) => { this.axis = axis; this.drawCharts(); }));
@@ -121,8 +121,8 @@ class Overview {
   }
 
   #drawComparison() {
-    const rows = this.runs.filter((run) => run.figures), by = (run, name) => run.figures.summary.find((each) => each.key === name);
-    const keys = [...new Map(rows.flatMap((run) => run.figures.summary).map((each) => [each.key, each])).values()];
+    const rows = this.runs.filter((run) => run.figures), summary = (run) => run.record?.summary || [], by = (run, name) => summary(run).find((each) => each.key === name);
+    const keys = [...new Map(rows.flatMap(summary).map((each) => [each.key, each])).values()];
     const cells = (figure) => {
       const values = rows.map((run) => by(run, figure.key)), known = values.filter((each) => each && each.value !== null).map((each) => figure.better * each.value);
       const isDivided = figure.better && known.length > 1 && Math.max(...known) > Math.min(...known);
@@ -163,7 +163,7 @@ function causesOf(run, lane) {
 }
 
 /** The top of every view: names, states, verdicts, what a person should look at. */
-function drawHead(runs, overview) {
+function drawHead(runs) {
   const known = runs.filter((run) => run.figures), single = runs.length === 1;
   const notices = (run) => {
     const { advisories, defects } = { advisories: run.record?.advisories || run.figures.advisories, defects: [...(run.record?.defects || []), ...run.figures.defects] };
@@ -182,7 +182,7 @@ function drawHead(runs, overview) {
     const comparison = byId("comparison") || element("div", { className: "scroll", id: "comparison" });
     byId("head").replaceChildren(element("div", { className: "run-head" }, element("h1", {}, `${runs.length} runs`),
       ...known.filter((run) => run.record && verdictOf(run)).map((run) => element("p", { className: "small" }, key(runColour(run.number)), element("b", {}, `${run.figures.name}: `), verdictOf(run))),
-      element("div", { className: "card", style: { "margin-top": "0.6rem", padding: "0.4rem 1rem" } }, comparison), element("div", { className: "notices", role: "status" }, ...known.flatMap(notices))));
+      element("div", { className: "card", hidden: byId("overview").hidden, style: { "margin-top": "0.6rem", padding: "0.4rem 1rem" } }, comparison), element("div", { className: "notices", role: "status" }, ...known.flatMap(notices))));
   }
   document.title = known.length ? `${known.map((run) => run.figures.name).join(", ")} · tailrace` : "tailrace";
 }

@@ -24,6 +24,7 @@
     for (const each of Object.keys(VIEWS)) byId(each).hidden = each !== name;
     for (const tab of document.querySelectorAll(".tabs button")) { tab.ariaSelected = String(tab.value === name); tab.tabIndex = tab.value === name ? 0 : -1; }
     if (!location.hash.startsWith(`#/${name}`)) history.replaceState(null, "", `#/${name}`); // an id of the page would scroll to it
+    if (runs.some((run) => run.figures)) drawHead(runs);
     await VIEWS[name][1]();
   }
 
@@ -55,7 +56,7 @@
   }
 
   async function draw() {
-    if (shown !== "overview") drawHead(runs, overview);
+    if (shown !== "overview") drawHead(runs);
     // A reader of samples is not disturbed; new ones come with the next search.
     if (shown !== "samples" || !samples.rows.length) await VIEWS[shown][1]();
     window.tailrace.draws += 1;
@@ -88,6 +89,5 @@
 
   const asked = location.hash.split("/")[1];
   show(asked in VIEWS ? asked : "overview");
-  poll("figures").then(() => (source.isLive ? null : poll("record")));
-  if (source.isLive) poll("record");
+  poll("figures").then(() => poll("record")); // curves come before a long run log is read
 }

@@ -10,8 +10,8 @@ const CAUSES = {
 const BUSY = ["gradients", "step", "generating"], MAX_NAMED = 3, LEAST_SHARE = 0.01;
 
 /** What the trainer waited for, and how far the run is from its lower bound (record/bounds.py). */
-function verdictOf({ figures, record }) {
-  const waits = record.shares.filter((each) => each.lane === "trainer" && !BUSY.includes(each.cause)), by = (name) => figures.summary.find((each) => each.key === name)?.value;
+function verdictOf({ record }) {
+  const waits = record.shares.filter((each) => each.lane === "trainer" && !BUSY.includes(each.cause)), by = (name) => record.summary.find((each) => each.key === name)?.value;
   if (!record.recorded_s || by("main_time_s") === undefined) return "";
   const named = waits.filter((each) => each.share >= LEAST_SHARE).slice(0, MAX_NAMED).map((each) => `${percent(each.share)} for ${CAUSES[each.cause]}`).join(", ");
   const waited = `The trainer waited ${percent(waits.reduce((sum, each) => sum + each.share, 0))} of ${duration(record.recorded_s)}${named ? `: ${named}` : ""}.`;
@@ -30,7 +30,7 @@ function fates(numbers, of) {
 
 /** The sections of the accounts of a run: title, sentence, and rows of label, text, share or null. */
 function accountsOf({ figures, record }) {
-  const { totals } = record, section = (name) => figures.summary.filter((each) => each.section === name).map((each) => [each.label, each.text, null]);
+  const { totals } = record, section = (name) => record.summary.filter((each) => each.section === name).map((each) => [each.label, each.text, null]);
   if (!totals.tokens) return [];
   const { tokens, groups } = totals, wasted = Object.fromEntries(Object.entries(tokens.wasted).map(([why, number]) => [`wasted: ${spaced(why)}`, number]));
   const ended = { trained: tokens.trained, "masked, because too old": tokens.masked, parked: tokens.parked, ...wasted };
