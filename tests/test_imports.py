@@ -98,7 +98,7 @@ MAX_PRODUCT_LINES = {
     "extras.hub": 210,
     "extras.judges": 1_085,
     "extras.openenv": 205,
-    "extras.plan": 2_292,
+    "extras.plan": 2_499,
     "extras.quickstart": 23,
     "extras.sandbox": 798,
     "extras.serve": 1_758,
