@@ -117,7 +117,7 @@ class _Requests:
         self._held_out = held_out > 0
         self.slots = int(slot[~self._held_out].max(initial=0))
         # Held-out prompts come all at once: they are drawn closer where they take more slots than training.
-        self._closer = max(1.0, slot[self._held_out].max(initial=0) / max(1, self.slots))
+        self._closer = max(1.0, float(slot[self._held_out].max(initial=0)) / max(1, self.slots))
         self.slots = self.slots or int(slot.max(initial=0))
 
     def count(self, start_s: float, end_s: float) -> int:
