@@ -1,4 +1,4 @@
-"""examples/launch: SkyPilot and KubeRay's side of Ray read the files, and every key of a pod is Kubernetes'."""
+"""examples/launch: SkyPilot and Ray read the files, and every key of a pod is one of Kubernetes."""
 
 import subprocess
 import sys
