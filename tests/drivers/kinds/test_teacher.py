@@ -1,17 +1,32 @@
 """On-policy distillation from teachers that processes of the run load."""
 
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.small_run import EXAMPLES, train_here, write_small_run
+from helpers.small_run import EXAMPLES, num_steps, train_here, write_small_run
 from helpers.tiny_models import letter_tokenizer, save_tiny_model
+from tailrace.contracts.engine import counted_tokens
+from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.ledger.recovery import read_ledger, stored_sample, totals_of
+from tailrace.ledger.store import Store
+from tailrace.types import Group, Prompt
 
 STUDENT = EXAMPLES / "quickstart" / "model"
 ITSELF = f'path = "{STUDENT}"'
 SHORT = ["--run.rounds", "1", "--run.eval_every", "0"]
+SCHEDULES = {
+    "serial": "groups_per_round = 4, groups_per_step = 2",
+    "rolloutpipe": "groups_per_round = 4, groups_per_step = 2",
+    "april": "groups_per_round = 2, groups_launched = 4",
+    "tailrace": "groups_per_step = 2, groups_in_flight = 6, staleness = 2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +74,42 @@ def test_another_model_gives_advantages_and_rewards_may_stand_beside_it(tmp_path
         assert step["kl"] > 0.1 and step["grad_norm"] > 0
         losses.append(step["loss"])
     assert abs(losses[0] - losses[1]) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_trains_on_the_log_probs_of_the_teacher_and_its_ledger_balances(
+    schedule: str, tmp_path: Path, other: Path
+) -> None:
+    """The teacher scored the whole of each trained sample; the first step's loss, in which all weights are 1,
+    has the difference of log-probs as the advantage of each token."""
+    path = run_with(tmp_path, f'path = "{other}"')
+    before, after = re.split(r"\[schedule\][^\[]*", path.read_text())
+    path.write_text(f'schedule = {{ name = "{schedule}", {SCHEDULES[schedule]} }}\n{before}{after}')
+    words = ["--run.rounds", "4", "--run.eval_every", "0", "--ledger.keep_tokens", "true"]
+    assert train_here(path, *words) == 0
+    out = tmp_path / "out"
+    with closing(Store.open(out / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
+    totals = totals_of(books)
+    assert set(books.groups) == set(range(books.run.num_drawn))
+    assert totals.num_known_tokens + books.held_tokens == counted_tokens(out / "counts")
+    assert len({training.id for training in books.trainings.values()}) == len(books.trainings)
+    assert len(books.trainings) == 2 * totals.groups["trained"] == 4 * num_steps(out) >= 4 * 4
+
+    teacher = TorchReference.load(other, TrainerSettings(threads=1, dtype="float32"), temperature=1.0)
+    tokenizer = AutoTokenizer.from_pretrained(STUDENT)
+    lines = [line for path in (out / "samples").glob("*.jsonl") for line in path.read_text().splitlines()]
+    prompts = {record["id"]: tokenizer.encode(record["prompt"]) for record in map(json.loads, lines)}
+    losses = []
+    for training in books.trainings.values():
+        group = Group(Prompt(training.prompt, prompts[str(training.id)]), 2, [])
+        sample = stored_sample(books, books.samples[training.id], group, seed=0)
+        (scored,) = teacher.logprobs([TrainingSample.of(sample)])
+        assert sample.reference_logprobs == pytest.approx(scored, abs=1e-4)
+        if training.step == 1:
+            pairs = zip(scored, sample.behavior_logprobs, strict=True)
+            losses += [-(theirs - mine) * mine for theirs, mine in pairs]
+    assert first_step(tmp_path)["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-3)
 
 
 def test_each_row_has_the_teacher_that_its_columns_name(tmp_path: Path, other: Path) -> None:
