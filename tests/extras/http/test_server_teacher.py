@@ -83,6 +83,21 @@ def test_a_server_that_cannot_teach_is_refused(
     assert problem in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_server_that_reads_fewer_tokens_than_a_sample_has_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Student and server have one tokenizer; the server's context is 64 tokens, the student's is 512."""
+    path = write_small_run(tmp_path)
+    save_tiny_model(tmp_path / "short", max_position_embeddings=64)
+    with served_here(tmp_path / "short") as url:
+        tables = f'[algorithm]\nname = "distillation"\n[teacher]\nkind = "server"\nurl = "{url}"\n'
+        path.write_text(path.read_text() + tables)
+        words = ["--model.path", str(model), "--sampling.max_completion_tokens", "100"]
+        assert train_here(path, *words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "it reads 64 tokens, and samples may have 101; lower sampling.max_completion_tokens" in said
+
+
 def test_a_server_of_another_vocabulary_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

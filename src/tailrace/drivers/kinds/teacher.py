@@ -13,6 +13,7 @@ from tailrace.config import RunConfig
 from tailrace.contracts.memory import LOGIT_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, Reference
 from tailrace.drivers.data.encoding import load_tokenizer
+from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
 from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherSettings
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
@@ -20,6 +21,9 @@ from tailrace.errors import ConfigError, RewardFailed
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length
 from tailrace.types import Sample
+
+SHORTER = "lower sampling.max_completion_tokens or data.max_prompt_tokens"
+"""The remedy for a teacher whose context is too short."""
 
 
 class TeacherKind:
@@ -42,7 +46,7 @@ class FolderTeacher(TeacherKind):
 
     @override
     def check(self, teacher: FolderTeacherSettings, config: RunConfig) -> None:
-        assert config.model and config.data
+        assert config.model and config.data and config.sampling
         if config.host.kind != "local" or config.host.join:
             problem = "a process of this host loads a teacher, and the run has workers on others"
             raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
@@ -54,12 +58,12 @@ class FolderTeacher(TeacherKind):
             remedy = "name a model with the same tokenizer"
             raise ConfigError("teacher.path", str(teacher.path), problem, remedy)
         own, students = context_length(teacher.path), context_length(config.model.path)
-        asked = config.sampling.max_completion_tokens if config.sampling else 0
-        prompts = max((each.max_prompt_tokens or students for each in config.data.sources), default=students)
-        if own < min(students, prompts + asked):
-            problem = f"it reads {own} tokens, and samples may have {min(students, prompts + asked)}"
-            remedy = "lower sampling.max_completion_tokens or data.max_prompt_tokens"
-            raise ConfigError("teacher.path", str(teacher.path), problem, remedy)
+        longest = longest_sequence(
+            config.data, config.sampling, max_context_tokens=students, unbounded_prompt=students
+        )
+        if own < longest:
+            problem = f"it reads {own} tokens, and samples may have {longest}"
+            raise ConfigError("teacher.path", str(teacher.path), problem, SHORTER)
 
     @override
     def memory(self, teacher: FolderTeacherSettings, config: RunConfig) -> Iterable[ProcessMemory]:

@@ -11,11 +11,13 @@ from typing_extensions import override
 from tailrace.clock import now
 from tailrace.config import RunConfig
 from tailrace.contracts.trainer import Reference
+from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
-from tailrace.drivers.kinds.teacher import TeacherKind
+from tailrace.drivers.kinds.teacher import SHORTER, TeacherKind
 from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.errors import ConfigError, EngineDied, RewardFailed, ServerRefused
 from tailrace.extras.http.dialect import call
+from tailrace.model_folder import context_length
 from tailrace.types import Sample
 
 ROUTE = "/inference/v1/generate"
@@ -48,7 +50,7 @@ class ServerTeacher(TeacherKind):
         opening.closing.append(client.close)
         ids = opening.tokenizer.encode(TEXT, add_special_tokens=False)
         try:
-            rows = await client.rows(ids)
+            rows, context = await client.rows(ids), await client.context()
         except (EngineDied, ServerRefused) as why:
             remedy = "start it, or name another; it must be vLLM 0.30 or later, or tailrace serve"
             raise ConfigError("teacher.url", teacher.url, f"it gives no log-probs ({why})", remedy) from None
@@ -58,6 +60,12 @@ class ServerTeacher(TeacherKind):
                 problem = f"token {id} is {text!r} there, and {opening.decode([id])!r} here"
                 remedy = "name a model with the same tokenizer"
                 raise ConfigError("teacher.url", teacher.url, problem, remedy)
+        data, limit = opening.config.data, context_length(opening.model)
+        assert data
+        longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
+        if context < longest:
+            problem = f"it reads {context} tokens, and samples may have {longest}"
+            raise ConfigError("teacher.url", teacher.url, problem, SHORTER)
         return client
 
 
@@ -102,6 +110,12 @@ class ScoringClient:
         if len(rows) != len(ids):
             raise ServerRefused(f"POST {self._client.base_url}{ROUTE}", 400, "no prompt_logprobs in it")
         return [row or {} for row in rows]
+
+    async def context(self) -> float:
+        """Return how many tokens the model reads; infinity: the server does not say. Raises as `call`."""
+        cards = (await call(self._client, "GET", "/v1/models") or {}).get("data") or [{}]
+        card = next((each for each in cards if each.get("id") == self._settings.model), cards[0])
+        return card.get("max_model_len") or math.inf
 
     async def close(self) -> None:
         """Close all connections."""
