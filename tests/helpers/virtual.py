@@ -411,7 +411,8 @@ def steps_of_round(schedule: Any) -> int | None:
     """What a resumed run knows of its schedule."""
     run = {"rounds": 2, "group_size": SETTINGS.group_size}
     sim = {"engines": {"count": SIM.engines.count, "versions": SIM.engines.versions}}
-    return steps_of_a_round(config_of({"run": run, "schedule": {"name": "serial"}, "sim": sim}), schedule)
+    bound = schedule if isinstance(schedule, partial) else partial(schedule)
+    return steps_of_a_round(config_of({"run": run, "schedule": {"name": "serial"}, "sim": sim}), bound)
 
 
 async def rewind(parts: RunComponents, checkpoint: Path, version: int) -> None:

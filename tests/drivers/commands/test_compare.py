@@ -135,10 +135,9 @@ def test_a_config_without_a_model_is_raced_in_virtual_time(
     shown = open_runs([tmp_path / "race"])
     assert [run.name for run in shown] == ["rolloutpipe", "serial"]
     for run in shown:
-        run.update()
-        payload = run.payload()
-        assert (payload["state"]["kind"], payload["defects"]) == ("finished", [])
-        assert payload["rows"] and payload["requests"]["sample"]
+        figures, record = run.figures(), run.record()
+        assert (figures["state"]["kind"], figures["defects"], record["defects"]) == ("finished", [], [])
+        assert figures["x"]["step"] and record["rounds"]
 
 
 def test_a_parameter_that_none_of_the_compared_schedules_has_is_refused(

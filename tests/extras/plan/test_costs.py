@@ -169,5 +169,4 @@ def test_a_live_run_ends_when_its_budget_is_spent_and_goes_on_with_a_larger_one(
     assert "million tokens trained" in shown and "million tokens prefilled" not in shown
     assert f"cost      {cost:,.4f} USD, {1e5 - cost:,.4f} left of 100,000.0000\n" in shown
     (run,) = open_runs([folder])
-    run.update()
-    assert run.payload()["cost"] == f"{cost:,.4f} USD, {1e5 - cost:,.4f} left of 100,000.0000"
+    assert run.figures()["cost"] == f"{cost:,.4f} USD, {1e5 - cost:,.4f} left of 100,000.0000"

@@ -136,6 +136,10 @@ class SupervisedEngine(Engine):
                 await self._send_newest(process, kv)
             except (EngineDied, TransferFailed) as error:
                 self._doom(process, str(error))
+            except BaseException:  # nobody sends them again: requests go on with what is there
+                self._num_loaded = self._num_asked
+                self._changed.fire()
+                raise
         while self._process is process and self._end.done():
             await self._changed.wait(f"{self.name} to end")
 
