@@ -69,7 +69,8 @@ def test_a_key_of_trl_or_verl_is_answered_with_what_it_is_here(tmp_path: Path, k
 
 
 def test_a_key_of_another_kind_of_a_section_is_answered_with_the_kind(tmp_path: Path) -> None:
-    said = "environment.max_turns = 3: there is no such key; it belongs to 'tools' or 'openenv': set environment.kind"
+    said = "environment.max_turns = 3: there is no such key; "
+    said += "it belongs to 'tools' or 'openenv': set environment.kind"
     assert message(tmp_path, "", {"environment.max_turns": "3"}) == said
 
 
