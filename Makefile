@@ -235,9 +235,9 @@ $(SUMS): | $(SMOLLM2)
 	touch $@
 
 # They bring older packages of others, so they are in a folder of their own.
-.launch/stamp:
+.launch/stamp: requirements-launch.txt
 	rm -rf .launch
-	$(PIP) install --target .launch skypilot==0.14.1 kubernetes==37.0.2
+	$(PIP) install --target .launch -r requirements-launch.txt
 	touch $@
 
 .environments/stamp: requirements-environments.txt
@@ -256,4 +256,4 @@ $(SUMS): | $(SMOLLM2)
 	touch $@
 
 clean:
-	rm -rf .cookbook .tinker .peers .verifiers .environments $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site
+	rm -rf .cookbook .tinker .peers .verifiers .environments .launch $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site

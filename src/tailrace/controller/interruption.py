@@ -17,8 +17,8 @@ class Interruption:
         """Number of the signal that was received; None: no interruption was requested."""
         self.is_complete = False
         """The schedule is stopped because a round that an earlier life began has all its steps."""
-        self.reason = ""
-        """Why the run ends itself before its last round, in words; empty: it does not."""
+        self.reason = self.limit = ""
+        """Why the run ends itself early, in words, and the key of the setting reached; empty: it does not."""
         self.on_request: Callable[[], None] = lambda: None
         """Called in the run's loop when a signal or another thread asks for the end."""
         self._task: asyncio.Task[object] | None = None
@@ -47,9 +47,9 @@ class Interruption:
         self.is_complete = True
         self._cancel()
 
-    def stop(self, reason: str) -> None:
-        """The run must not go on, for a reason in words."""
-        self.reason = reason
+    def stop(self, reason: str, limit: str) -> None:
+        """The run must not go on, for a reason in words. `limit`: the key of the setting that is reached."""
+        self.reason, self.limit = reason, limit
         self._cancel()
 
     @asynccontextmanager

@@ -414,7 +414,7 @@ class Run:
             self._interruption.complete()
             await asyncio.sleep(0)  # the schedule ends here, before it begins anything else
         elif overrun:
-            self._interruption.stop(overrun)
+            self._interruption.stop(overrun, "prices.budget")
         if self._state.num_not_finite == MAX_NOT_FINITE:
             self._raise_not_finite()
 

@@ -442,6 +442,10 @@ def steps_of(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "loss" in row]
 
 
+def evaluations_of(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if "eval/accuracy" in row]
+
+
 def rounds_of(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "round/time_s" in row]
 

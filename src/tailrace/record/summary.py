@@ -27,6 +27,7 @@ from tailrace.record.figures import (
     Row,
     Rows,
     counts_of,
+    evaluations_of,
     family,
     in_family,
     over_tokens,
@@ -167,7 +168,7 @@ class Summary:
         counts = {name: int(count) for name, count in counts_of(rows).items()}
         filtered, dropped = family(counts, "groups/filtered/"), family(counts, "groups/dropped/")
         return RunSummary(
-            eval=_first_last([row["eval/accuracy"] for row in rows if "eval/accuracy" in row]),
+            eval=_first_last([row["eval/accuracy"] for row in evaluations_of(rows)]),
             reward=_first_last([row["reward"] for row in steps]),
             rounds=len(rounds),
             steps=int(steps[-1]["step"]) if steps else 0,

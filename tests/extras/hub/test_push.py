@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
 from tailrace.config import RunConfig
-from tailrace.drivers.commands.evaluate import wilson
+from tailrace.drivers.commands.intervals import wilson
 from tailrace.extras.hub.card import base_model
 
 

@@ -44,6 +44,18 @@ ONLY_OF_THE_TRAINER = "trainer"
 """Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
 
 
+def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tuple[str, Path]]:
+    """The runs in some folders, by short names that differ: those of one name have their paths as names. A
+    folder is that of a run, or has such folders in it, as that of a comparison. Another stands for itself."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(filter(is_run, folder.iterdir())) if folder.is_dir() and not is_run(folder) else []
+        found += inner or [folder]
+    names = [path.resolve().name for path in found]
+    labels = names if len({*names}) == len(names) else map(str, found)
+    return list(zip(labels, found, strict=True))
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path

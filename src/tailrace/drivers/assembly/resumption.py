@@ -19,7 +19,7 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 from tailrace.errors import CheckpointError, ConfigError, say
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.figures import Row, evaluations_of, steps_of
 
 BLOCK = 2**20
 """Bytes of a file that are read at a time."""
@@ -128,9 +128,8 @@ def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, i
     round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
     found = [
         (row["eval/accuracy"], int(row["round"]))
-        for row in earlier
-        if "eval/accuracy" in row
-        and round_of_step.get(row["step"], -1) < row["round"]
+        for row in evaluations_of(earlier)
+        if round_of_step.get(row["step"], -1) < row["round"]
         and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
     ]
     return max(found, key=lambda each: each[0], default=None)

@@ -49,7 +49,7 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
 from tailrace.record.display import NUM_REWARDS, Display, sparkline
 from tailrace.record.events import Evaluated, Event, Recorder
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.figures import Row, evaluations_of, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks
@@ -163,9 +163,8 @@ def _one_life(
             folder.export(outcome.checkpoint)
         _report(summary, folder, config)
     if outcome.interrupted and interruption.signal is None:
-        spent = config.prices and config.prices.overrun(summary.cost or 0.0)
-        key = "prices.budget" if spent else "run.stop_after_evaluations"
-        say(f"{interruption.reason}; saved {outcome.checkpoint}; raise {key}, then --resume")
+        remedy = f"raise {interruption.limit}, then --resume"
+        say(f"{interruption.reason}; saved {outcome.checkpoint}; {remedy}")
         return summary
     if outcome.interrupted and outcome.checkpoint:
         saved = f"saved {outcome.checkpoint}, its model in {folder.model}"
@@ -179,7 +178,7 @@ def _one_life(
 def _ended(config: RunConfig, folder: RunFolder) -> RunSummary | None:
     """Return the summary of a run whose rounds are made; None: its last process did not come to its end."""
     rows, last = read_rows(folder.metrics), config.run.rounds
-    evaluated = any("eval/accuracy" in row and row["round"] == last for row in rows)
+    evaluated = any(row["round"] == last for row in evaluations_of(rows))
     closed = folder.summary.exists() and folder.summary.stat().st_mtime >= folder.metrics.stat().st_mtime
     return Summary(earlier=rows).summary() if closed and (evaluated or not config.run.eval_every) else None
 
@@ -260,7 +259,7 @@ class StopWithoutGain:
 
     def __init__(self, config: RunConfig, earlier: Sequence[Row], interruption: Interruption) -> None:
         self._run, self._interruption = config.run, interruption
-        self._accuracies = [row["eval/accuracy"] for row in earlier if "eval/accuracy" in row]
+        self._accuracies = [row["eval/accuracy"] for row in evaluations_of(earlier)]
 
     def on(self, event: Event) -> None:
         if not isinstance(event, Evaluated) or event.round >= self._run.rounds:
@@ -270,7 +269,8 @@ class StopWithoutGain:
         without_gain = len(self._accuracies) - 1 - self._accuracies.index(best)
         if 0 < num <= without_gain:
             what = "evaluation is" if without_gain == 1 else f"{without_gain} evaluations are"
-            self._interruption.stop(f"the last {what} no better than {best:.3f}")
+            reason = f"the last {what} no better than {best:.3f}"
+            self._interruption.stop(reason, "run.stop_after_evaluations")
 
     def close(self) -> None: ...
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.table import Table
 
 from tailrace.config import changed_keys
-from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.commands.evaluate import wilson
+from tailrace.drivers.assembly.folder import RunFolder, runs_in
+from tailrace.drivers.commands.intervals import wilson
 from tailrace.errors import ConfigError
-from tailrace.record.figures import QUALITIES, TIMES, Row, over_steps, steps_of
+from tailrace.record.figures import QUALITIES, TIMES, Row, evaluations_of, over_steps, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
 
@@ -26,16 +26,13 @@ FIGURES = {
 
 
 def folders_of(paths: Sequence[Path]) -> dict[str, RunFolder]:
-    """The runs in some folders by name. A folder is that of a run, or has such folders in it, as that of a
-    comparison. Runs of one name have their paths as names. Raises a ConfigError for less than two runs."""
-    inner = [[path] if RunFolder(path).metrics.exists() else sorted(path.iterdir()) for path in paths]
-    found = [path for path in chain(*inner) if RunFolder(path).metrics.exists()]
+    """The runs with metrics in some folders, by name (`runs_in`). Raises a ConfigError for less than two."""
+    named = runs_in(paths, lambda path: RunFolder(path).metrics.exists())
+    found = {name: folder for name, path in named if (folder := RunFolder(path)).metrics.exists()}
     if len(found) < max(2, len(paths)):
         remedy = "name two or more output directories of runs with optimizer steps"
         raise ConfigError("RUN", " ".join(map(str, paths)), f"{len(found)} of them hold metrics", remedy)
-    names = [path.resolve().name for path in found]
-    labels = names if len(set(names)) == len(names) else map(str, found)
-    return {label: RunFolder(path) for label, path in zip(labels, found, strict=True)}
+    return found
 
 
 def figures_of(folder: RunFolder) -> Row:
@@ -47,7 +44,7 @@ def figures_of(folder: RunFolder) -> Row:
     figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
     figures |= {"steps": totals.steps, "reward": totals.reward.last}
     figures |= {"step_s": over_steps(steps_of(rows), "time/step")}
-    evaluated = [row for row in rows if "eval/accuracy" in row][-1:]
+    evaluated = evaluations_of(rows)[-1:]
     return figures | {key: row[f"eval/{key}"] for row in evaluated for key in ("accuracy", "num_samples")}
 
 

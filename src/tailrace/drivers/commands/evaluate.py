@@ -1,14 +1,12 @@
 """`tailrace eval`: completes held-out prompts with a model and scores them.
 
-Prompts are the units of what is said: the interval of an accuracy is Wilson's (1927) where each prompt has
-one reward of 0 or 1, else that of a mean. The base model has the same prompts and noise, so the gain is taken
-prompt by prompt.
+Prompts are the units of what is said (`intervals.py`). The base model has the same prompts and noise, so the
+gain is taken prompt by prompt.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -24,19 +22,16 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
 from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
+from tailrace.drivers.commands.intervals import half_width, interval
 from tailrace.drivers.commands.tables import check_output, open_console
 from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.display import sample_line
 from tailrace.record.events import Recorder
-from tailrace.record.figures import standard_deviation
 from tailrace.record.metrics import read_rows
 from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
-
-Z = 1.96
-"""The quantile of a 95% interval."""
 
 
 def run(
@@ -118,25 +113,11 @@ def rewards_by_prompt(result: Evaluation) -> list[float]:
     return [fmean(each) for each in rewards.values()]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the mean of one value a prompt."""
-    if set(values) <= {0.0, 1.0}:
-        return wilson(fmean(values), len(values))
-    half = Z * standard_deviation(values) / sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
-
-
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """The 95% interval of a share of n."""
-    middle, spread = share + Z**2 / (2 * n), Z * sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return (middle - spread) / (1 + Z**2 / n), (middle + spread) / (1 + Z**2 / n)
-
-
 def gain_over(base: Evaluation, result: Evaluation) -> str:
     """Say what the same prompts gain over the base model."""
     pairs = zip(rewards_by_prompt(result), rewards_by_prompt(base), strict=True)
     gains = [mine - theirs for mine, theirs in pairs]
-    half = Z * standard_deviation(gains) / sqrt(len(gains))
+    half = half_width(gains)
     over = f"{fmean(gains):+.3f} ±{half:.3f} over the base model ({base.accuracy:.4f})"
     return over if abs(fmean(gains)) > half else f"{over}: so many prompts show no difference"
 

@@ -22,9 +22,6 @@ from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length
 from tailrace.types import Sample
 
-SHORTER = "lower sampling.max_completion_tokens or data.max_prompt_tokens"
-"""The remedy for a teacher whose context is too short."""
-
 
 class TeacherKind:
     """A kind of teacher. The settings are always those of this kind."""
@@ -61,9 +58,7 @@ class FolderTeacher(TeacherKind):
         longest = longest_sequence(
             config.data, config.sampling, max_context_tokens=students, unbounded_prompt=students
         )
-        if own < longest:
-            problem = f"it reads {own} tokens, and samples may have {longest}"
-            raise ConfigError("teacher.path", str(teacher.path), problem, SHORTER)
+        check_context("teacher.path", str(teacher.path), own, longest)
 
     @override
     def memory(self, teacher: FolderTeacherSettings, config: RunConfig) -> Iterable[ProcessMemory]:
@@ -82,6 +77,14 @@ class FolderTeacher(TeacherKind):
             temperature=opening.sampling.temperature,
         )
         return RemoteReference(await opening.start(ReferenceWorker, name, job))
+
+
+def check_context(key: str, teacher: str, context: float, longest: int) -> None:
+    """Check that a teacher reads the longest sample. Raises a ConfigError if its context is too short."""
+    if context < longest:
+        problem = f"it reads {context} tokens, and samples may have {longest}"
+        remedy = "lower sampling.max_completion_tokens or data.max_prompt_tokens"
+        raise ConfigError(key, teacher, problem, remedy)
 
 
 def teacher_kind(teacher: TeacherSettings) -> TeacherKind:

@@ -113,9 +113,8 @@ class TrackerSink(JoinedRows):
         self._tracker.finish()
 
     def _log(self, row: Row) -> None:
-        first = [
-            key for key in ("reward", "eval/accuracy", "loss") if key in row
-        ]  # of a list in order of logging
+        # A tracker may list figures in the order in which it met them.
+        first = [key for key in ("reward", "eval/accuracy", "loss") if key in row]
         figures = {key: row[key] for key in dict.fromkeys([*first, *row]) if isfinite(row[key])}
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
         self._tracker.log(figures, step, wall_time)

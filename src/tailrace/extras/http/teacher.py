@@ -13,7 +13,7 @@ from tailrace.config import RunConfig
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
-from tailrace.drivers.kinds.teacher import SHORTER, TeacherKind
+from tailrace.drivers.kinds.teacher import TeacherKind, check_context
 from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.errors import ConfigError, EngineDied, RewardFailed, ServerRefused
 from tailrace.extras.http.dialect import call
@@ -63,9 +63,7 @@ class ServerTeacher(TeacherKind):
         data, limit = opening.config.data, context_length(opening.model)
         assert data
         longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
-        if context < longest:
-            problem = f"it reads {context} tokens, and samples may have {longest}"
-            raise ConfigError("teacher.url", teacher.url, problem, SHORTER)
+        check_context("teacher.url", teacher.url, context, longest)
         return client
 
 

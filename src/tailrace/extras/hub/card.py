@@ -12,11 +12,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tailrace import __version__
 from tailrace.config import RunConfig
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.commands.evaluate import wilson
+from tailrace.drivers.commands.intervals import wilson
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
-from tailrace.record.figures import Row
+from tailrace.record.figures import Row, evaluations_of
 from tailrace.record.metrics import read_rows
 
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
@@ -32,7 +32,7 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
         raise ConfigError("RUN", str(folder.path), problem, "go on with tailrace train --resume") from why
     rows = read_rows(folder.metrics)
     step = _step_of_model(folder, summary["steps"])
-    evaluated = [row for row in rows if "eval/accuracy" in row and row["step"] <= step]
+    evaluated = [row for row in evaluations_of(rows) if row["step"] <= step]
     base = base_model(config)
     data = ModelCardData(
         base_model=base if is_hub_id(base) else None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.drivers.commands.evaluate import wilson
+from tailrace.drivers.commands.intervals import wilson
 from tailrace.record.figures import Row, steps_of
 
 MAX_POINTS = 1_000
@@ -28,7 +28,7 @@ class Curves:
         lasts = [*(self._firsts[1:] - 1).tolist(), *([num - 1] if num else [])]
         self.x = {name: _short(steps[at][name] for at in lasts) for name in (positions[-1] if rows else ())}
         placed = zip(rows, positions, strict=True)
-        self.evaluations = [_evaluation(row, at) for row, at in placed if is_evaluation(row)]
+        self.evaluations = [_evaluation(row, at) for row, at in placed if "eval/accuracy" in row]
 
     def of(self, name: str) -> Sequence[Sequence[float | None]]:
         """Return the points of a figure: the mean of its steps, and if they are several the lowest and the
@@ -43,10 +43,6 @@ class Curves:
             mean = np.add.reduceat(np.nan_to_num(values), self._firsts) / number
         low, high = np.fmin.reduceat(values, self._firsts), np.fmax.reduceat(values, self._firsts)
         return [_short(mean), _short(low), _short(high)]
-
-
-def is_evaluation(row: Mapping[str, object]) -> bool:
-    return "eval/accuracy" in row
 
 
 def _positions(rows: Sequence[Row]) -> list[dict[str, float]]:

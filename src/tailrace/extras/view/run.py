@@ -10,16 +10,16 @@ import msgspec
 
 from tailrace import clock
 from tailrace.contracts.engine import COUNTS_FOLDER
-from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
 from tailrace.extras.view.causes import shares_of
-from tailrace.extras.view.curves import Curves, is_evaluation
+from tailrace.extras.view.curves import Curves
 from tailrace.extras.view.lanes import RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
 from tailrace.extras.view.totals import totals, trial_figures
 from tailrace.record.advisories import advisories_of_steps
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.figures import Row, evaluations_of, steps_of
 from tailrace.record.metrics import read_row
 from tailrace.record.summary import Summary
 from tailrace.record.timeline import RunTimelines
@@ -97,7 +97,7 @@ class RunView:
 
     def _compared(self) -> list[dict[str, Any]]:
         """The figures for a comparison with other runs; none of rows of another version."""
-        measured = [row["eval/accuracy"] for row in self._rows()[0] if is_evaluation(row)]
+        measured = [row["eval/accuracy"] for row in evaluations_of(self._rows()[0])]
         try:
             return trial_figures(self._summary(), measured[-1] if measured else None)
         except LookupError:
@@ -283,24 +283,18 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def open_runs(folders: Sequence[Path], *, wait: bool = False) -> list[RunView]:
-    """The runs in some folders, with short names that differ. A folder is that of a run, or has such folders
-    in it, as that of a comparison. Raises a ConfigError for one that holds no files of a run.
+    """The runs in some folders (`runs_in`). Raises a ConfigError for one that holds no files of a run.
 
     Args:
         wait: a folder that is not there yet, or in which a run starts, is a run without records.
     """
-    found: list[Path] = []
-    for folder in folders:
-        inner = [] if _is_run(folder) or not folder.is_dir() else sorted(filter(_is_run, folder.iterdir()))
-        if not inner and not _is_run(folder) and not (wait and _may_become_a_run(folder)):
+    found = runs_in(folders, _is_run)
+    for _, folder in found:
+        if not _is_run(folder) and not (wait and _may_become_a_run(folder)):
             problem = "it has neither events.jsonl nor metrics.jsonl"
             remedy = "name the output directory of a run, of a simulation or of a comparison"
             raise ConfigError("RUN", str(folder), problem, remedy)
-        found += inner or [folder]
-    names = [folder.resolve().name for folder in found]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in found]
-    return [RunView(folder, name) for folder, name in zip(found, names, strict=True)]
+    return [RunView(folder, name) for name, folder in found]
 
 
 def _is_run(folder: Path) -> bool:
