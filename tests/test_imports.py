@@ -92,9 +92,9 @@ MAX_REACH = {"heart": 11_000, "train": 28_461, "whole": 48_101}
 MAX_PRODUCT_LINES = {
     "extras.audit": 304,
     "extras.agents": 734,
-    "extras.cluster": 561,
+    "extras.cluster": 557,
     "extras.diagnose": 305,
-    "extras.http": 2_442,
+    "extras.http": 2_440,
     "extras.hub": 202,
     "extras.judges": 1_085,
     "extras.openenv": 205,
@@ -106,7 +106,7 @@ MAX_PRODUCT_LINES = {
     "extras.tinker": 1_541,
     "extras.trackers": 130,
     "extras.verifiers": 384,
-    "extras.view": 1_797,
+    "extras.view": 1_787,
 }
 
 
