@@ -265,10 +265,12 @@ def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
     from matplotlib import pyplot as plt
     from PIL import Image
 
-    kl, lags = STUDIES[name].runner == "kl", name == "lagcurve"
+    kl, lags, peer = STUDIES[name].runner == "kl", name == "lagcurve", STUDIES[name].runner == "trl"
     shape, size = ((len(runs), 3), (11, 3.2 * len(runs))) if kl else ((1, 2), (11, 4))
     figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", sharey=not lags, squeeze=False)
-    if lags:
+    if peer:
+        draw_minutes(axes[0], runs)
+    elif lags:
         draw_lags(axes[0], runs)
     elif kl:
         draw_divergences(axes, runs)
@@ -302,6 +304,32 @@ def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
     axes[0].set(xlabel="trained samples", ylabel="reward", ylim=(0, 1))
     labels = {"generated": "generated samples", "seconds": "seconds of training, on a busy machine"}
     axes[1].set(xlabel=labels[right])
+
+
+WINDOW = 512
+"""Samples of a mean reward in the figure of `trl`."""
+
+
+def draw_minutes(axes: Any, runs: dict[str, list[Result]]) -> None:
+    """The mean reward of the last WINDOW samples, and the accuracy (circles), over trained samples; and over
+    minutes, of the runs that had a core almost alone (those with a nice value below 0)."""
+    for name, found in runs.items():
+        color, label = None, name
+        for run in found:
+            curve = run["curve"]
+            ends = curve["samples"]
+            rewards = [over(curve, "reward", max(0, end - WINDOW), end) for end in ends]
+            minutes = [each / 60 for each in curve["seconds"]]
+            places = [(axes[0], ends, dict(zip([0, *ends], [0, *ends], strict=True)))]
+            if run["machine"]["nice"] < 0:
+                places.append((axes[1], minutes, dict(zip([0, *ends], [0, *minutes], strict=True))))
+            for each, at, of in places:
+                (line,) = each.plot(at, rewards, color=color, label=label, linewidth=1.2)
+                color, label = line.get_color(), None
+                marks = [(of[samples], accuracy) for samples, accuracy in run["evaluations"] if samples in of]
+                each.plot(*zip(*marks, strict=True), color=color, marker="o", markersize=5, linestyle="")
+    axes[0].set(xlabel="trained samples", ylabel="reward; circles: held-out accuracy", ylim=(0, 1))
+    axes[1].set(xlabel="minutes of training on one core")
 
 
 def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:

@@ -252,6 +252,7 @@ STUDIES = {
         evaluations=1,
         config=EXAMPLES / "smollm2" / "long_tail.toml",
         shared={"real": ("serial", "tailrace")},
+        figure=True,
         runner="trl",
     ),
 }
