@@ -193,6 +193,13 @@ class RunConfig(Settings):
         return self
 
     @property
+    def engines_on_gpu(self) -> bool:
+        """Whether engines compute on a GPU. Servers, which choose, do if [placement] lists GPUs for them, or
+        this machine has one."""
+        device, listed = self.engine.torch_device, self.placement.devices == "gpus" and self.placement.engines
+        return device != "cpu" if device else bool(listed) or Path("/proc/driver/nvidia/version").exists()
+
+    @property
     def num_versions(self) -> int:
         """Versions of the weights that an engine can serve at the same time."""
         adapter = self.trainer.adapter

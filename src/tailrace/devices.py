@@ -53,22 +53,32 @@ class DeviceMap:
     trainer: tuple[Devices | None, ...]
 
 
-def check_device(key: str, device: str) -> None:
-    """Check that this machine has a device. Imports torch only for a CUDA device. Raises a ConfigError if the
-    name is malformed, or there is no such CUDA device. `key`: the setting that names the device, such as
-    "engine.device"."""
+def num_gpus() -> int:
+    """CUDA devices that torch finds. Imports torch."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_device(key: str, device: str, gpus: int | None = None, machine: str = "this machine") -> None:
+    """Check that a machine has a device. Raises a ConfigError if the name is malformed, or there is no such
+    CUDA device.
+
+    Args:
+        key: the setting that names the device, such as "engine.device".
+        gpus: CUDA devices of the machine; None: of this one, which imports torch for a CUDA device.
+        machine: its name in the message.
+    """
     form = _FORM.fullmatch(device)
     if form is None:
         raise ConfigError(key, device, "this is not a device", f"write {_FORMS}")
     if device == "cpu":
         return
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_gpus() if gpus is None else gpus
     if count == 0:
-        raise ConfigError(key, device, "torch finds no CUDA device on this machine", 'write "cpu"')
+        raise ConfigError(key, device, f"torch finds no CUDA device on {machine}", 'write "cpu"')
     if int(form[1] or 0) >= count:
-        raise ConfigError(key, device, f"this machine has {count} CUDA devices, numbered from 0", "lower N")
+        raise ConfigError(key, device, f"{machine} has {count} CUDA devices, numbered from 0", "lower N")
 
 
 def attention_kernels() -> AbstractContextManager[object]:

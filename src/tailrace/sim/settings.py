@@ -357,7 +357,7 @@ class SimSettings(Settings):
         """A resolved config leaves open what follows from the cluster."""
         tree: dict[str, Any] = handler(self)
         if self.cluster:
-            for name in ("engines", "trainer"):
+            for name in tree.keys() & {"engines", "trainer"}:
                 given = getattr(self, name).model_fields_set
                 tree[name] = {key: value for key, value in tree[name].items() if key in given}
         return tree

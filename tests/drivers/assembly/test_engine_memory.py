@@ -1,7 +1,10 @@
 """The estimate of an engine's memory."""
 
+from pathlib import Path
+
 import pytest
 
+from tailrace.config import config_of
 from tailrace.contracts.memory import ModelShape
 from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
 from tailrace.drivers.kinds.native import engine_memory
@@ -35,12 +38,17 @@ def test_an_engine_that_gets_adapters_keeps_them_beside_its_weights() -> None:
     assert adapted.device_bytes - plain.device_bytes == 4 * 300
 
 
-@pytest.mark.parametrize(("on_gpu", "device"), [(True, "cuda"), (False, "cpu")])
-def test_a_server_needs_room_for_weights_and_one_sequence_on_each_device(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, device: str
-) -> None:
-    monkeypatch.setattr(VllmEngineSettings, "on_gpu", on_gpu)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_server_needs_room_for_weights_and_one_sequence_on_each_device(device: str) -> None:
     settings = VllmEngineSettings(replicas=3, tensor_parallel_size=2, dtype="bfloat16")
-    need = server_memory(SHAPE, settings, 100)
+    need = server_memory(SHAPE, settings, 100, device)
     assert need.on_device == {"weights": 1000, "one sequence": 100 * 32}
     assert (need.device, need.num) == (device, 3)
+
+
+def test_servers_with_a_list_of_gpus_are_on_them_whatever_this_machine_has() -> None:
+    tree = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}, "engine": {"kind": "vllm"}}
+    listed = {"placement": {"devices": "gpus", "engines": [[0]]}}
+    assert config_of({**tree, **listed}).engines_on_gpu
+    assert config_of(tree).engines_on_gpu == Path("/proc/driver/nvidia/version").exists()
+    assert not config_of({**tree, **listed, "engine": {"device": "cpu"}}).engines_on_gpu

@@ -15,6 +15,7 @@ from tailrace.contracts.reward import Rewards
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.controller.base import RunComponents
+from tailrace.devices import check_device
 from tailrace.drivers.assembly.environments import (
     calls_reward_functions,
     check_episodes,
@@ -23,7 +24,7 @@ from tailrace.drivers.assembly.environments import (
     unused_rewards,
 )
 from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER
-from tailrace.drivers.assembly.machine import Fitted, Machine, fit
+from tailrace.drivers.assembly.machine import Fitted, Machine, check_devices, fit, uses_gpu
 from tailrace.drivers.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.drivers.assembly.simulation import most_groups
@@ -68,11 +69,12 @@ def begin_start(config: RunConfig) -> None:
         preload()
 
 
-def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
+def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | None = None) -> Fitted:
     """Check all that can be checked without starting a process, and choose what depends on the machine.
 
     Args:
         schedules: that will run, with the same choices for all; none: nothing is trained.
+        machine: that will run it; None: this one.
 
     Raises:
         ConfigError: a section is missing; the model, the data or the reward cannot work.
@@ -81,7 +83,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
     check_sections(config)
     config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
     assert config.model and config.data and config.sampling
-    check_policy(config)
+    check_policy(config, machine)
     for source in config.data.sources:
         check_lengths(
             config.sampling,
@@ -108,7 +110,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule) -> Fitted:
         say(f"warning: {remark}")
     overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
     longest = max(len(prompt.ids) for prompt in measured)
-    fitted = fitted_to_machine(config, prompt_tokens=longest, overlaps=overlaps)
+    fitted = fitted_to_machine(config, prompt_tokens=longest, overlaps=overlaps, machine=machine)
     return replace(fitted, remarks=[*fitted.remarks, *remarks])
 
 
@@ -118,6 +120,7 @@ def check_own_trainer(config: RunConfig) -> None:
     if not trainer_kind(config).is_local:
         problem = "what is trained without engines is trained by the run's own trainer"
         raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
+    check_device("trainer.device", config.trainer.device)
     trainer_kind(config).check(config)
 
 
@@ -140,14 +143,17 @@ def _repeated_rows(prompts: Sequence[Prompt], key: str, num_groups: int) -> Iter
         yield f"schedule.{key} = {num_groups}: {many}; lower it, or give more rows"
 
 
-def check_policy(config: RunConfig) -> None:
-    """Check the model, and what generates and trains with it. Raises as `check_live`."""
+def check_policy(config: RunConfig, machine: Machine | None = None) -> None:
+    """Check the model, and what generates and trains with it. Arguments and errors as `check_live`."""
     assert config.model
     path = config.model.path
     remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
     verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
     engine_kind(config).check(config)
     trainer_kind(config).check(config)
+    if machine is None:
+        engine_kind(config).check_installed(config.engine)
+    check_devices(config, machine or Machine.read(uses_gpu=uses_gpu(config)))
     sampling, size = config.sampling or SamplingSettings(), read_config(path)["vocab_size"]
     for id in sampling.stop_token_ids:
         if id >= size:
@@ -160,11 +166,14 @@ def check_policy(config: RunConfig) -> None:
         )
 
 
-def fitted_to_machine(config: RunConfig, *, prompt_tokens: int, overlaps: bool) -> Fitted:
-    """Choose what a checked config leaves to this machine, where the workers are on it. Raises as `fit`."""
+def fitted_to_machine(
+    config: RunConfig, *, prompt_tokens: int, overlaps: bool, machine: Machine | None = None
+) -> Fitted:
+    """Choose what a checked config leaves to its machine, where the workers are on it. Raises as `fit`.
+    `machine`: as in `check_live`."""
     if config.host.kind != "local" or not trainer_kind(config).is_local:
         return Fitted(config)
-    machine = Machine.read(uses_gpu=config.trainer.device != "cpu" or config.engine.on_gpu)
+    machine = machine or Machine.read(uses_gpu=uses_gpu(config))
     fitted = fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
     if fitted.warning:
         say(f"warning: {fitted.warning}")

@@ -2,18 +2,23 @@
 KV cache; and the messages about a run that is too large."""
 
 import os
+import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from tailrace.config import RunConfig
 from tailrace.contracts.memory import LEAST, MIB, ProcessMemory, gib, in_turn
+from tailrace.devices import check_device
 from tailrace.drivers.assembly.memory import longest_sample, run_memory
 from tailrace.errors import ConfigError
+from tailrace.sim.cluster import device_of
+from tailrace.sim.settings import SimClusterSettings
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256
 """Tokens of a micro-batch that is chosen, at most and at least. A CPU computes larger ones no faster."""
@@ -50,17 +55,21 @@ class Machine:
     """Resources that processes of this machine, or of this container, may use.
 
     Args:
-        memory: of the host, in bytes.
+        memory: of the host, in bytes; infinite: it is not known, and counts as enough.
         bfloat16: the first of BFLOAT16 that the processor has.
         gpu_memory: of the largest CUDA device; 0: there is none, or the run does not use it.
         gpu_bfloat16: whether that computes bfloat16.
+        gpus: CUDA devices.
+        name: in messages.
     """
 
     cores: int
-    memory: int
+    memory: float
     bfloat16: str = ""
     gpu_memory: int = 0
     gpu_bfloat16: bool = True
+    gpus: int = 0
+    name: str = "this machine"
 
     @classmethod
     def read(cls, *, uses_gpu: bool) -> "Machine":
@@ -78,8 +87,51 @@ class Machine:
 
         # Not mem_get_info: it would take memory of the device for this process.
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        largest = max(((gpu.total_memory, gpu.major) for gpu in gpus), default=(0, 8))
-        return cls(cores, host_limit(), bfloat16, largest[0], largest[1] >= 8)
+        found = [(gpu.total_memory, gpu.major) for gpu in gpus]
+        largest = max(found, default=(0, 8))
+        return cls(cores, host_limit(), bfloat16, largest[0], largest[1] >= 8, len(found))
+
+    @classmethod
+    def of(cls, cluster: SimClusterSettings) -> "Machine":
+        """A node of a described cluster, of whose host nothing is known: it has the cores of this machine.
+        Raises as `device_of`."""
+        memory, gpus = int(device_of(cluster).memory_bytes), min(cluster.devices, cluster.devices_per_node)
+        here, gpus = cls.read(uses_gpu=False), 0 if cluster.device == "CPU" else gpus
+        name = f"a node of [sim.cluster] ({cluster.device})"
+        return replace(here, memory=inf, gpu_memory=memory, gpus=gpus, name=name)
+
+
+def uses_gpu(config: RunConfig) -> bool:
+    """Whether workers that the run starts on its machine compute on a GPU."""
+    on_gpus = config.engines_on_gpu or config.placement.devices == "gpus"
+    return config.host.kind == "local" and (
+        on_gpus or any(device != "cpu" for _, device in _named_devices(config))
+    )
+
+
+def _named_devices(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting that names a torch device for workers that the run starts, with the device. Workers
+    of other hosts may have others."""
+    if config.host.starts("engine") and config.engine.torch_device:
+        yield "engine.device", config.engine.torch_device
+    if config.host.starts("trainer"):
+        yield "trainer.device", config.trainer.device
+    for judge in config.reward.judges:
+        if device := getattr(judge, "device", ""):
+            yield "reward.judges.device", device
+
+
+def check_devices(config: RunConfig, machine: Machine) -> None:
+    """Check that a machine has the devices that a config names. Raises a ConfigError."""
+    for key, device in _named_devices(config):
+        check_device(key, device, machine.gpus, machine.name)
+    placement, there = config.placement, set(range(machine.gpus))
+    if placement.devices == "cpus":
+        there = set(os.sched_getaffinity(0)) if sys.platform == "linux" else set()
+    for key, lists in (("placement.engines", placement.engines), ("placement.trainer", placement.trainer)):
+        if missing := sorted({*chain.from_iterable(lists)} - there):
+            has = f"{machine.name} has {len(there)} {placement.devices} for this process: {sorted(there)}"
+            raise ConfigError(key, lists, f"there is no {missing}; {has}", "lower it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +194,13 @@ def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str,
         cpu = "bfloat16", f"the processor has {machine.bfloat16}"
     yield "trainer.dtype", *(cpu if config.trainer.device == "cpu" else gpu)
     if config.engine.resources:  # a server that runs has a type already
-        yield "engine.dtype", *(gpu if config.engine.on_gpu else cpu)
+        yield "engine.dtype", *(gpu if config.engines_on_gpu else cpu)
 
 
 def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tuple[str, Any, str]]:
     engine, trainer, placement = config.engine, config.trainer, config.placement
     keys = ("engine.threads", "trainer.threads")
-    num_engines = 0 if engine.on_gpu or not engine.resources else engine.num_engines
+    num_engines = 0 if config.engines_on_gpu or not engine.resources else engine.num_engines
     nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
     listed = [sum(map(len, each)) for each in lists]
@@ -187,7 +239,7 @@ def _powers(most: int, least: int) -> list[int]:
 
 def held_at_once(
     config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine
-) -> Iterator[tuple[str, int, list[ProcessMemory]]]:
+) -> Iterator[tuple[str, float, list[ProcessMemory]]]:
     """Name each memory with its size and the processes that fill it at the same time, with what they hold in
     it as `on_device`. Engines and trainer that share devices take turns."""
     placement, takes_turns = config.placement, config.placement.kind != "disaggregated"
@@ -226,7 +278,7 @@ def _shortage(
         if (needed := sum(sizes.values())) > share * limit:
             num, name, part = max(sizes, key=sizes.__getitem__)
             largest = f"the largest part is {num} x {name}: {part} {gib(sizes[num, name, part])}"
-            return f"{gib(needed)} of {where}, and this machine has {gib(limit)}; {largest}", part
+            return f"{gib(needed)} of {where}, and {machine.name} has {gib(limit)}; {largest}", part
     return None
 
 
@@ -263,11 +315,12 @@ def _table(config: RunConfig, machine: Machine, prompt_tokens: int, reasons: Map
         held = sum(each.host_parts.values()) if each.device == "cpu" else each.device_bytes
         number = f" x {each.num}" if each.num > 1 else ""
         rows.append(layout.format(f"{each.name}{number}", each.device, *cells, gib(held)))
-    most: dict[str, tuple[int, int]] = {}
+    most: dict[str, tuple[int, float]] = {}
     for where, limit, present in held_at_once(config, processes, machine):
         held = sum(each.num * each.device_bytes for each in present)
         most[where] = max(most.get(where, (0, limit)), (held, limit))
-    rows += [f"{where}, at most: {gib(held)} of {gib(limit)}" for where, (held, limit) in most.items()]
+    for where, (held, limit) in most.items():
+        rows.append(f"{where}, at most: {gib(held)}" + (f" of {gib(limit)}" if limit < inf else ""))
     for key, reason in reasons.items():
         value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value

@@ -1,7 +1,6 @@
 """The placement of a config: the devices of its processes, and their checks."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -41,7 +40,6 @@ def device_map(config: RunConfig) -> DeviceMap:
         problem = f"the engines have the devices {sorted(both)}, too"
         remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
         raise ConfigError("placement.trainer", trainers, problem, remedy)
-    _check_exist(placement)
     of_ranks = [each for devices in trainers for each in _divided(devices, ranks)]
     return DeviceMap(
         tuple(_devices(placement, each) for each in engines) or (None,) * num_engines,
@@ -257,22 +255,6 @@ def _check_lists(key: str, lists: Sequence[Sequence[int]], num: int, what: str, 
             raise ConfigError(key, lists, problem, "give it a multiple of that number")
     if len(_numbers(lists)) < len(list(chain.from_iterable(lists))):
         raise ConfigError(key, lists, "a device is listed twice", "list each device once")
-
-
-def _check_exist(settings: PlacementSettings) -> None:
-    """Raises a ConfigError if this machine lacks one of the devices."""
-    if settings.devices == "gpus":
-        import torch
-
-        there = set(range(torch.cuda.device_count()))
-    else:
-        there = set(os.sched_getaffinity(0)) if sys.platform == "linux" else set()
-    for key, lists in (("placement.engines", settings.engines), ("placement.trainer", settings.trainer)):
-        if missing := sorted(_numbers(lists) - there):
-            numbers = f"{len(there)} {settings.devices}: {sorted(there)}"
-            raise ConfigError(
-                key, lists, f"there is no {missing}; this process may use {numbers}", "lower it"
-            )
 
 
 def _numbers(lists: Sequence[Sequence[int]]) -> set[int]:

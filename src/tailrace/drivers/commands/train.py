@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tailrace.config import load_config, with_model_folder
 from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.machine import Machine, uses_gpu
 from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import resolve
@@ -31,7 +32,7 @@ def run(
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
         dry_run: score a few rows as `tailrace check-reward`, print the resolved config, with a table of the
-            processes as comments, and stop.
+            processes as comments, and stop. A config for GPUs with [sim.cluster] is judged on a node of that.
         replay: a run whose recorded samples are trained again, without engines: with another loss, learning
             rate or number of groups a step, or with the same to the same gradients.
     """
@@ -45,7 +46,11 @@ def run(
     if loaded.run.replay:
         fitted = check_replay(loaded, Recording.read(loaded))
     else:
-        fitted = check_live(loaded, resolve(loaded))
+        cluster = loaded.sim.cluster if uses_gpu(loaded) else None
+        machine = Machine.of(cluster) if cluster else None
+        if machine:
+            say(f"devices and memory are judged on {machine.name}, not on this machine")
+        fitted = check_live(loaded, resolve(loaded), machine=machine)
         for fault in kind_of("reward", "audit").faults(fitted.config):
             say(f"warning: {fault}")
     print(fitted.config.toml(), end="")

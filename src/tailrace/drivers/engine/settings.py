@@ -50,12 +50,6 @@ class ReplicaSettings(Settings):
         return ""
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether they compute on a GPU. Where they choose, they do if this machine has one."""
-        device = self.torch_device
-        return device != "cpu" if device else Path("/proc/driver/nvidia/version").exists()
-
-    @property
     def resources(self) -> Mapping[str, float]:
         """The resources that Ray reserves for each; empty: the run starts no process for it."""
         return {}

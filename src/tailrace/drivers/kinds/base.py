@@ -123,6 +123,9 @@ class EngineKind:
     def check(self, config: RunConfig) -> None:
         """Check the settings against the other sections before anything starts. Raises a ConfigError."""
 
+    def check_installed(self, settings: Any) -> None:
+        """Check that this machine has the programs of its processes. Raises a ConfigError."""
+
     def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
         """Estimate the memory of the processes on this machine.
 

@@ -8,7 +8,6 @@ from typing_extensions import override
 from tailrace.config import RunConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
-from tailrace.devices import check_device
 from tailrace.drivers.engine.native.support import check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
@@ -30,8 +29,6 @@ class Native(EngineKind):
         if config.trainer.adapter and (feature := not_fused(config.model.path)):
             problem = f"the embedded engine serves no adapters of a model with {feature}"
             raise ConfigError("trainer.lora.publish", "adapter", problem, 'write "merged"')
-        if config.host.starts("engine"):  # other hosts may have others
-            check_device("engine.device", config.engine.torch_device)
 
     @override
     def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:

@@ -13,7 +13,6 @@ from tailrace.contracts.memory import (
     ProcessMemory,
 )
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, Reference, TrainerSettings
-from tailrace.devices import check_device
 from tailrace.drivers.kinds.base import Opening, TrainerKind
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
 from tailrace.drivers.workers.calls import RemoteWorker
@@ -36,8 +35,6 @@ class Torch(TrainerKind):
     @override
     def check(self, config: RunConfig) -> None:
         assert config.model
-        if config.host.starts("trainer"):  # other hosts may have others
-            check_device("trainer.device", config.trainer.device)
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)

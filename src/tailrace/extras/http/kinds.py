@@ -159,8 +159,11 @@ class ServerKind(EngineKind):
         given = config.weights.transport
         if self.transport and given != self.transport:
             raise ConfigError("weights.transport", given, self.no_other, f'set it to "{self.transport}"')
-        if not config.engine.urls:
-            find_interpreter(config.engine)
+
+    @override
+    def check_installed(self, settings: ServerEngineSettings) -> None:
+        if not settings.urls:
+            find_interpreter(settings)
 
     def check_sampling(self, sampling: SamplingSettings) -> None:
         """Raises a ConfigError if its log-probs would not be those of the policy."""
@@ -169,7 +172,8 @@ class ServerKind(EngineKind):
     def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
         assert config.model and isinstance(config.engine, ServerEngineSettings)
         if not config.engine.urls:
-            yield server_memory(ModelShape.read(config.model.path), config.engine, longest)
+            device = "cuda" if config.engines_on_gpu else "cpu"
+            yield server_memory(ModelShape.read(config.model.path), config.engine, longest, device)
 
     @override
     def processes(self, opening: Opening, trainer: RemoteTrainer) -> BeginProcess:
@@ -244,7 +248,9 @@ class PipelineRlEngines(ServerKind):
         return await pipelinerl.detect(client, engines.sampling, engines.end_of_text, rendezvous)
 
 
-def server_memory(shape: ModelShape, settings: ServerEngineSettings, longest: int) -> ProcessMemory:
+def server_memory(
+    shape: ModelShape, settings: ServerEngineSettings, longest: int, device: str
+) -> ProcessMemory:
     """Estimate the memory of one server. It takes the KV cache that its device has room for. `longest`: as in
     `EngineKind.memory`."""
     size, split = ITEM_BYTES[settings.dtype], settings.tensor_parallel_size
@@ -252,5 +258,5 @@ def server_memory(shape: ModelShape, settings: ServerEngineSettings, longest: in
         "weights": size * shape.num_parameters // split,
         "one sequence": shape.kv_bytes(size) * longest,
     }
-    host, device = {"process": SERVER_BYTES * split}, "cuda" if settings.on_gpu else "cpu"
+    host = {"process": SERVER_BYTES * split}
     return ProcessMemory("engine", device, parts, host, settings.num_engines)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from tailrace.contracts.memory import ProcessMemory
-from tailrace.devices import check_device
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import JudgeKind, Verdict
 from tailrace.drivers.reward.settings import LocalJudgeSettings
@@ -89,7 +88,6 @@ class LocalJudges(JudgeKind):
         if host != "local":
             problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
             raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
-        check_device("reward.judges.device", judge.device)
 
     @override
     def memory(self, judge: LocalJudgeSettings) -> Sequence[ProcessMemory]:

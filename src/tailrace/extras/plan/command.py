@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
+import tomli_w
 from cyclopts import Parameter
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.extras.plan.peer_fit import fit_peer
 from tailrace.extras.plan.peers import PeerLog, read_peer
 from tailrace.extras.plan.plan import Measured, Problem
+from tailrace.extras.plan.planned import changes_of, chooses_server, on_cluster
 from tailrace.extras.plan.search import Plan, search
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.prices import Prices
@@ -100,8 +102,9 @@ def plan(
         json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n", encoding="utf-8")
     if output:
         planned = with_candidate(config, found.best.candidate)
-        resolve(planned)
-        output.write_text(planned.toml(chosen=False), encoding="utf-8")
+        resolve(config_of(planned))
+        text = f"# {_answer(found, devices)}\n\n{tomli_w.dumps(planned)}"
+        output.write_text(text, encoding="utf-8")
         console.print(f"config    {output}")
 
 
@@ -171,8 +174,10 @@ def problem_of(config: RunConfig) -> Problem:
         problem = "the planner predicts groups that wait for all of their members"
         raise ConfigError("run.groups", config.run.groups.model_dump(), problem, "remove it")
     config = with_published_defaults(config)
+    if "tensor_parallel_size" not in type(config.engine).model_fields and not chooses_server(config):
+        sim = sim.model_copy(update={"cluster": sim.cluster.model_copy(update={"tensor_parallel": 1})})
     return Problem(
-        sim=_with_table(without_rates(config)),
+        sim=_with_table(without_rates(config.model_copy(update={"sim": sim}))),
         run=config.run,
         groups_per_step=_groups_per_step(config),
         steps=limits.steps or _steps(_groups_per_step(config) * config.run.group_size),
@@ -202,21 +207,16 @@ def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
     return _with_sim(config, lengths=config.sim.lengths.model_copy(update=changes))
 
 
-def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The config with the schedule and the division of the devices of a candidate."""
+def with_candidate(config: RunConfig, candidate: Candidate) -> dict[str, Any]:
+    """The changes of the config with the schedule of a candidate, and with its devices."""
     assert config.sim.cluster
-    cluster, size = candidate.on(config.sim.cluster), candidate.tensor_parallel
-    replicas = (candidate.rollout_devices or cluster.devices) // size
-    fields = type(config.engine).model_fields if config.engine.resources else ()
-    engine = {"replicas": replicas, "tensor_parallel_size": size}
-    changes = {
-        "schedule": {"name": candidate.work.schedule, **candidate.work.parameters},
-        "schedules": {},
-        "placement": config.placement.model_copy(update={"kind": candidate.kind}),
-        "trainer": config.trainer.model_copy(update={"replicas": candidate.replicas}),
-        "engine": config.engine.model_copy(update={key: engine[key] for key in engine if key in fields}),
-    }
-    return _with_sim(config, cluster=cluster).model_copy(update=changes)
+    cluster, tree = candidate.on(config.sim.cluster), changes_of(config)
+    tree.pop("schedules", None)
+    tree["schedule"] = {"name": candidate.work.schedule, **candidate.work.parameters}
+    tree["sim"]["cluster"] = changes_of(_with_sim(config, cluster=cluster))["sim"]["cluster"]
+    for name, section in on_cluster(config, cluster, candidate.kind).items():
+        tree[name] = tree.get(name, {}) | section
+    return tree
 
 
 def _with_sim(config: RunConfig, **changes: Any) -> RunConfig:

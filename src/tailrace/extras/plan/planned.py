@@ -1,0 +1,77 @@
+"""The config of a live run on the devices of [sim.cluster], as it divides them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tailrace.config import RunConfig
+from tailrace.drivers.engine.settings import VllmEngineSettings
+from tailrace.rollout.placement import Kind
+from tailrace.sim.settings import SimClusterSettings
+
+TAGS = ("kind", "transport")
+"""Keys that select the class of a section."""
+SLEEP = "--enable-sleep-mode"
+"""vLLM's argument for engines that give their memory back."""
+
+
+def changes_of(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that a config sets to other values than their defaults, and the kinds that it
+    names."""
+    given = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    return _changed(given, config.model_dump(mode="json", exclude_defaults=True))
+
+
+def _changed(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in given.items():
+        if isinstance(value, dict) and (inner := _changed(value, others.get(key, {}))):
+            found[key] = inner
+        elif not isinstance(value, dict) and (key in others or key in TAGS):
+            found[key] = value
+    return found
+
+
+def chooses_server(config: RunConfig) -> bool:
+    """Whether the config leaves the kind of its engines open on GPUs, whose rates in [sim.cluster] are those
+    of a server."""
+    given, cluster = config.engine.model_fields_set, config.sim.cluster
+    is_open = "kind" not in given and given <= VllmEngineSettings.model_fields.keys()
+    return is_open and cluster is not None and cluster.device != "CPU"
+
+
+def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) -> dict[str, dict[str, Any]]:
+    """Return the settings of engines, trainer and placement that differ where they have the devices of a
+    cluster, as it divides them. On GPUs engines whose kind is open are vLLM's. A cluster of several nodes is
+    one of Ray; in turn its devices are left to the config."""
+    generating, training = cluster.devices_by_use
+    size, replicas, on_gpu = cluster.tensor_parallel, cluster.trainer_replicas or 1, cluster.device != "CPU"
+    kind = "vllm" if chooses_server(config) else config.engine.kind
+    trainer: dict[str, Any] = {"ranks": (training or generating) // replicas, "replicas": replicas}
+    engine: dict[str, Any] = {"kind": kind, "replicas": generating // size, "tensor_parallel_size": size}
+    if slots := config.sim.engines.slots:
+        engine["max_num_seqs"] = slots
+    if on_gpu:
+        trainer |= {"device": "cuda", "activation_checkpointing": cluster.recompute_activations}
+        engine |= {"device": "cuda"}
+    for section, theirs in ((engine, config.engine), (trainer, config.trainer)):
+        if "dtype" not in theirs.model_fields_set:
+            section["dtype"] = "bfloat16"
+    args = getattr(config.engine, "args", ())
+    if kind == "vllm" and placement != "disaggregated" and SLEEP not in args:
+        engine["args"] = [*args, SLEEP]
+    known = VllmEngineSettings if kind == "vllm" else type(config.engine)
+    given = config.engine.resources  # servers to join have their devices
+    sections = {"engine": {key: engine[key] for key in engine if given and key in known.model_fields}}
+    sections |= {"trainer": trainer, "placement": {"kind": placement}}
+    if on_gpu and cluster.devices <= cluster.devices_per_node:
+        engines = _lists(0, generating // size, size)
+        replicated = _lists(generating if training else 0, replicas, trainer["ranks"])
+        # The replicas that train early have the devices of the last engines (DeviceSharing.engines).
+        sections["placement"] |= {"devices": "gpus", "engines": engines, "trainer": replicated[::-1]}
+    elif on_gpu and training:
+        sections |= {"host": {"kind": "ray"}, "weights": {"transport": "process_group"}}
+    return sections
+
+
+def _lists(first: int, num: int, size: int) -> list[list[int]]:
+    return [[*range(start, start + size)] for start in range(first, first + num * size, size)]
