@@ -199,9 +199,15 @@ def test_a_model_folder_is_read(tmp_path: Path) -> None:
             "sim.cluster.model = 'Qwen': it is neither the name of a known model nor a folder",
         ),
         (on(rollout_devices=8), "all 8 devices would generate, and none would train"),
-        (on(rollout_devices=4, tensor_parallel=3), "the 4 devices that generate cannot be divided by it"),
-        (on(devices=12, tensor_parallel=3), "the 28 attention heads of the model cannot be divided by it"),
-        (on(devices=32, tensor_parallel=14, devices_per_node=8), "cannot be divided by it"),
+        (
+            on(rollout_devices=4, tensor_parallel=3),
+            "4 devices that generate cannot form engines of 3 devices each; choose a divisor of 4",
+        ),
+        (
+            on(devices=12, tensor_parallel=3),
+            "the 3 devices of an engine cannot share 28 attention heads equally",
+        ),
+        (on(devices=32, tensor_parallel=14, devices_per_node=8), "cannot form engines of 14 devices each"),
         (on(devices=28, tensor_parallel=14), "a node has 8 devices"),
         (
             on("RTX 4090", "Qwen2.5-14B", rollout_devices=4),

@@ -326,16 +326,15 @@ class _Setup:
             problem = f"all {num} devices would generate, and none would train"
             remedy = f"choose fewer than {num}, or leave it out so that all generate and train in turn"
             raise ConfigError("sim.cluster.rollout_devices", self.generating, problem, remedy)
+        heads, rollout = self.model.num_heads, self.generating
         divided = {
-            "devices that generate": self.generating,
-            "attention heads of the model": self.model.num_heads,
+            f"{rollout} devices that generate cannot form engines of {size} devices each": rollout,
+            f"the {size} devices of an engine cannot share {heads} attention heads equally": heads,
         }
-        for what, number in divided.items():
+        for problem, number in divided.items():
             if number % size:
-                problem = f"the {number} {what} cannot be divided by it"
-                raise ConfigError(
-                    "sim.cluster.tensor_parallel", size, problem, f"choose a divisor of {number}"
-                )
+                remedy = f"choose a divisor of {number}"
+                raise ConfigError("sim.cluster.tensor_parallel", size, problem, remedy)
         if size > self.cluster.devices_per_node:
             problem = f"a node has {self.cluster.devices_per_node} devices"
             raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")

@@ -43,11 +43,11 @@ ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
         ),
         (
             {"engine.kind": "vllm", "engine.tensor_parallel_size": "3"},
-            r"engine.tensor_parallel_size = 3: the 4 attention heads .* choose a divisor of 4",
+            r"engine.tensor_parallel_size = 3: the 3 devices .* cannot share 4 attention heads equally; choose a divisor of 4",
         ),
         (
             {"engine.kind": "vllm", "engine.replicas": "4", "placement.max_tensor_parallel_size": "8"},
-            r"placement.max_tensor_parallel_size = 8: the 4 attention heads",
+            r"placement.max_tensor_parallel_size = 8: the 8 devices of an engine cannot share 4 ",
         ),
         (
             {"engine.kind": "vllm", "engine.replicas": "3", "placement.max_tensor_parallel_size": "2"},

@@ -273,6 +273,11 @@ OLD = "optimizer steps old in the mean"
             "more rounds. "
             f"A token of a is 0.0 {OLD}, 0 at most.",
         ),
+        (
+            {"serial": rates(4.0), "seer": rates(4.001)},
+            "seer and serial train equally many samples a second: 4 samples/s; it was one trial, so its "
+            f"spread is not known. A token of seer is 0.0 {OLD}, 0 at most.",
+        ),
         ({"serial": rates(4.0)}, "serial alone: 4 samples/s; name another one to compare it with"),
     ],
 )
@@ -286,6 +291,7 @@ def test_the_first_sentence_says_who_wins_by_how_much_and_at_which_lag(
     ("rewards", "said"),
     [
         ((0.5, 0.6), " b has the highest mean reward, 0.550; a 0.350."),
+        ((0.4, 0.3), " a and b have the same mean reward, 0.350."),
         ((0.3, 0.6), " b has the highest mean reward, 0.450; a 0.350, which may be chance."),
     ],
 )
@@ -377,12 +383,21 @@ def run_row(**figures: float) -> Row:
             {"a": run_row(accuracy=0.79), "b": run_row(accuracy=0.8)},
             "b has the higher held-out accuracy: 0.800, a 0.790, which may be chance: their 95% "
             "intervals go from "
-            "0.722 and to 0.852. A step of a took the least time, 2.00 s; the most 1.00 times that.",
+            "0.722 and to 0.852. A step took equally long, 2.00 s.",
         ),
         (
             {"a": run_row(reward=0.25), "b": run_row(accuracy=0.8)},
-            "b has the higher reward, last step: 0.500, a 0.250, whose spread is not known. A step of a took "
-            "the least time, 2.00 s; the most 1.00 times that.",
+            "b has the higher reward, last step: 0.500, a 0.250, whose spread is not known. A step took "
+            "equally long, 2.00 s.",
+        ),
+        (
+            {"a": run_row(accuracy=0.8), "b": run_row(accuracy=0.8002)},
+            "b and a have the same held-out accuracy: 0.800. A step took equally long, 2.00 s.",
+        ),
+        (
+            {"a": run_row(), "b": run_row(step_s=3.0)},
+            "a and b have the same reward, last step: 0.500. A step of a took the "
+            "least time, 2.00 s; the most 1.50 times that.",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def check_placement(config: RunConfig) -> None:
     }
     for key, size in sizes.items():
         if isinstance(heads, int) and heads % size:
-            problem = f"the {heads} attention heads of the model cannot be divided by it"
+            problem = f"the {size} devices of an engine cannot share {heads} attention heads equally"
             raise ConfigError(key, size, problem, f"choose a divisor of {heads}")
     largest = config.placement.max_tensor_parallel_size
     if largest and not (config.engine.can_regroup and config.engine.resources):

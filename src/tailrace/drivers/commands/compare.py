@@ -253,6 +253,8 @@ class Comparison:
         spread = f"{min(ratios):.2f} to {max(ratios):.2f} over {num} trials"
         said = f"{best} trains {median(ratios):.2f} times as many samples a second as {other}"
         if num == 1:
+            if f"{ratios[0]:.2f}" == "1.00":
+                said = f"{best} and {other} train equally many samples a second"
             said += f": {rate}; it was one trial, so its spread is not known"
         elif min(ratios) > 1.0:
             said += f" ({spread}): {rate}"
@@ -276,8 +278,10 @@ class Comparison:
         best, second, *_ = sorted(self.trials, key=lambda name: -self._median(name, "reward"))
         is_sure = min(self._values(best, "reward")) > max(self._values(second, "reward"))
         chance = "" if is_sure and len(self.trials[best]) > 1 else ", which may be chance"
-        high, low = (self._median(name, "reward") for name in (best, second))
-        return f" {best} has the highest mean reward, {high:.3f}; {second} {low:.3f}{chance}."
+        high, low = (f"{self._median(name, 'reward'):.3f}" for name in (best, second))
+        if high == low:
+            return f" {best} and {second} have the same mean reward, {high}."
+        return f" {best} has the highest mean reward, {high}; {second} {low}{chance}."
 
     def table(self, title: str, currency: str = "") -> Table:
         """A column for each schedule, a row for each figure. A comparison without prices has no currency."""

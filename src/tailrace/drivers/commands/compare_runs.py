@@ -54,7 +54,9 @@ def verdict(runs: Mapping[str, Row]) -> str:
     best, second, *_ = sorted(runs, key=lambda name: -runs[name][key])
     high, low = runs[best][key], runs[second][key]
     text = f"{best} has the higher {FIGURES[key][0]}: {high:.3f}, {second} {low:.3f}"
-    if key == "accuracy" and 0.0 <= low <= high <= 1.0:
+    if f"{high:.3f}" == f"{low:.3f}":
+        text = f"{best} and {second} have the same {FIGURES[key][0]}: {high:.3f}"
+    elif key == "accuracy" and 0.0 <= low <= high <= 1.0:
         ends = [wilson(runs[name][key], int(runs[name]["num_samples"])) for name in (best, second)]
         if ends[0][0] <= ends[1][1]:
             ranges = f"from {ends[0][0]:.3f} and to {ends[1][1]:.3f}"
@@ -62,9 +64,10 @@ def verdict(runs: Mapping[str, Row]) -> str:
     else:
         text += ", whose spread is not known"
     fast, slow = (pick(runs, key=lambda name: runs[name]["step_s"]) for pick in (min, max))
-    least_s, most_s = runs[fast]["step_s"], runs[slow]["step_s"]
-    times = f"{least_s:.2f} s; the most {most_s / (least_s or 1.0):.2f} times that"
-    return f"{text}. A step of {fast} took the least time, {times}."
+    least_s, times = runs[fast]["step_s"], f"{runs[slow]['step_s'] / (runs[fast]['step_s'] or 1.0):.2f}"
+    if times == "1.00":
+        return f"{text}. A step took equally long, {least_s:.2f} s."
+    return f"{text}. A step of {fast} took the least time, {least_s:.2f} s; the most {times} times that."
 
 
 def table_of(folders: Mapping[str, RunFolder], runs: Mapping[str, Row]) -> Table:

@@ -321,13 +321,13 @@ def _answer(found: Plan, devices: int) -> str:
     """One sentence."""
     best, figures = found.best, found.best.figures
     words = f"Fastest within the limits: {best.candidate.name(devices)}, {best.step_s:.3g} s a step"
-    if found.present:
+    if found.present and found.present.looks_like(best):
+        words += ", as the present setting is"
+    elif found.present:
         own = f"{found.present.candidate.name(devices)}, the present setting"
         words += f", {figures['times']:.2f} times as fast as {own}"
-    return (
-        f"{words}, at a mean lag of {figures['lag_mean']:.1f} steps and an effective sample size of "
-        f"{figures['ess_mean']:.3f}."
-    )
+    words += f", at a mean lag of {figures['lag_mean']:.1f} steps and an effective sample size of "
+    return f"{words}{figures['ess_mean']:.3f}."
 
 
 def _json(found: Plan, devices: int) -> Mapping[str, object]:

@@ -50,6 +50,7 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
         *(_text_route(f"/{name}", "text/javascript", partial(static_text, name)) for name in SCRIPTS),
         answer("", lambda run, _: run.figures()),
         answer("/record", lambda run, _: run.record()),
+        answer("/faster", lambda run, _: run.faster()),
         answer("/figure", lambda run, request: run.figure(request.query_params.get("name", ""))),
         answer("/window", _window),
         answer("/samples", _samples),

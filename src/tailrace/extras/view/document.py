@@ -14,16 +14,8 @@ from tailrace.extras.view.run import RunView
 from tailrace.importing import install
 
 SCRIPTS = (
-    *(
-        "vendor/uPlot.iife.min.js",
-        "format.js",
-        "words.js",
-        "source.js",
-        "charts.js",
-        "lanes.js",
-        "overview.js",
-    ),
-    *("timeline.js", "samples.js", "accounts.js", "page.js"),
+    *("vendor/uPlot.iife.min.js", "format.js", "words.js", "source.js", "charts.js", "lanes.js"),
+    *("overview.js", "timeline.js", "samples.js", "accounts.js", "page.js"),
 )
 """In the order in which they are run."""
 STYLES = ("vendor/uPlot.min.css", "palette.css", "page.css")
@@ -69,6 +61,7 @@ def _embedded(run: RunView) -> dict[str, Any]:
     return {
         "figures": figures | {"y": {name: run.figure(name) for name in figures["names"]}},
         "record": record,
+        "faster": run.faster(),
         "windows": [run.window(0.0, end_s, NUM_BINS), run.window(last_s, end_s, NUM_BINS)],
         "samples": samples,
         "sample": {id: run.sample(id) for id in ids[: 2 * NUM_EMBEDDED]},

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -14,11 +15,12 @@ from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
 from tailrace.extras.view.causes import shares_of
 from tailrace.extras.view.curves import Curves
-from tailrace.extras.view.lanes import RunLanes
+from tailrace.extras.view.faster import fastest
+from tailrace.extras.view.lanes import MAX_MARKS, RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
 from tailrace.extras.view.totals import totals, trial_figures
-from tailrace.record.advisories import advisories_of_steps
+from tailrace.record.advisories import Advisor, Advisory, advisories_of_steps
 from tailrace.record.figures import Row, evaluations_of, steps_of
 from tailrace.record.metrics import read_row
 from tailrace.record.summary import Summary
@@ -27,15 +29,9 @@ from tailrace.record.timeline import RunTimelines
 TORN = "the file ends within this line"
 CHARTED = (
     *("reward", "reward_std", "frac_reward_zero_std", "loss", "value_loss", "entropy", "kl", "mismatch_kl"),
-    *(
-        "engine_mismatch_kl",
-        "grad_norm",
-        "learning_rate",
-        "completions/mean_length",
-        "completions/p50_length",
-    ),
-    *("completions/p90_length", "completions/max_length", "completions/clipped_ratio", "ess", "lag/mean"),
-    *("lag/max", "perf/tokens_per_s", "time/step", "time/wait", "round/waiting_ratio", "round/time_s"),
+    *("engine_mismatch_kl", "grad_norm", "learning_rate", "completions/mean_length", "ess", "lag/mean"),
+    *("completions/p50_length", "completions/p90_length", "completions/max_length", "lag/max", "time/step"),
+    *("completions/clipped_ratio", "perf/tokens_per_s", "time/wait", "round/waiting_ratio", "round/time_s"),
 )
 """Figures that the page draws before it is asked for others."""
 FOLLOWED_ROUNDS = 5
@@ -154,9 +150,35 @@ class RunView:
                 "stragglers": [each._asdict() for each in lanes.stragglers],
                 "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
                 "advisories": [each._asdict() for each in found],
+                "marks": self._derived("marks", (id(rows), self._num_read()), self._marks),
                 "totals": self._derived("totals", (id(rows), self._num_read()), self._totals),
                 "defects": [each._asdict() for each in self._log_defects()],
             }
+
+    def faster(self) -> dict[str, Any]:
+        """Another schedule that would be faster (`Faster`), once the run has ended; else nothing."""
+        ended = _stamp(self._folder / "summary.json")
+        if not ended or not (steps := steps_of(self._rows()[0])):
+            return {}
+        samples = fmean(row["samples/trained"] for row in steps)
+        found = self._derived("faster", ended, lambda: fastest(self._folder, samples))
+        return found._asdict() if found else {}
+
+    def _marks(self) -> list[dict[str, Any]]:
+        """The advisories, each at the time of the step with which it arose, and the run's alarms."""
+        ended = {step.number: step.end_s for life in self._log.all for step in life.steps}
+        advisor = Advisor()
+        found = [
+            (ended.get(int(row["step"])), each)
+            for row in steps_of(self._rows()[0])
+            for each in advisor.add(row)
+        ]
+        alarms = [
+            (each.time_s, Advisory("stalled", each.what)) for life in self._log.all for each in life.alarms
+        ]
+        return [
+            {"time_s": at, **each._asdict()} for at, each in (*found, *alarms[:MAX_MARKS]) if at is not None
+        ]
 
     def window(self, start_s: float, end_s: float, bins: int) -> dict[str, Any]:
         """The lanes in a range of time (`RunLanes.window`)."""
@@ -225,15 +247,9 @@ class RunView:
         """One sample, with its requests."""
         with self._log_lock:
             self._lanes()
+            names = ("engine", "start_s", "end_s", "outcome", "had", "num_tokens")
             mine = [
-                {
-                    "engine": r.engine,
-                    "start_s": r.start_s,
-                    "end_s": r.end_s,
-                    "outcome": r.outcome,
-                    "had": r.had,
-                    "tokens": r.num_tokens,
-                }
+                {name: getattr(r, name) for name in names}
                 for timeline in self._log.all
                 for r in (*timeline.requests, *timeline.open_requests)
                 if str(r.sample) == id

@@ -3,6 +3,8 @@
 
 const AXES = { step: "optimizer steps", samples: "samples trained", seconds: "seconds", cost: "cost" };
 const DASHES = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+/** Steps of an axis that counts. */
+const WHOLE = Array.from({ length: 28 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3));
 const SERIES_COLOURS = ["blue", "teal", "amber", "red"];
 
 /** The mean of the points before, with weights that fall by `smoothing` from point to point. */
@@ -39,6 +41,9 @@ function curveOf(run, name, axis, smoothing) {
   return [x, smoothed(mean, smoothing), envelope(low, reach, -1), envelope(high, reach, 1)];
 }
 
+/** How the held-out prompts of a run are completed; training always samples. */
+const sampling = (run) => ({ true: ", greedy", false: ", sampled" })[run.figures.config["run.eval_greedy"]] || "";
+
 /** The accuracy on held-out prompts of a run, with its interval. */
 function evaluationCurve(run, axis) {
   const found = run.figures.evaluations;
@@ -68,7 +73,7 @@ class Chart {
         const data = name === "eval" ? evaluationCurve(run, axis) : curveOf(run, name, axis, smoothing);
         if (!data || (number && name !== "eval" && data[3].every((value) => value === 0))) return; // a part that the run does not have
         const paint = runs.length > 1 || run.number > 0 ? runColour(run.number) : colour(SERIES_COLOURS[number]);
-        this.lines.push({ run, name, label, data, paint, dash: runs.length > 1 ? DASHES[number] : [], text: runs.length > 1 ? `${run.figures.name}${this.spec.series.length > 1 ? ` ${label}` : ""}` : label });
+        this.lines.push({ run, name, label, data, paint, dash: runs.length > 1 ? DASHES[number] : [], text: `${runs.length > 1 ? `${run.figures.name} ` : ""}${runs.length > 1 && this.spec.series.length === 1 ? "" : label}${name === "eval" ? sampling(run) : ""}`.trim() });
       });
     }
     // A simulation has no loss: its curves are zero.
@@ -104,7 +109,7 @@ class Chart {
       cursor: { sync: { key: "figures", scales: ["x", null] }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (_, low, high) => this.#range(low, high) } },
       axes: [
-        { stroke: colour("muted"), grid: { show: false }, ticks: line, font, size: 28, space: 60, values: (_, values) => values.map(compact), label: undefined },
+        { stroke: colour("muted"), grid: { show: false }, ticks: line, font, size: 28, space: 60, incrs: ["step", "samples"].includes(axis) ? WHOLE : undefined, values: (_, values) => values.map(compact), label: undefined },
         { stroke: colour("muted"), grid: line, ticks: { show: false }, font, size: 46, space: 34, values: (_, values) => values.map(compact) },
       ],
       hooks: { setCursor: [(plot) => this.#describe(plot.cursor.left >= 0 ? plot.cursor.idx : null)] },
@@ -115,7 +120,7 @@ class Chart {
   #range(low, high) {
     if (low === null || high === null) return [0, 1];
     if (this.spec.share) return [Math.min(0, low), Math.max(high <= 1 && high > 0.5 ? 1 : high * 1.1, 1e-6)];
-    if (low === high) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+    if (high - low <= 1e-6 * Math.abs(high)) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
     const room = 0.06 * (high - low);
     return [low >= 0 && low < 0.5 * high ? 0 : low - room, high + room];
   }
@@ -127,7 +132,7 @@ class Chart {
       const values = data[1 + 3 * number] || [];
       let i = at === null ? values.length - 1 : at;
       while (i > 0 && (values[i] === null || values[i] === undefined)) i--;
-      return element("span", {}, key(line.paint, "line"), `${line.text} `, element("b", {}, format(values[i])));
+      return element("span", {}, key(line.paint, line.name === "eval" || line.dash.length ? "line dashed" : "line"), `${line.text} `, element("b", {}, format(values[i])));
     }));
   }
 

@@ -18,10 +18,11 @@ function decoded(data) {
 }
 
 /** Where each lane stands: name, top, height and the height of the slots below its causes. */
-function placesOf(data, isDense) {
+function placesOf(data, isDense, marks) {
   const engines = data.lanes.filter((lane) => "slots" in lane).length, places = [];
   let top = RULER;
   if (data.rounds.length) { places.push({ name: "rounds", top, height: ROUNDS, slots: 0 }); top += ROUNDS + LANE_GAP / 2; }
+  if (marks.length) { places.push({ name: "advisories", top, height: MARKS, slots: 0 }); top += MARKS + LANE_GAP / 2; }
   for (const lane of data.lanes) {
     const isEngine = "slots" in lane;
     const slots = !isEngine ? 0 : isDense ? 22 : engines > 16 ? 18 : engines > 6 ? 34 : Math.max(44, Math.min(150, 4.5 * lane.slots));
@@ -36,9 +37,9 @@ class LanesPicture {
   constructor(canvas) { this.canvas = canvas; }
 
   /** Draw a window so that `from` to `to` fill the canvas; the window may be of another range. */
-  draw(data, from, to, { isDense = false, lives = [] } = {}) {
-    Object.assign(this, { data, from, to });
-    const width = this.canvas.clientWidth, { places, height } = placesOf(data, isDense);
+  draw(data, from, to, { isDense = false, lives = [], marks = [] } = {}) {
+    Object.assign(this, { data, from, to, marks });
+    const width = this.canvas.clientWidth, { places, height } = placesOf(data, isDense, marks);
     this.left = width < 600 ? 0 : 118;
     this.width = width - this.left;
     this.places = places;
@@ -84,6 +85,11 @@ class LanesPicture {
         context.fillRect(left, top, Math.max(1, width), height);
         if (width > 26) { context.fillStyle = colour("ink"); context.fillText(width > 64 ? `round ${round}` : String(round), left + 5, top + height / 2 + 1); }
       }
+      return;
+    }
+    if (place.name === "advisories") {
+      context.fillStyle = colour("amber");
+      for (const { time_s } of this.marks) { context.fillRect(this.x(time_s), top, 1, this.canvas.clientHeight); context.fillRect(this.x(time_s) - 3, top, 7, height); }
       return;
     }
     if ("slots" in lane) {
@@ -162,14 +168,14 @@ class LanesPicture {
         context.textAlign = "right";
         context.fillText(place.name, this.left - 12, middle + (isMark ? 1 : 0));
         context.textAlign = "left";
-      } else if (!isMark) {
-        const width = context.measureText(place.name).width;
+      } else if (place.name !== "rounds") {
+        const width = context.measureText(place.name).width, high = isMark ? place.height : 16, top = place.top + (place.slots ? STRIP + 2 : isMark ? 0 : 2);
         context.fillStyle = colour("paper");
         context.globalAlpha = 0.85;
-        context.fillRect(4, place.top + (place.slots ? STRIP : 0) + 2, width + 8, 16);
+        context.fillRect(4, top, width + 8, high);
         context.globalAlpha = 1;
-        context.fillStyle = colour("ink");
-        context.fillText(place.name, 8, place.top + (place.slots ? STRIP : 0) + 11);
+        context.fillStyle = colour(isMark ? "muted" : "ink");
+        context.fillText(place.name, 8, top + high / 2 + 1);
       }
     }
   }
@@ -184,6 +190,10 @@ class LanesPicture {
       return found && { text: `round ${found[0]}: ${duration(found[2] - found[1])}\nclick to zoom`, round: found };
     }
     const near = 3 * (this.to - this.from) / this.width;
+    if (place.name === "advisories") {
+      const found = this.marks.filter((each) => Math.abs(each.time_s - time) <= 2 * near);
+      return found.length ? { text: found.map((each) => `${each.kind}, since ${format(+each.time_s.toPrecision(4))} s: ${each.text}`).join("\n\n") } : null;
+    }
     const straggler = place.name === "stragglers" && this.data.stragglers.find((each) => each.start_s - near <= time && time <= each.end_s + near);
     if (straggler) return { sample: straggler.sample, text: `round ${straggler.round}: ${straggler.sample} ended last,\n${duration(straggler.end_s - straggler.start_s)} after the one before it\n${format(straggler.tokens)} tokens on ${straggler.engine}` };
     if (lane.requests && y >= place.top + STRIP) {

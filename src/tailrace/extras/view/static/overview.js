@@ -101,7 +101,7 @@ class Overview {
     const rewards = last("reward"), steps = last("time/step"), tokens = last("perf/tokens_per_s");
     if (rewards.length) tile("reward", format(+mean(rewards).toPrecision(3)), `from ${format(+rewards[0].toPrecision(3))}; best ${format(+Math.max(...rewards).toPrecision(3))}`, rewards, colour("blue"));
     const measured = figures.evaluations.at(-1);
-    if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
+    if (measured) tile(`held-out accuracy${sampling(run)}`, format(+measured.accuracy.toPrecision(3)), `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
     if (steps.length) tile("seconds a step", duration(mean(steps)), `mean of ${Math.min(NUM_LAST, steps.length)} steps`, steps, colour("muted"));
     if (tokens.length) tile("trained tokens/s", format(Math.round(mean(tokens))), `length ${format(Math.round(mean(last("completions/mean_length"))))} tokens`, tokens, colour("muted"));
     const busy = record?.shares.filter((each) => each.lane === "trainer" && ["gradients", "step"].includes(each.cause));
@@ -124,9 +124,11 @@ class Overview {
     const rows = this.runs.filter((run) => run.figures), summary = (run) => run.record?.summary || [], by = (run, name) => summary(run).find((each) => each.key === name);
     const keys = [...new Map(rows.flatMap(summary).map((each) => [each.key, each])).values()];
     const cells = (figure) => {
-      const values = rows.map((run) => by(run, figure.key)), known = values.filter((each) => each && each.value !== null).map((each) => figure.better * each.value);
-      const isDivided = figure.better && known.length > 1 && Math.max(...known) > Math.min(...known);
-      return values.map((each) => [each ? each.text : "–", Boolean(each) && isDivided && figure.better * each.value === Math.max(...known)]);
+      const values = rows.map((run) => by(run, figure.key)), known = values.filter((each) => each && each.value !== null), best = [...known].sort((one, other) => figure.better * (other.value - one.value))[0];
+      // No run is the best where they read the same, or where the intervals of the accuracies overlap.
+      const measured = figure.key === "accuracy" ? rows.flatMap((run) => run.figures.evaluations.slice(-1)).sort((one, other) => other.accuracy - one.accuracy) : [];
+      const isDivided = figure.better && known.some((each) => each.text !== best.text) && !(measured[1]?.high >= measured[0]?.low);
+      return values.map((each) => [each ? each.text : "–", Boolean(isDivided && each && each.text === best.text)]);
     };
     const long = element("table", {}, element("tr", {}, element("th", {}, "figure"), ...rows.map((run) => element("th", { className: "number" }, key(runColour(run.number)), run.figures.name))),
       ...keys.map((figure) => element("tr", {}, element("td", {}, figure.label), ...cells(figure).map(([text, isBest]) => element("td", { className: `number ${isBest ? "best" : ""}` }, text)))));

@@ -72,6 +72,13 @@
     return found.some(Boolean);
   }
 
+  /** Ask once for a faster schedule than that of a run which has ended: the answer takes seconds. */
+  async function askFaster(run) {
+    run.faster = {};
+    run.faster = await source.faster(run.number);
+    drawHead(runs);
+  }
+
   async function poll(part) {
     const begun = performance.now();
     try {
@@ -79,6 +86,7 @@
         if (part === "figures") await overview.reload();
         await draw();
       }
+      await Promise.all(runs.filter((run) => run.record?.state.kind === "finished" && !run.faster).map(askFaster));
       byId("connection").textContent = source.isLive ? "" : "a file of one moment";
     } catch (why) {
       byId("connection").textContent = `no answer from the server: ${why.message}`;

@@ -14,7 +14,7 @@ class SamplesView {
     this.order_ = choice("order", ORDERS, (value) => { this.order = value; this.drawList(); });
     this.only_ = choice("only", Object.entries(ONLY).map(([value, [text]]) => [value, text]), (value) => { this.only = value; this.drawList(); });
     this.round = element("input", { type: "search", placeholder: "up to round …", size: 12, ariaLabel: "up to round", onchange: () => { const text = this.round.value.trim(); this.lastRound = /^\d+$/.test(text) ? Number(text) : null; this.load(); } });
-    this.find = element("input", { type: "search", placeholder: "search in prompts and texts", ariaLabel: "search", oninput: () => { clearTimeout(this.waiting); this.waiting = setTimeout(() => { this.search = this.find.value; this.load(); }, 250); } });
+    this.find = element("input", { type: "search", placeholder: "search texts", ariaLabel: "search", oninput: () => { clearTimeout(this.waiting); this.waiting = setTimeout(() => { this.search = this.find.value; this.load(); }, 250); } });
     this.count = element("span", { className: "muted" });
     this.list = element("div", { className: "card groups", tabIndex: 0 });
     this.pane = element("div", { className: "card pane" });
@@ -140,7 +140,7 @@ class SamplesView {
       element("div", { className: "part" }, element("div", { className: "controls", style: { "margin-bottom": "0.3rem" } }, element("span", { className: "muted small", id: "sample-about" }, about.join(" · ")), element("span", { className: "space" }), ...(sample.tokens ? [segments("colour of tokens", [["version", "by version"], ["logprob", "by log-prob"], ["none", "plain"]], this.colour, (value) => { this.colour = value; drawTokens(sample, value, tokens, legend); })] : [])), tokens, legend),
       ...(sample.note ? [element("p", { className: "muted small", id: "sample-note" }, sample.note)] : []),
       ...(rewards.length ? [part("Rewards", facts(rewards))] : []),
-      ...(sample.requests.length ? [part("Requests", table(["engine", "from s", "to s", "had tokens", "has tokens", "ended"], sample.requests.map((each) => [each.engine, +each.start_s.toFixed(3), +each.end_s.toFixed(3), each.had, each.tokens, OUTCOMES[each.outcome]?.[1] || each.outcome])))] : []),
+      ...(sample.requests.length ? [part("Requests", table(["engine", "from s", "to s", "had tokens", "has tokens", "ended"], sample.requests.map((each) => [each.engine, +each.start_s.toFixed(3), +each.end_s.toFixed(3), each.had, each.num_tokens, OUTCOMES[each.outcome]?.[1] || each.outcome])))] : []),
     );
     drawTokens(sample, this.colour, tokens, legend);
   }

@@ -21,6 +21,7 @@ class ServedSource {
 
   figures(run) { return this.#news(`runs/${run}`); }
   record(run) { return this.#news(`runs/${run}/record`); }
+  async faster(run) { return (await this.#ask(`runs/${run}/faster`)).json(); }
   async figure(run, name) { return (await this.#ask(`runs/${run}/figure?name=${encodeURIComponent(name)}`)).json(); }
   async window(run, from, to, bins) { return (await this.#ask(`runs/${run}/window?from=${from}&to=${to}&bins=${bins}`)).json(); }
   async sample(run, id) { return (await this.#ask(`runs/${run}/sample?id=${encodeURIComponent(id)}`)).json(); }
@@ -39,6 +40,7 @@ class EmbeddedSource {
 
   async figures(run) { return this.#runs[run].figures; }
   async record(run) { return this.#runs[run].record; }
+  async faster(run) { return this.#runs[run].faster; }
   async figure(run, name) { return this.#runs[run].figures.y[name] || [[]]; }
 
   /** The shortest of the ranges that the file has and that covers the one asked for. */

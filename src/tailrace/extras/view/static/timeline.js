@@ -20,7 +20,7 @@ class TimelineView {
     this.causes = element("div", { className: "card", style: { "margin-top": "0.75rem" } });
     this.worst = element("div", { className: "card", style: { "margin-top": "0.75rem" } });
     byId("timeline").replaceChildren(
-      element("div", { className: "controls" }, group(button("whole run", "key 0", () => this.showAll()), button("last 5 rounds", "", () => this.showLast()), this.follow), group(button("−", "key S or arrow down", () => this.zoom(ZOOM)), button("+", "key W or arrow up", () => this.zoom(1 / ZOOM)), button("←", "key A", () => this.pan(-PAN)), button("→", "key D", () => this.pan(PAN))), this.range, element("span", { className: "space" }), element("span", { className: "muted small" }, "wheel or W S zoom · drag or A D move · shift and drag: select")),
+      element("div", { className: "controls" }, group(button("whole run", "key 0", () => this.showAll()), button("last 5 rounds", "", () => this.showLast()), this.follow), group(button("−", "key S or arrow down", () => this.zoom(ZOOM)), button("+", "key W or arrow up", () => this.zoom(1 / ZOOM)), button("←", "key A", () => this.pan(-PAN)), button("→", "key D", () => this.pan(PAN))), this.range, element("span", { className: "space" }), element("span", { className: "muted small keys" }, "wheel or W S zoom · drag or A D move · shift and drag: select")),
       this.note, element("div", { className: "card strip" }, this.strip), element("div", { className: "stack" }, ...this.panels.map((panel) => panel.card)), this.causes, this.worst);
     this.#listenToStrip();
   }
@@ -47,7 +47,7 @@ class TimelineView {
       if (!this.#fromHash()) this.to = this.end;
     }
     if (this.follows) this.#last();
-    this.follow.hidden = !this.source.isLive;
+    this.follow.hidden = !this.source.isLive || this.known.every((run) => run.record.state.kind === "finished");
     this.follow.ariaPressed = String(this.follows);
     this.note.hidden = this.source.isLive;
     this.note.textContent = "This file has the whole run in parts of equal length, and single requests of its last rounds only. `tailrace view RUN` shows each request of every round.";
@@ -101,7 +101,7 @@ class TimelineView {
     for (const panel of this.panels) {
       if (!panel.data) continue;
       panel.name.replaceChildren(key(runColour(panel.run.number)), panel.run.figures?.name || "");
-      panel.picture.draw(panel.data, this.from, this.to, { isDense: this.runs.length > 1, lives: panel.run.record.lives });
+      panel.picture.draw(panel.data, this.from, this.to, { isDense: this.runs.length > 1, lives: panel.run.record.lives, marks: panel.run.record.marks });
     }
     this.#drawWindow();
   }

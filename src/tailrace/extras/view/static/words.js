@@ -8,15 +8,20 @@ const CAUSES = {
   dead: "dead engines", start: "the start of the run", end: "the end of the run", between: "bookkeeping between rounds", other: "other reasons",
 };
 const BUSY = ["gradients", "step", "generating"], MAX_NAMED = 3, LEAST_SHARE = 0.01;
+/** Predicted gains below it are within the error of the simulator. */
+const LEAST_GAIN = 1.1;
 
-/** What the trainer waited for, and how far the run is from its lower bound (record/bounds.py). */
-function verdictOf({ record }) {
+/** What the trainer waited for, how far the run is from its lower bound (record/bounds.py), and whether another schedule is predicted to be faster (faster.py). */
+function verdictOf({ record, faster }) {
   const waits = record.shares.filter((each) => each.lane === "trainer" && !BUSY.includes(each.cause)), by = (name) => record.summary.find((each) => each.key === name)?.value;
   if (!record.recorded_s || by("main_time_s") === undefined) return "";
   const named = waits.filter((each) => each.share >= LEAST_SHARE).slice(0, MAX_NAMED).map((each) => `${percent(each.share)} for ${CAUSES[each.cause]}`).join(", ");
   const waited = `The trainer waited ${percent(waits.reduce((sum, each) => sum + each.share, 0))} of ${duration(record.recorded_s)}${named ? `: ${named}` : ""}.`;
   const [what, times] = record.bound_share ? ["this run", 1 / record.bound_share] : ["its rounds", by("main_time_s") / by("bound_s")];
-  return Number.isFinite(times) ? `${waited} The lower bound of ${what} is ${times.toFixed(1)} times faster.` : waited;
+  const bound = Number.isFinite(times) ? ` The lower bound of ${what} is ${times.toFixed(1)} times faster.` : "";
+  if (!faster?.schedule) return waited + bound;
+  if (faster.times < LEAST_GAIN) return `${waited}${bound} No other schedule that was simulated with its costs would be ${LEAST_GAIN} times faster.`;
+  return `${waited}${bound} In a simulation with its costs, ${faster.schedule} is ${faster.times.toFixed(1)} times faster, at a mean lag of ${faster.lag_mean.toFixed(1)} optimizer steps.`;
 }
 
 const counted = (number, what) => `${format(number)} ${what}${number === 1 ? "" : "s"}`;
