@@ -41,18 +41,7 @@ from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
 from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
-from tailrace.types import (
-    KV,
-    Batch,
-    Group,
-    Prompt,
-    Sample,
-    SampleId,
-    Stale,
-    noise_seed,
-    samples_of,
-    units_of,
-)
+from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, Stale, noise_seed, samples_of, units_of
 
 MAX_CONSECUTIVE_BAD_ROWS = 10_000
 """A row without a usable prompt is skipped and counted. This many in succession end the run."""

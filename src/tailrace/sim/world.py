@@ -22,11 +22,7 @@ import msgspec
 
 from tailrace.contracts.data import Epochs
 from tailrace.errors import ConfigError
-from tailrace.sim.settings import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MEDIAN_TOKENS,
-    SimLengthSettings,
-)
+from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimLengthSettings
 from tailrace.types import Prompt, Sample
 
 _MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15

@@ -43,7 +43,7 @@ ONE_GPU = "{ devices = 'gpus', engines = [[0]], trainer = [[0]] }"
         ),
         (
             {"engine.kind": "vllm", "engine.tensor_parallel_size": "3"},
-            r"engine.tensor_parallel_size = 3: the 3 devices .* cannot share 4 attention heads equally; choose a divisor of 4",
+            r"engine.tensor_parallel_size = 3: the 3 devices .* cannot share 4 .* choose a divisor of 4",
         ),
         (
             {"engine.kind": "vllm", "engine.replicas": "4", "placement.max_tensor_parallel_size": "8"},

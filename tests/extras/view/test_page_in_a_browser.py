@@ -1,6 +1,7 @@
 """The page in headless Chromium, served as `tailrace view` serves it, or as one file."""
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import pytest
 from page_story import sinks_of, until, write_run
 
 from helpers.record_story import pipelined_round
-from tailrace.cli import main
 from tailrace.extras.view.run import open_runs
 from tailrace.record.events import Spent, Stepped, Waiting
 from tailrace.record.steps import StepMeter
@@ -101,6 +101,11 @@ class Tab:
 
     def is_cut(self) -> bool:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+
+
+def tailrace(*words: str) -> None:
+    """Run a command in a process of its own: the thread of the test has playwright's loop."""
+    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 @contextmanager
@@ -258,6 +263,59 @@ def test_wheel_keys_and_pointer_zoom_and_move(stories: Tab) -> None:
     assert stories.errors == []
 
 
+def test_advisories_are_marks_of_the_timeline(browser: Any, tmp_path: Path) -> None:
+    """A pointer at the end of the fourth step, from which on too many samples are truncated."""
+    story = pipelined_round(round=1, start_s=40.0, story=pipelined_round())
+    with served(write_run(tmp_path / "run", story)) as address:
+        tab = Tab(browser, address)
+        tab.open("timeline")
+        (mark,) = tab.page.evaluate("tailrace.runs[0].record.marks")
+        tab.page.mouse.move(*tab.place(mark["time_s"], "advisories"))
+        said = tab.page.locator("#tip").inner_text()
+        assert said.startswith(f"truncation, since {mark['time_s']:g} s: ") and "of the samples" in said
+        tab.page.mouse.move(*tab.place(mark["time_s"] - 10, "advisories"))
+        assert tab.page.locator("#tip").is_hidden() and tab.errors == []
+        tab.page.close()
+
+
+def test_a_simulated_run_names_a_faster_schedule_and_says_how_prompts_were_completed(
+    browser: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(LONG.replace("rounds = 1000", "rounds = 4"))
+    words = ["--schedule.name", "serial", "--run.eval_every", "2", "--output-dir", str(tmp_path / "run")]
+    tailrace("simulate", str(tmp_path / "run.toml"), *words)
+    with served(tmp_path / "run") as address:
+        tab = Tab(browser, address)
+        tab.wait("tailrace.runs[0].faster?.schedule")
+        said = tab.page.locator("#head .verdict").inner_text()
+        times = tab.page.evaluate("tailrace.runs[0].faster.times.toFixed(1)")
+        assert f"In a simulation with its costs, pipelinerl is {times} times faster, at a mean lag of" in said
+        assert "held-out accuracy, greedy" in tab.page.locator("[data-title=Reward] .legend").inner_text()
+        tab.open("timeline")
+        assert tab.page.locator("button", has_text="follow").is_hidden(), "a finished run"
+        assert tab.errors == []
+        tab.page.close()
+
+
+def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
+    browser: Any, tmp_path: Path
+) -> None:
+    rows = {}
+    for name, accuracy in (("one", 0.8), ("other", 0.81)):
+        folder = write_run(tmp_path / name)
+        first, *others = (folder / "metrics.jsonl").read_text().splitlines()
+        rows[name] = json.loads(first) | {"eval/accuracy": accuracy, "eval/num_samples": 64.0}
+        (folder / "metrics.jsonl").write_text("\n".join([json.dumps(rows[name]), *others, ""]))
+    with served(tmp_path / "one", tmp_path / "other") as address:
+        tab = Tab(browser, address)
+        assert "held-out\naccuracy" in tab.page.locator("#comparison").inner_text().replace(" acc", "\nacc")
+        assert tab.page.locator(".best").count() == 0
+        tab.page.evaluate("""tailrace.runs[1].figures.evaluations[0].low = 0.95, tailrace.overview.draw()""")
+        assert tab.page.locator("#comparison .best").all_inner_texts() == ["0.810"]
+        assert tab.errors == []
+        tab.page.close()
+
+
 @pytest.mark.parametrize("width", [420, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_fits_the_screen_and_follows_its_colours(
@@ -324,8 +382,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run of 1,000 rounds with 64,000 requests of training."""
     folder = tmp_path_factory.mktemp("long")
     (folder / "run.toml").write_text(LONG)
-    words = ["simulate", str(folder / "run.toml"), "--output-dir", str(folder / "run")]
-    subprocess.run([sys.executable, "-m", "tailrace.cli", *words], check=True, stdout=subprocess.DEVNULL)
+    tailrace("simulate", str(folder / "run.toml"), "--output-dir", str(folder / "run"))
     return folder / "run"
 
 
@@ -354,7 +411,7 @@ def test_a_thousand_rounds_are_light_and_begin_with_the_reward(browser: Any, lon
 def test_a_thousand_rounds_are_a_small_file_that_says_what_it_lacks(
     browser: Any, long_run: Path, tmp_path: Path
 ) -> None:
-    assert main(["view", str(long_run), "--output", str(tmp_path / "long.html")]) == 0
+    tailrace("view", str(long_run), "--output", str(tmp_path / "long.html"))
     assert (tmp_path / "long.html").stat().st_size < 3_000_000
     tab = Tab(browser, (tmp_path / "long.html").as_uri())
     tab.open("timeline")

@@ -15,7 +15,7 @@ from tailrace.errors import ConfigError
 from tailrace.extras.view.curves import MAX_POINTS, Curves
 from tailrace.extras.view.lanes import RunLanes, Straggler
 from tailrace.extras.view.run import RunView, open_runs
-from tailrace.record.events import RequestEnded, RequestStarted, Spent
+from tailrace.record.events import RequestEnded, RequestStarted, Spent, Waiting
 from tailrace.record.figures import Row
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
@@ -102,6 +102,17 @@ def test_lanes_far_away_are_shares_and_near_by_are_requests(tmp_path: Path) -> N
     used = b64decode(engine["slots_used"]["generating"])
     assert len(used) == 100 and set(used) == {128}, "each bin is two seconds, half of them at work"
     assert other["requests"][0][:4] == (0.0, 0.5, 0.0, "stop")
+
+
+def test_an_advisory_and_an_alarm_stand_at_the_time_at_which_they_arose(tmp_path: Path) -> None:
+    """A quarter of the samples of four steps is truncated; the fourth ends 44 s after the start."""
+    story = pipelined_round(round=1, start_s=40.0, story=pipelined_round())
+    story.tell(Waiting(60.0, 300.0, "pool: a request of engine-0"))
+    _, record = read(write_run(tmp_path, story))
+    truncation, stalled = record["marks"]
+    assert (truncation["time_s"], truncation["kind"]) == (44.0, "truncation")
+    assert truncation["text"].startswith("25% of the samples of the last 4 steps")
+    assert stalled == {"time_s": 50.0, "kind": "stalled", "text": "pool: a request of engine-0"}
 
 
 def test_a_page_receives_the_cost_of_a_run_and_what_is_left(tmp_path: Path) -> None:

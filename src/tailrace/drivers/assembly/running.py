@@ -221,10 +221,7 @@ async def _train(
 
 
 def _recorder(
-    config: RunConfig,
-    folder: RunFolder,
-    start: StartingPoint,
-    interruption: Interruption,
+    config: RunConfig, folder: RunFolder, start: StartingPoint, interruption: Interruption
 ) -> tuple[Recorder, Summary]:
     earlier = read_rows(folder.metrics)
     start.best = best_evaluation(earlier, folder)

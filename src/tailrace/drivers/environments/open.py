@@ -11,11 +11,7 @@ from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import Environment, Outcome, Policy
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import RequestEncoder
-from tailrace.drivers.environments.settings import (
-    EnvironmentSettings,
-    PythonSettings,
-    ToolsSettings,
-)
+from tailrace.drivers.environments.settings import EnvironmentSettings, PythonSettings, ToolsSettings
 from tailrace.drivers.environments.tools import ToolsEnvironment, import_tools, schemas_of
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function

@@ -5,13 +5,7 @@ from collections.abc import Iterable
 from typing_extensions import override
 
 from tailrace.config import RunConfig
-from tailrace.contracts.memory import (
-    LOGIT_BYTES,
-    STATE_BYTES,
-    TRANSFORMERS_BYTES,
-    ModelShape,
-    ProcessMemory,
-)
+from tailrace.contracts.memory import LOGIT_BYTES, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, Reference, TrainerSettings
 from tailrace.drivers.kinds.base import Opening, TrainerKind
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora

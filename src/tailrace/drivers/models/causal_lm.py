@@ -22,11 +22,7 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     config.json and the weights do not fit together. The message names the file."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # transformers has no common error for a bad folder
         raise folder_error(folder, _defect(folder, error)) from error

@@ -94,11 +94,7 @@ def token_logprobs(
 
 
 def _chunk(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    temperature: float,
-    dtype: torch.dtype,
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, [rows] each."""
     with torch.autocast(hidden.device.type, dtype, enabled=dtype != torch.float32):

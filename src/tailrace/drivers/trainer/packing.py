@@ -225,10 +225,7 @@ def pack(
 
 
 def take_full(
-    samples: Sequence[TrainingSample],
-    min_tokens: int,
-    max_tokens: int,
-    packing: Packing = Packing.SHARED,
+    samples: Sequence[TrainingSample], min_tokens: int, max_tokens: int, packing: Packing = Packing.SHARED
 ) -> tuple[list[TrainingSample], list[TrainingSample]]:
     """Divide samples into those to compute now and those that wait for others: all if they have fewer than
     `min_tokens`, else the emptiest micro-batch of `pack` where that has fewer."""

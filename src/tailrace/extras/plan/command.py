@@ -30,12 +30,7 @@ from tailrace.extras.plan.planned import changes_of, chooses_server, on_cluster
 from tailrace.extras.plan.search import Plan, search
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.prices import Prices
-from tailrace.sim.settings import (
-    EmpiricalSettings,
-    SimClusterSettings,
-    SimSettings,
-    TableSettings,
-)
+from tailrace.sim.settings import EmpiricalSettings, SimClusterSettings, SimSettings, TableSettings
 from tailrace.sim.world import read_lengths, read_recorded
 
 MEASURED_SAMPLES = 8192

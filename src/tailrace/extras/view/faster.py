@@ -52,7 +52,7 @@ def fastest(path: Path, samples: float) -> Faster | None:
 
 
 def _figures(config: RunConfig, parameters: Mapping[str, Any], steps: int) -> Row:
-    """Those of about so many optimizer steps of a schedule."""
+    """Simulate about so many optimizer steps of a schedule."""
     named = config.model_copy(update={"schedule": parameters})
     schedule, summary = resolve(named), Summary()
     rounds = max(2, round(steps / (steps_of_a_round(named, schedule) or 1)))
