@@ -28,6 +28,10 @@ COMMANDS = {
         "extras.quickstart.command:quickstart",
         "a small model learns sums: a first run, without files of your own",
     ),
+    "init": (
+        "extras.init.command:init",
+        "write a config and a reward for a model, data and a machine",
+    ),
     "train": (
         "drivers.commands.train:run",
         "train a model; all files of the run go into the output directory",

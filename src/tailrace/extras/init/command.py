@@ -1,0 +1,173 @@
+"""`tailrace init`: a commented config and a reward function that fit a machine."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from tailrace.config import config_of
+from tailrace.drivers.commands.tables import writing
+from tailrace.drivers.data.rows import open_table
+from tailrace.drivers.data.settings import RowsSettings
+from tailrace.errors import ConfigError
+from tailrace.extras.plan.planned import changes_of, on_cluster
+from tailrace.model_folder import find_folder
+from tailrace.rollout.placement import Kind
+from tailrace.sim.cluster import MODELS, PROFILES, model_of, rates
+from tailrace.sim.settings import SimClusterSettings, SimLengthSettings, SimSettings
+
+GPUS = {name.replace(" ", "").lower(): name for name in PROFILES if name != "CPU"}
+DIVISIONS: Mapping[int, tuple[int | None, ...]] = {1: (None,), 2: (1, None), 4: (2, None), 8: (4, None)}
+"""For the GPUs of one node: how many of them generate. None: all generate and train in turn. The first is
+taken on which the model fits, with all weights trained or else with an adapter."""
+STATES: Mapping[float, Mapping[str, Any]] = {16.0: {}, 4.5: {"rank": 16}}
+"""The trainer's bytes for each parameter (`sim.cluster.trainer_bytes_per_parameter`), and [trainer.lora]."""
+SIZES = (1, 2, 4, 8)
+"""Tensor-parallel sizes of the engines, in the order in which they are tried."""
+PROMPTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution", "ground_truth")
+"""Columns of the prompt and of the right answer, of which the data have one each."""
+COMMENTS = {
+    "name": "docs/reference/schedules.md has the others",
+    "groups_per_step": "prompts of an optimizer step",
+    "staleness": "updates for which a token may wait until it is trained, at most",
+    "args": "engines give their memory back while the trainer works",
+    "ranks": "processes over which the model is sharded (FSDP2)",
+    "learning_rate": "if rewards fall, lower it",
+    "max_num_seqs": "requests that one engine decodes together, at most",
+    "rank": "of the adapter; pip install 'tailrace[lora]'",
+    "rollout_devices": "the others train",
+}
+"""The meaning of keys that depend on the machine."""
+COLUMN = 36
+"""Where comments begin, at least."""
+
+
+def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path()) -> None:
+    """Write run.toml and rewards.py. Nothing is overwritten.
+
+    Args:
+        model: a Hugging Face folder, or the id of a model on the hub.
+        data: a JSONL file, a parquet file or a dataset folder: rows with a prompt and the right answer.
+        gpus: of one node, such as 8xH100. Without them the run is for the CPU of a laptop.
+        folder: for both files.
+    """
+    known, (prompt, answer) = model.rpartition("/")[2].removesuffix("-Instruct"), _columns(data)
+    if known not in MODELS:
+        known = str(find_folder(Path(model)))
+    context = model_of("--model", known).context_tokens
+    tokens = min(2048 if gpus else 256, context // 2)
+    sections = _on_gpus(_divided(gpus, known, tokens), folder) if gpus else _on_a_laptop()
+    values = {
+        "machine": f"For {gpus}" if gpus else "For the CPU of a laptop",
+        "rounds": 200 if gpus else 20,
+        "schedule": _toml({"schedule": sections.pop("schedule")}),
+        "model": json.dumps(_from(folder, model)),
+        "data": json.dumps(_from(folder, str(data))),
+        "prompt": json.dumps(prompt),
+        "prompt_tokens": min(1024, context // 2),
+        "tokens": tokens,
+        "sections": _toml(sections),
+        "answer": answer,
+    }
+    texts = {"run.toml": "run.toml", "rewards.py": "rewards.py.txt"}
+    for name in texts:
+        if (folder / name).exists():
+            remedy = "name another --folder, or move it away"
+            raise ConfigError("--folder", str(folder), f"it has a {name} already", remedy)
+    with writing("--folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, template in texts.items():
+            text = Template((Path(__file__).parent / template).read_text(encoding="utf-8")).substitute(values)
+            text = re.sub(r"^(\w.*?)  # ", lambda found: f"{found[1]:{COLUMN}}# ", text, flags=re.MULTILINE)
+            (folder / name).write_text(text, encoding="utf-8")
+    config = folder / "run.toml"
+    print(f"wrote     {config}, {folder / 'rewards.py'}")
+    print(f"next      tailrace train {config} --output-dir runs/first --dry-run")
+
+
+def _columns(data: Path) -> tuple[str, str]:
+    """The columns of the prompt and of the right answer. Raises as `open_table`, or a ConfigError."""
+    columns = open_table(RowsSettings(path=data.absolute()), "train")[0][0]
+    found = [next((name for name in names if name in columns), "") for names in (PROMPTS, ANSWERS)]
+    for name, what, names in zip(found, ("prompt", "right answer"), (PROMPTS, ANSWERS), strict=True):
+        if not name:
+            problem = f"no column of the first row is a {what}: {', '.join(columns)}"
+            raise ConfigError("--data", str(data), problem, f"name one {' or '.join(names)}")
+    return found[0], found[1]
+
+
+def _divided(gpus: str, model: str, max_tokens: int) -> SimClusterSettings:
+    """The GPUs of a node, with the first division on which the model fits. Raises a ConfigError."""
+    found = re.fullmatch(r"(?:(\d{1,4})\s*x)?\s*(.*)", gpus)
+    num, name = (int(found[1] or 1), found[2]) if found else (0, gpus)
+    device = GPUS.get(name.replace(" ", "").lower())
+    if device is None or num not in DIVISIONS:
+        counts, known = ", ".join(map(str, DIVISIONS)), ", ".join(GPUS.values())
+        problem = "the GPU is not known" if device is None else f"there are presets for {counts} of them"
+        raise ConfigError("--gpus", gpus, problem, f"write one of {counts}, x, and one of {known}")
+    for state, rollout, size in product(STATES, DIVISIONS[num], SIZES):
+        cluster = SimClusterSettings(
+            device=device,
+            devices=num,
+            model=model,
+            rollout_devices=rollout,
+            tensor_parallel=size,
+            trainer_bytes_per_parameter=state,
+        )
+        try:
+            rates(SimSettings(cluster=cluster, lengths=SimLengthSettings(max_tokens=max_tokens)))
+        except ConfigError as why:
+            problem = f"the model does not fit ({why.problem})"
+        else:
+            return cluster
+    raise ConfigError("--gpus", gpus, problem, "name more or larger GPUs, or a smaller model")
+
+
+def _on_gpus(cluster: SimClusterSettings, folder: Path) -> dict[str, Mapping[str, Any]]:
+    """The sections that depend on the machine, relative to a folder."""
+    groups, least = max(16, 8 * cluster.devices), {"run": {"rounds": 1, "group_size": 2}}
+    schedule: dict[str, Any] = {"name": "serial", "groups_per_round": groups, "groups_per_step": groups}
+    kind: Kind = "colocated"
+    if cluster.rollout_devices:
+        kind, schedule = "disaggregated", {"name": "tailrace", "groups_per_step": groups}
+        schedule |= {"groups_in_flight": 2 * groups, "staleness": 1}
+    named = {"device": cluster.device, "devices": cluster.devices, "model": _from(folder, str(cluster.model))}
+    devices = {**named, **cluster.model_dump(exclude_defaults=True, exclude={"model"})}
+    tree = {**least, "schedule": schedule, "sim": {"cluster": devices}}
+    made = changes_of(config_of({**tree, **on_cluster(config_of(tree), cluster, kind)}))
+    lora = STATES[cluster.trainer_bytes_per_parameter]
+    sections: dict[str, Mapping[str, Any]] = {
+        "schedule": schedule,
+        "engine": {**made["engine"], "max_num_seqs": 256},
+        "placement": made["placement"],
+        "trainer": {"learning_rate": 1e-5 if lora else 1e-6, **made["trainer"]},
+        "trainer.lora": lora,
+        "sim.cluster": devices,
+    }
+    return {name: section for name, section in sections.items() if section}
+
+
+def _on_a_laptop() -> dict[str, Mapping[str, Any]]:
+    schedule = {"name": "rolloutpipe", "groups_per_round": 8, "groups_per_step": 4}
+    return {"schedule": schedule, "engine": {"max_num_seqs": 32}, "trainer": {"learning_rate": 1e-6}}
+
+
+def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of numbers, texts and lists of them, which TOML writes as JSON does."""
+    lines = []
+    for name, section in sections.items():
+        lines.append(f"[{name}]")
+        for key, value in section.items():
+            comment = f"  # {COMMENTS[key]}" if key in COMMENTS else ""
+            lines.append(f"{key} = {json.dumps(value)}{comment}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _from(folder: Path, name: str) -> str:
+    """The path from a folder to a file, or the id of a model on the hub."""
+    return os.path.relpath(name, folder) if Path(name).exists() else name

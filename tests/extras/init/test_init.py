@@ -1,0 +1,138 @@
+"""`tailrace init`: what it writes passes a dry run, is planned, trains; what it refuses."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.page_runs import save_model
+from tailrace.cli import main
+from tailrace.config import load_config
+from tailrace.extras.init.command import DIVISIONS, SIZES
+from tailrace.extras.plan.command import present_setting, problem_of
+
+QUESTION = {"question": "What is 1 + 2?", "answer": "It is 1 + 2 = <<1+2=3>>3.\n#### 3"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and with rows in GSM8K's form."""
+    save_model(tmp_path / "model", [QUESTION["question"]])
+    rows = [QUESTION | {"question": f"What is {n} + 2?", "answer": f"#### {n + 2}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def init(*words: str, model: str = "model") -> int:
+    return main(["init", "--model", model, "--data", "rows.jsonl", *words])
+
+
+@pytest.mark.parametrize("gpus", [*(f"{count}xH100" for count in DIVISIONS), "RTX 4090"])
+def test_each_preset_passes_a_dry_run(here: Path, gpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init("--gpus", gpus, "--folder", "made") == 0
+    assert "next      tailrace train made/run.toml" in capsys.readouterr().out
+    assert main(["train", "made/run.toml", "--output-dir", "out", "--dry-run"]) == 0
+    assert "judged on a node of [sim.cluster]" in capsys.readouterr().err
+    config = load_config(here / "made" / "run.toml")
+    lists = config.placement.engines + config.placement.trainer
+    assert {gpu for one in lists for gpu in one} == {*range(int(gpus[0]) if gpus[1] == "x" else 1)}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model"),
+    [
+        ("8xH100", "Qwen2.5-7B"),
+        ("4xH100", "Qwen3-4B"),
+        ("2xH100", "Qwen3-1.7B"),
+        ("1xRTX 4090", "Qwen3-1.7B"),
+    ],
+)
+def test_the_planner_finds_each_preset_within_its_limits(here: Path, gpus: str, model: str) -> None:
+    """Mean lag and effective sample size are those up to which learning was measured to lose nothing."""
+    assert init("--gpus", gpus, model=f"Qwen/{model}-Instruct") == 0
+    config = load_config(here / "run.toml", {"plan.steps": "16", "run.group_size": "2"})
+    problem = problem_of(config)
+    present, why = present_setting(config, problem)
+    assert present and not why
+    measured = problem.measure(*present, 16)
+    assert problem.exceeded(measured) == ""
+    assert present[0].rollout_devices == DIVISIONS[int(gpus[0])][0]
+
+
+@pytest.mark.slow
+def test_a_run_for_a_laptop_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init() == 0
+    assert {path.name for path in here.iterdir()} >= {"run.toml", "rewards.py"}
+    assert main(["train", "run.toml", "--output-dir", "out", "--dry-run"]) == 0
+    small = ["--run.rounds", "1", "--sampling.max_completion_tokens", "8", "--run.eval_every", "0"]
+    assert main(["train", "run.toml", "--output-dir", "out", *small]) == 0
+    assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_model_that_only_an_adapter_leaves_room_for_gets_one(here: Path) -> None:
+    assert init("--gpus", "H100", model="Qwen/Qwen2.5-7B") == 0
+    config = load_config(here / "run.toml")
+    assert config.trainer.lora and config.trainer.lora.rank == 16
+    assert config.placement.kind == "colocated"
+
+
+def test_a_model_that_fits_no_device_alone_is_divided(here: Path) -> None:
+    assert init("--gpus", "8 x A100-40G", model="Qwen/Qwen2.5-32B") == 0
+    assert load_config(here / "run.toml").engine.num_devices in SIZES[1:]
+
+
+def without_an_answer(here: Path) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "message"),
+    [
+        (
+            "--gpus 8xB200",
+            None,
+            "--gpus = '8xB200': the GPU is not known; write one of 1, 2, 4, 8, x",
+        ),
+        ("--gpus 3xH100", None, "there are presets for 1, 2, 4, 8 of them"),
+        ("--gpus 1xA100-40G", None, "--gpus = '1xA100-40G': the model does not fit"),
+        (
+            "",
+            lambda here: (here / "rewards.py").touch(),
+            "it has a rewards.py already; name another --folder",
+        ),
+        (
+            "",
+            without_an_answer,
+            "no column of the first row is a right answer: prompt, label; name one answer",
+        ),
+        ("", lambda here: (here / "rows.jsonl").unlink(), "there is no such file or folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    here: Path,
+    words: str,
+    before: Callable[[Path], None] | None,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if before:
+        before(here)
+    assert init(*words.split(), model="Qwen/Qwen2.5-32B") == 2
+    assert message in capsys.readouterr().err
+    assert not (here / "run.toml").exists()
+
+
+def test_the_reward_compares_the_last_number_or_the_last_word(here: Path) -> None:
+    assert init() == 0
+    spec = importlib.util.spec_from_file_location("written_rewards", here / "rewards.py")
+    assert spec and spec.loader
+    rewards = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rewards)
+    score = rewards.score
+    assert score("1 + 2 is 3.", QUESTION["answer"], "stop") == 1.0
+    assert score("so $1,234.00", "... #### 1234", "stop") == score("Answer: Paris.", "Paris", "stop") == 1.0
+    assert score("3", QUESTION["answer"], "length") == score("3, no, 4", "3", "stop") == 0.0
+    assert score("", "Paris", "stop") == score("none", "3", "stop") == 0.0
