@@ -1,13 +1,16 @@
 """`tailrace simulate`: files, figures and the set-up that is taken from the run's config."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tailrace.cli import main
-from tailrace.config import RunConfig
-from tailrace.drivers.assembly.simulation import sim_settings
+from tailrace.config import RunConfig, config_of
+from tailrace.drivers.assembly.simulation import sim_settings, sources
+from tailrace.drivers.commands import simulate
 from tailrace.record.timeline import RunTimelines
 from tailrace.schedules import SCHEDULES
 
@@ -88,24 +91,57 @@ def test_a_simulation_does_not_replace_a_live_run(tmp_path: Path, capsys: pytest
     assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
 
 
-CLUSTER = ["--sim.cluster.device", "H100", "--sim.cluster.devices", "2", "--sim.cluster.model", "Qwen3-1.7B"]
+RECORDED = "{ kind = 'recorded', path = 'runs/one/samples' }"
 
 
 @pytest.mark.parametrize(
-    ("costs", "is_noted"),
+    ("overrides", "like", "said"),
     [
-        ([], True),
-        (["--sim.engines.base_s", "0.02"], False),
-        ([*CLUSTER, "--placement.kind", "colocated"], False),
+        (
+            {},
+            None,
+            "Lengths are a default distribution of no model, costs are defaults of no machine; --like RUN "
+            "takes those of a run, [sim.cluster] costs of devices.",
+        ),
+        (
+            {"sim.lengths.median_tokens": "30.0", "sim.engines.base_s": "0.02"},
+            None,
+            "Lengths are those of [sim.lengths], costs are those of [sim].",
+        ),
+        (
+            {"sim.lengths.distribution": RECORDED, "sim.engines.base_s": "0.02"},
+            "runs/one",
+            "Lengths are recorded in runs/one/samples, costs are fitted to runs/one.",
+        ),
+        (
+            {"sim.lengths.distribution": RECORDED, "sim.cluster.model": "Qwen3-1.7B"},
+            None,
+            "Lengths are recorded in runs/one/samples, costs are computed for Qwen3-1.7B on 8 x H100.",
+        ),
     ],
 )
-def test_costs_that_belong_to_no_model_and_no_machine_are_said_to_be_defaults(
-    costs: list[str], is_noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_sentence_says_where_lengths_and_costs_come_from(
+    overrides: dict[str, str], like: str | None, said: str
 ) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text(
-        "[run]\nrounds = 1\ngroup_size = 2\n"
-        "[schedule]\nname = 'serial'\ngroups_per_round = 2\ngroups_per_step = 2\n"
+    assert sources(config_of(dict(RUN), overrides), like) == said
+
+
+def test_in_80_columns_no_line_is_longer_and_in_a_pipe_each_row_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--run.rounds", "1", "--run.group_size", "2"]
+    assert main(words) == 0
+    piped = capsys.readouterr().out.splitlines()
+    file = io.StringIO()
+    narrow = Console(
+        file=file, width=80, force_terminal=True, color_system=None, soft_wrap=True, markup=False
     )
-    assert main(["simulate", str(config), *costs]) == 0
-    assert ("the costs of engines and trainer are defaults" in capsys.readouterr().out) == is_noted
+    monkeypatch.setattr(simulate, "open_console", lambda: narrow)
+    assert main(words) == 0
+    shown = file.getvalue().splitlines()
+    assert max(map(len, shown)) <= 80
+    (setup,) = (line for line in piped if line.startswith("virtual time: "))
+    assert "at most. Lengths are " in setup and setup.endswith(".")
+    (bound,) = (line for line in piped if line.startswith("bound "))
+    words_shown = " ".join(" ".join(map(str.strip, shown)).split())
+    assert setup in words_shown and " ".join(bound.split()) in words_shown

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.console import Console
-
 from tailrace import clock
 from tailrace.algo.advantages import GRPO
 from tailrace.algo.advantages import ComputeAdvantages as Advantages
@@ -186,12 +184,21 @@ def costs_given(sim: SimSettings) -> list[tuple[str, str]]:
     return [(section, key) for section, key in costs if key in getattr(sim, section).model_fields_set]
 
 
-def note_default_costs(sim: SimSettings, console: Console) -> None:
-    """Say so if the figures are those of no model and of no machine."""
-    costs = [key for _, key in costs_given(sim) if key != "count"]
-    if not costs and sim.cluster is None:
-        note = "note: the costs of engines and trainer are defaults; --like RUN takes those of a run"
-        console.print(f"{note}, [sim.cluster] those of a model on devices")
+def sources(config: RunConfig, like: object = None) -> str:
+    """Say in a sentence where lengths and costs of a simulation come from. `like`: the run that [sim] is
+    fitted to."""
+    sim, law = config.sim, config.sim.lengths.distribution
+    lengths, costs = "a default distribution of no model", "defaults of no machine"
+    if law or sim.lengths.median_tokens:
+        recorded = getattr(law, "path", None)
+        lengths = f"recorded in {recorded}" if recorded else "those of [sim.lengths]"
+    if cluster := sim.cluster:
+        model = cluster.model or (config.model and config.model.path)
+        costs = f"computed for {model} on {cluster.devices} x {cluster.device}"
+    elif like or any(key != "count" for _, key in costs_given(sim)):
+        costs = f"fitted to {like}" if like else "those of [sim]"
+    remedy = "; --like RUN takes those of a run, [sim.cluster] costs of devices" if "default" in costs else ""
+    return f"Lengths are {lengths}, costs are {costs}{remedy}."
 
 
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:

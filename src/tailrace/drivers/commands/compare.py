@@ -36,7 +36,7 @@ from tailrace.drivers.assembly.schedule import (
     rounds_of_equal_steps,
     with_published_defaults,
 )
-from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual
+from tailrace.drivers.assembly.simulation import run_virtual, sources
 from tailrace.drivers.commands.compare_runs import figures_of, folders_of, table_of, verdict
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.errors import ConfigError, say
@@ -118,7 +118,7 @@ def compare(
     console.print(comparison.verdict(), soft_wrap=False)
     print_table(console, comparison.table(VIRTUAL if virtual else LIVE, prices.currency if prices else ""))
     if virtual:
-        note_default_costs(loaded.sim, console)
+        console.print(sources(loaded), soft_wrap=False)
     if folder:
         console.print(f"files     {folder}/*/  (tailrace view {folder})")
     for path in (json_path, folder and folder / "compare.json"):

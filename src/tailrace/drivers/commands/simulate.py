@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
-from tailrace.drivers.assembly.simulation import note_default_costs, run_virtual, sim_settings
+from tailrace.drivers.assembly.simulation import run_virtual, sim_settings, sources
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.drivers.kinds.tracker import TrackedRun, check_trackers, open_trackers
 from tailrace.errors import ConfigError
@@ -23,7 +23,6 @@ from tailrace.record.events import Sink
 from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
 from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
-from tailrace.sim.settings import SimSettings
 from tailrace.sim.world import Lengths
 
 
@@ -70,23 +69,21 @@ def simulate(
     totals, prices = summary.summary(), loaded.prices
     if prices and prices.budget and not totals.rounds:
         raise ConfigError("prices.budget", prices.budget, "it is spent within the first round", "raise it")
-    print_table(console, _table(name, sim, seconds, totals, summary.figures()))
-    note_default_costs(loaded.sim, console)
+    median_tokens, max_tokens = Lengths(sim.lengths, 0).median_tokens, sim.lengths.max_tokens
+    setup = f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of "
+    setup += f"{median_tokens:,.0f} tokens in the median, {max_tokens:,} at most. {sources(loaded, like)}"
+    console.print(setup, soft_wrap=False)
+    print_table(console, _table(name, seconds, totals, summary.figures()))
     if totals.bound:
-        console.print(f"bound     {totals.bound.line}")
+        console.print(f"bound     {totals.bound.line}", soft_wrap=False)
     if prices and totals.cost is not None:
         console.print(f"cost      {prices.overrun(totals.cost) or prices.words(totals.cost)}")
     if output_dir:
         console.print(f"files     {output_dir}")
 
 
-def _table(name: str, sim: SimSettings, seconds: float, summary: RunSummary, figures: Row) -> Table:
-    table = Table("figure", Column(name, justify="right"), title_justify="left")
-    median_tokens, max_tokens = Lengths(sim.lengths, 0).median_tokens, sim.lengths.max_tokens
-    table.title = (
-        f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of "
-        f"{median_tokens:,.0f} tokens in the median, {max_tokens:,} at most"
-    )
+def _table(name: str, seconds: float, summary: RunSummary, figures: Row) -> Table:
+    table = Table("figure", Column(name, justify="right"))
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
     for key, value in summary.round.items():
         table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
