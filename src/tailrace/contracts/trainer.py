@@ -16,8 +16,6 @@ from tailrace.types import Sample, SampleId
 
 MAX_TOKENS = 2**31 - 1
 """Packed sequences are delimited by 32-bit offsets."""
-CHUNK_ELEMENTS = 1 << 26
-"""Logits that the trainer holds at once: 256 MiB in float32."""
 FILE_BYTES = 2**28
 """Size of a rank's file of a checkpoint, about."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -101,7 +99,8 @@ class TrainerSettings(Settings):
     replicas: int = Field(default=1, ge=1, le=1024)
     """Copies of the sharded model. They divide the samples of a step and add their gradients in it."""
     activation_checkpointing: bool = False
-    """Compute the activations of each block again in the backward pass, in place of keeping them."""
+    """Compute the activations of each block again in the backward pass, in place of keeping them, but for
+    those of attention."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory; the device holds one block at a time."""
     offload: OffloadSettings = OffloadSettings()

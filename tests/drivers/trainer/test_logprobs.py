@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tailrace.drivers.trainer import model
+from tailrace.drivers.trainer import logits, model
+from tailrace.drivers.trainer.logits import logit_rows
 from tailrace.drivers.trainer.model import token_logprobs
 
 
@@ -24,11 +25,11 @@ def naive(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, tempera
 
 
 @pytest.fixture(params=[9, 27, 1 << 20], ids=["a row at a time", "3 rows at a time", "one chunk"])
-def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "CHUNK_ELEMENTS", request.param)
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits, "LOGITS", (request.param, request.param))
 
 
-@pytest.mark.usefixtures("chunk_elements")
+@pytest.mark.usefixtures("chunks")
 def test_chunked_log_probs_and_gradients_equal_those_of_all_logits_at_once() -> None:
     upstream = torch.linspace(-1, 1, 11)
     *ours, targets = leaves()
@@ -55,6 +56,29 @@ def test_a_uniform_head_gives_each_token_the_log_of_one_in_v() -> None:
     got = token_logprobs(hidden, head(weight), torch.tensor([0, 3, 7]), vocabulary=8, temperature=1.0)
     torch.testing.assert_close(got.logprobs, torch.full((3,), -torch.tensor(8.0).log()))
     torch.testing.assert_close(got.entropy, torch.full((3,), torch.tensor(8.0).log()))
+
+
+@pytest.mark.usefixtures("chunks")
+def test_gradients_of_bfloat16_logits_are_those_of_autograd_on_the_same_logits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = torch.randn(11, 9, generator=generator).bfloat16()
+    targets, upstream = torch.arange(11) % 9, torch.linspace(-1, 1, 11)
+    ours, theirs = (given.clone().requires_grad_() for _ in range(2))
+    got = token_logprobs(ours, lambda each: each, targets, vocabulary=9, temperature=0.7)
+    (got.logprobs * upstream).sum().backward()
+    wanted = (theirs.float() / 0.7).log_softmax(-1)
+    (wanted.gather(1, targets[:, None])[:, 0] * upstream).sum().backward()
+    assert got.logprobs.dtype == torch.float32 and ours.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(got.logprobs, wanted.gather(1, targets[:, None])[:, 0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=2**-7)
+
+
+def test_a_chunk_of_logits_is_an_eighth_of_the_micro_batch_within_limits() -> None:
+    assert logit_rows(1024, 49_152) == 1024
+    assert logit_rows(4096, 151_936) == 512
+    assert logit_rows(8192, 151_936) == 1024
+    assert logit_rows(65_536, 151_936) == 2**28 // 151_936
+    assert logit_rows(10, 2**30) == 1
 
 
 def test_bfloat16_products_stay_near_float32() -> None:

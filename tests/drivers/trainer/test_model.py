@@ -1,13 +1,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import VOCABULARY, make_units
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.trainer.distributed import ATTENTION
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.packing import MicroBatch
 from tailrace.errors import ConfigError
@@ -85,6 +88,33 @@ def test_bfloat16_computes_near_float32_with_float32_weights() -> None:
     difference = exact.logprobs(batch).logprobs - rough.logprobs(batch).logprobs
     assert 0 < difference.abs().max() < 0.2
     assert {parameter.dtype for parameter in rough.parameters().values()} == {torch.float32}
+
+
+class Kernels(TorchDispatchMode):
+    """Inside the block counts the calls of attention's forward and backward kernels that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forward = self.num_backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_forward += func in ATTENTION
+        self.num_backward += "attention" in str(func) and "backward" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_activation_checkpointing_gives_the_same_bits_and_computes_attention_once() -> None:
+    samples = make_units(1)[0]
+    batch = MicroBatch.of(samples, CPU)
+    gradients = []
+    for recomputed in (False, True):
+        settings = TrainerSettings(activation_checkpointing=recomputed)
+        policy = PolicyModel(random_model("qwen3", head_dim=16), settings, temperature=1.0)
+        with Kernels() as kernels:
+            policy.logprobs(batch).logprobs.sum().backward()
+        assert kernels.num_forward == kernels.num_backward == 2 * len(batch.lengths)
+        gradients.append([each.grad for each in policy.parameters().values()])
+    assert all(torch.equal(*each) for each in zip(*gradients, strict=True))
 
 
 def damage(folder: Path, name: str, content: bytes) -> Path:

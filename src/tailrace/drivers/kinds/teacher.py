@@ -10,12 +10,13 @@ from typing import Any
 from typing_extensions import override
 
 from tailrace.config import RunConfig
-from tailrace.contracts.memory import LOGIT_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
-from tailrace.contracts.trainer import CHUNK_ELEMENTS, Reference
+from tailrace.contracts.memory import ModelShape, ProcessMemory
+from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
 from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherSettings
+from tailrace.drivers.trainer.logits import reference_memory
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.kinds import kind_of
@@ -63,8 +64,7 @@ class FolderTeacher(TeacherKind):
     @override
     def memory(self, teacher: FolderTeacherSettings, config: RunConfig) -> Iterable[ProcessMemory]:
         shape, device = ModelShape.read(teacher.path), teacher.device or config.trainer.device
-        parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
-        yield ProcessMemory("teacher", device, parts, {"process": TRANSFORMERS_BYTES})
+        yield reference_memory("teacher", device, config.trainer, shape)
 
     @override
     async def begin(self, teacher: FolderTeacherSettings, name: str, opening: Opening) -> Reference:

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from typing_extensions import override
 
 from tailrace.config import RunConfig
-from tailrace.contracts.memory import LOGIT_BYTES, STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
-from tailrace.contracts.trainer import CHUNK_ELEMENTS, FILE_BYTES, Reference, TrainerSettings
+from tailrace.contracts.memory import STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
+from tailrace.contracts.trainer import FILE_BYTES, Reference, TrainerSettings
 from tailrace.drivers.kinds.base import Opening, TrainerKind
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
+from tailrace.drivers.trainer.logits import logit_bytes, reference_memory
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.drivers.workers.restarting import RestartingTrainer
@@ -55,8 +56,7 @@ class Torch(TrainerKind):
             # the newest one, and its tensors before they are joined to messages
             yield ProcessMemory("publication", trainer.device, {"publication": 2 * published}, {})
         if config.algorithm.kl_coef and not trainer.lora and host.starts("reference"):
-            parts = {"weights": 4 * shape.num_parameters, "logits": CHUNK_ELEMENTS * LOGIT_BYTES}
-            yield ProcessMemory("reference", trainer.device, parts, {"process": TRANSFORMERS_BYTES})
+            yield reference_memory("reference", trainer.device, trainer, shape)
 
     @override
     async def begin(self, opening: Opening) -> RemoteTrainer:
@@ -147,11 +147,12 @@ def pass_bytes(settings: TrainerSettings, shape: ModelShape, longest: int) -> in
     """
     size, tokens = ITEM_BYTES[settings.dtype], max(settings.max_tokens_per_microbatch, longest)
     numbers = 5 * shape.hidden_size + 6 * (shape.query_size + shape.kv_size) + 4 * shape.mlp_size
-    block, residual = 16 * shape.hidden_size + size * numbers, 4 * shape.hidden_size
-    kept = (
-        block + shape.num_layers * residual if settings.activation_checkpointing else block * shape.num_layers
-    )
-    logits = LOGIT_BYTES * min(tokens * shape.vocabulary, CHUNK_ELEMENTS)
+    block, input = 16 * shape.hidden_size + size * numbers, 4 * shape.hidden_size
+    attention = size * shape.query_size
+    kept = block * shape.num_layers
+    if settings.activation_checkpointing:
+        kept = block + shape.num_layers * (input + attention)
+    logits = logit_bytes(tokens, shape)
     weights = 4 * shape.outside_parameters + (size * shape.num_parameters if size < 4 else 0)
     if settings.ranks > 1 or settings.cpu_offload:
         weights = (2 * size + 8) * (shape.outside_parameters + shape.block_parameters)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup
@@ -35,13 +36,20 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTION = [
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+"""torch's fused kernels of attention."""
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -51,12 +59,16 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def recompute_activations(modules: Iterable[nn.Module]) -> None:
-    """Let modules keep only their inputs for the backward pass.
+    """Let modules keep only their inputs and what attention computed for the backward pass: to compute that
+    again takes as long as all else where sequences are long.
 
     transformers has the same for models in training mode; these are in evaluation mode.
     """
+    contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+        module.forward = partial(
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: TrainerSettings) -> None:

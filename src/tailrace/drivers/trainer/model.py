@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from tailrace.contracts.trainer import CHUNK_ELEMENTS, TrainerSettings
+from tailrace.contracts.trainer import TrainerSettings
 from tailrace.contracts.weights import DTYPE
 from tailrace.devices import attention_kernels, for_fused_attention
 from tailrace.drivers.models.causal_lm import (
@@ -47,6 +47,7 @@ from tailrace.drivers.models.causal_lm import (
 )
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import DTYPES, Ranks, blocks, gather, recompute_activations, shard
+from tailrace.drivers.trainer.logits import logit_rows
 from tailrace.drivers.trainer.packing import MicroBatch, Packing, pack, share
 from tailrace.errors import ConfigError
 from tailrace.types import SampleId
@@ -81,8 +82,7 @@ def token_logprobs(
         vocabulary: logits of a token.
         dtype: of the matrix products; the softmax is float32.
     """
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    others = (head, temperature, dtype)
+    rows, others = logit_rows(len(targets), vocabulary), (head, temperature, dtype)
     if len(targets) <= rows:
         return TokenLogProbs(*_chunk(hidden, targets, *others))
     parts = [
@@ -100,10 +100,33 @@ def _chunk(
     with torch.autocast(hidden.device.type, dtype, enabled=dtype != torch.float32):
         logits = head(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        logp = (logits.float() / temperature).log_softmax(-1)
-        constant = logp.detach()
-        entropy = -(constant.exp() * constant).sum(-1)
+        found: tuple[Tensor, Tensor] = _Chosen.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Chosen(torch.autograd.Function):
+    """Log-probs of targets and entropies, [rows] float32 each, of logits, [rows, V]. The gradient,
+    (1[target] - p) / temperature, is made in the memory of the probabilities p: autograd would make a matrix
+    for each operation. liger-kernel's fused linear scaled cross entropy returns the same, but of heads only
+    that neither scale nor cap their logits, and has a kernel of its own on Hopper alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        scaled = logits if temperature == 1 else logits.float() / temperature
+        logp = scaled.log_softmax(-1, dtype=torch.float32)
+        probs = logp.exp()
+        entropy = -(probs[:, None] @ logp[:, :, None]).flatten()
+        ctx.save_for_backward(probs, targets)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(entropy)
         return logp.gather(1, targets[:, None])[:, 0], entropy
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        probs, targets = ctx.saved_tensors
+        upstream = upstream[:, None] / ctx.temperature
+        gradient = probs.mul_(-upstream).scatter_add_(1, targets[:, None], upstream)
+        return gradient.to(ctx.dtype), None, None
 
 
 PACKED = "tailrace_packed"
