@@ -84,6 +84,16 @@ def test_dora_keeps_one_of_four_engines_for_a_quarter_of_the_requests() -> None:
     assert [place for *place, _ in requests(outcome, 6)] == [[76, 0, "engine-2"], [76, 1, "engine-3"]]
 
 
+def test_dora_leaves_an_older_version_the_engines_whose_caches_its_requests_need() -> None:
+    """As in the first trace, one engine is the share of version 0 at 32 s. But its two requests have 33
+    positions each, of 50 on an engine, and no engine goes back to version 0. Both stay until 50 s."""
+    outcome = run(partial(dora, **SMALL), kv_tokens=50)
+    assert requests(outcome, 0) == [(0, 0, "engine-0", 0), (0, 1, "engine-1", 0)]
+    assert requests(outcome, 2) == [(50, 0, "engine-0", 0), (50, 1, "engine-1", 0)]
+    assert published(outcome)[:2] == [32, 152]
+    assert sum(usage.num_preempted for usage in outcome.usages) == 0
+
+
 @pytest.mark.parametrize(("staleness", "began_s"), [(2, 40), (3, 21)])
 def test_dora_fills_an_idle_slot_of_an_older_version_while_the_bound_allows(
     staleness: int, began_s: float

@@ -8,13 +8,14 @@
     4. prompts for the idle slots of older versions                       begins_on_older, divide
     triggers: an update, a timer, a full KV cache                         run.every
 
-Engines load the newest version only. A sample gets its version when it begins; the paper tags prompts that
-wait. All steps have as many groups, so the trainer waits earlier for those that are due. A KV cache moves
-with its request, without prefill, in simulations only; no cache is copied to the host's memory.
+Engines load the newest version only, so a version keeps those whose KV caches its requests fill. A sample
+gets its version when it begins; the paper tags prompts that wait. All steps have as many groups, so the
+trainer waits earlier for those that are due. A KV cache moves with its request, without prefill, in
+simulations only; no cache is copied to the host's memory.
 """
 
 from collections import Counter
-from math import inf
+from math import ceil, inf
 
 from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
@@ -47,8 +48,7 @@ async def dora(
         run.pool.launch(run.prompts(max(0, min(num_idle // run.group_size, window.room))))
 
     def check() -> None:
-        usages = [engine.usage() for engine in run.engines]
-        if any(usage.kv_tokens > kv_pressure * (usage.kv_capacity or inf) for usage in usages):
+        if any(kv_share(engine) > kv_pressure for engine in run.engines):
             rebalance()
 
     run.declare(staleness=staleness, pinned=1)
@@ -64,15 +64,15 @@ async def dora(
 
 
 def divide(run: Run, num_new: int) -> int:
-    """Give each older version the engines of its share of the requests, those that have most of them, and the
-    newest all others. `num_new`: requests to be launched. Returns the slots of older versions left idle."""
+    """Give each older version the engines of its share of the requests, or those that its KV caches fill, and
+    the newest the others. `num_new`: requests to be launched. Returns idle slots of older versions."""
     own = Counter(sample.pin for engine in run.engines for sample in run.serving(engine))
     unfinished = sum(not sample.ended for group in run.pool.groups for sample in group.samples)
     engines, num_idle = [engine for engine in run.engines if engine.state == "open"], 0
     for version, older in of_one_version(run).items():
         if version != run.version:
             share = len(engines) * own[version] / max(1, unfinished + num_new)
-            num_kept = max(round(share), min(own[version], 1))
+            num_kept = max(round(share), ceil(sum(map(kv_share, older))), min(own[version], 1))
             older.sort(key=lambda engine: -len(run.serving(engine)))
             run.pull(older[num_kept:])
             num_idle += sum(engine.slots for engine in older[:num_kept]) - own[version]
@@ -84,3 +84,9 @@ def of_one_version(run: Run) -> dict[int, list[Engine]]:
     engines = [engine for engine in run.engines if engine.state == "open" and run.served(engine)]
     versions = sorted({run.served(engine)[-1] for engine in engines})
     return {each: [engine for engine in engines if run.served(engine)[-1] == each] for each in versions}
+
+
+def kv_share(engine: Engine) -> float:
+    """Share of its KV cache that the requests of an engine fill; 1 if some wait for room."""
+    usage = engine.usage()
+    return 1.0 if usage.num_waiting else usage.kv_tokens / (usage.kv_capacity or inf)

@@ -53,13 +53,8 @@ async def pipelinerl(
         staleness: bound on the age of a trained token, in publications. Nothing waits: tokens that are too
             old when their sample is trained are masked out of the loss. None: no bound.
     """
-    require(
-        ring_groups >= groups_per_step,
-        "ring_groups",
-        ring_groups,
-        f"the ring never holds the {groups_per_step} groups of a step",
-        "raise it",
-    )
+    problem = f"the ring never holds the {groups_per_step} groups of a step"
+    require(ring_groups >= groups_per_step, "ring_groups", ring_groups, problem, "raise it")
     run.declare(staleness=inf if staleness is None else staleness, stale="mask")
     run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
     run.pool.feed(run.prompts, room=ring_groups, full=ring_full, scoring=scoring_groups or ring_groups)

@@ -45,8 +45,7 @@ async def streamrl_async(
     run.declare(staleness=1)
     run.pool.order = ORDERS[order]
     async for _ in run.rounds():
-        missing = groups_per_round - len(run.pool)  # all in the first round, and after a crash
-        run.pool.launch(run.prompts(missing))
+        run.pool.launch(run.prompts(groups_per_round - len(run.pool)))  # the first batch, or a resumed one
         num_left = groups_per_round
         async for groups in run.pool.stream(groups_per_round):
             num_left -= len(groups)
