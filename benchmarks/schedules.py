@@ -486,10 +486,14 @@ def fastest(problem: Problem, only: Sequence[str]) -> dict[str, Class]:
 
 def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -> None:
     found: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes()) if path.exists() else []
+    if unknown := {*only} - {*SCHEDULES, *OURS}:
+        raise SystemExit(f"--only {';'.join(unknown)}: there is no such schedule")
     for each in range(number):
         if each < len(found) and not only:
             continue
         words, problem = fitting(each, seed)
+        if each < len(found) and found[each]["cluster"] != words:
+            raise SystemExit(f"{path}: set-up {each} is {found[each]['cluster']}, not {words}; name another")
         classes = fastest(problem, only)
         if each < len(found):
             classes = {name: found[each][name] | classes[name] for name in classes}
