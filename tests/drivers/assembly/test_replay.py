@@ -97,6 +97,26 @@ def test_another_loss_rate_and_number_of_steps_train_the_same_samples(recorded: 
     assert trained_tokens(found) == trained_tokens(out)
 
 
+def test_a_replay_that_begins_again_counts_the_same_staleness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a kill: of the checkpoints of a replay only the one before its first step is there."""
+    config = write_small_run(tmp_path)
+    config.write_text(config.read_text().replace('name = "rolloutpipe"', 'name = "serial"'))
+    out, found = tmp_path / "out", tmp_path / "replay"
+    words = ["--schedule.groups_per_round", "2"]
+    assert train_here(config, *KEPT, *words) == 0
+    assert replay(config, out, *words) == 0
+    for checkpoint in (found / "checkpoints").iterdir():
+        if checkpoint.name != "round_000000":
+            shutil.rmtree(checkpoint)
+    assert replay(config, out, *words, "--resume") == 0
+    assert "resumed from round_000000, step 0" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (found / "metrics.jsonl").read_text().splitlines()]
+    assert [row["staleness/max"] for row in rows if "loss" in row] == [0, 0, 0]
+    assert all(torch.equal(each, weights(found)[name]) for name, each in weights(out).items())
+
+
 @pytest.mark.slow
 def test_a_killed_replay_goes_on(recorded: Path) -> None:
     out, killed = recorded.parent / "out", recorded.parent / "killed"

@@ -38,7 +38,7 @@ from tailrace.ledger.recovery import StartingPoint, read_ledger, stored_sample
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundEnded, RunStarted
 from tailrace.record.run_log import LogReader
-from tailrace.types import Group, Prompt, Sample, samples_of
+from tailrace.types import Group, Prompt, Sample, Span, samples_of
 
 SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.")
 """Keys that say what the samples are. A replay has those of its run."""
@@ -113,6 +113,13 @@ class Recording:
         start.totals.num_drawn = len(start.interrupted)
         start.num_generated = sum(group.num_tokens for group in start.interrupted)
         TokenCounter(folder.counts / f"replay-{start.life}.count").add(start.num_generated)
+
+    @staticmethod
+    def restore_versions(start: StartingPoint) -> None:
+        """Give the samples of a resumed replay their recorded versions. A life of a replay generates nothing,
+        so their age is not counted along its lives."""
+        for sample, origins in start.origins.items():
+            sample.spans = [Span(each.version, each.num_tokens) for each in origins]
 
     def _group(self, row: GroupRow, prompt: Prompt, members: Sequence[SampleRow], seed: int) -> Group:
         group = Group(prompt, row.num_required, [], num_launched=row.num_launched, attempt=row.attempt)

@@ -143,6 +143,8 @@ def _one_life(
         if recording:
             if start.life == 1:
                 recording.fill(start, config, folder)
+            else:
+                recording.restore_versions(start)
             num = len(start.interrupted)
             schedule = partial(replayed, config=config, recording=recording, num_groups=num)
         if start.base.cut_steps and not recording:
