@@ -19,6 +19,8 @@ from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import BooksClosed, Evaluated, Published, RoundStarted, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 
+EVALUATED = ("serial", "rolloutpipe", "rolloutpipe_eager", "conventional", "one_step_off")
+
 
 def num_steps(folder: Path) -> int:
     return int((folder / "steps.txt").read_text())
@@ -138,7 +140,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None
     assert names == [f"round_{number:06d}" for number in range(4)][-keep:]
 
 
-@pytest.mark.parametrize("num_steps", range(1, 13))
+@pytest.mark.parametrize(
+    "num_steps", [*range(1, 6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 13))]
+)
 @pytest.mark.parametrize("name", ["serial", "rolloutpipe_eager", "conventional", "pipelinerl"])
 def test_the_steps_of_a_round_that_was_interrupted_count(name: str, num_steps: int, tmp_path: Path) -> None:
     schedule, settings, book = SCHEDULES_BY_NAME[name], change(SETTINGS, rounds=6), Book()
@@ -170,9 +174,13 @@ def places(*lives: Outcome) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("num_rounds", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["serial", "rolloutpipe", "rolloutpipe_eager", "conventional", "one_step_off"]
+    ("name", "num_rounds"),
+    [
+        *((name, 1) for name in EVALUATED),
+        ("serial", 3),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in EVALUATED[1:]),
+    ],
 )
 def test_a_resumed_run_has_the_steps_and_evaluations_of_each_round_that_it_has_without_interruptions(
     name: str, num_rounds: int, tmp_path: Path

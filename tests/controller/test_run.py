@@ -137,7 +137,7 @@ def test_what_was_trained_since_the_last_checkpoint_is_trained_again_from_its_to
     settings = change(SETTINGS, checkpoint_every=2)
     whole = simulate(SCHEDULES_BY_NAME["serial"], settings)
     first_round_s = whole.of(RoundEnded)[0].time_s
-    lineage, last, book = lives("serial", settings, iter([first_round_s + 0.1]), tmp_path)
+    lineage, last, book = lives("serial", settings, iter([first_round_s + 1.1]), tmp_path)
     again = {training.id for training in read_ledger(book.store).trainings.values() if training.undone == 2}
     first = [event for event in lineage if isinstance(event, Stepped)][:2]
     assert again == {sample.id for event in first for sample in event.samples}

@@ -234,7 +234,7 @@ class Book:
     num_generated: int = 0
     commit_s: float = 0.0
     """How long a commit takes; a kill meanwhile loses it."""
-    flush_s: float = 0.2
+    flush_s: float = 1.0
 
     def starting_point(self, parts: RunComponents, checkpoints: Path, seed: int) -> StartingPoint:
         if not self.store.rows(RunRow):

@@ -279,8 +279,7 @@ def _state_of(sample: Sample) -> _SampleState:
         (len(turn.observation_ids), len(turn.results), turn.results.count(None)) for turn in sample.turns
     )
     state = (sample.num_tokens, sample.finish_reason, sample.reward, sample.failure)
-    spans = tuple((span.version, span.num_tokens) for span in sample.spans)  # a server may correct them later
-    return (*state, sample.in_episode, turns, spans)
+    return (*state, sample.in_episode, turns, tuple(sample.spans))  # a server may correct the spans later
 
 
 def _retrieve_error(commit: asyncio.Future[None]) -> None:

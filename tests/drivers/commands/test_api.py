@@ -149,6 +149,7 @@ def rewards_are(folder: Path, offset: float, round: int = 0) -> bool:
     return bool(found) and all(given == expected for given, expected in found)
 
 
+@pytest.mark.slow  # two processes import torch; the function of a cell takes the same way
 def test_a_reward_function_of_a_script_scores_and_is_found_again_by_its_run_where_it_is_moved(
     tmp_path: Path,
 ) -> None:

@@ -78,6 +78,7 @@ def test_samples_move_and_each_has_one_version(tmp_path: Path) -> None:
     assert moved & trained.keys(), "a sample that moved was trained"
 
 
+@pytest.mark.slow
 def test_an_engine_with_four_adapters_ends_a_sample_under_an_older_one(tmp_path: Path) -> None:
     events, trained = trained_by("trl_async", tmp_path, *ADAPTERS)
     loaded_s = {(e.engine, e.arrival.version): e.end_s for e in events if isinstance(e, WeightsProbed)}

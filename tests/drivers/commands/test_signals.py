@@ -80,6 +80,7 @@ def test_the_ledger_of_an_interrupted_run_knows_every_token(interrupted: Path) -
     assert (row.round, row.version, row.step) == (0, 1, steps)
 
 
+@pytest.mark.slow  # tests/drivers/assembly/test_signals_received.py sends the same to a process without torch
 def test_a_second_signal_ends_a_resumed_run_at_once(
     terminated: "subprocess.CompletedProcess[str]", interrupted: Path, tmp_path: Path
 ) -> None:

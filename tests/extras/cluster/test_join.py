@@ -116,6 +116,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
         assert sample.behavior_logprobs == pytest.approx(here.logprobs(TrainingSample.of(sample)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_joined_trainer_works_on_after_sigterm_and_ends_the_run_by_name_when_it_is_killed(
     port: int, model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:

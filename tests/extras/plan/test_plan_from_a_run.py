@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import run_config, write_run
+from simulated_run import SERIAL, run_config, write_run
 
 from tailrace.cli import main
 
@@ -68,8 +68,9 @@ def test_the_costs_of_a_run_of_tailrace_take_the_place_of_the_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its config.toml, in which every default is written out, is the config."""
-    run = write_run(tmp_path / "run", run_config())
-    out, found = planned(run, tmp_path, capsys, run__group_size=8, schedule__groups_per_step=8)
+    small = SERIAL | {"groups_per_round": 4, "groups_per_step": 2}
+    run = write_run(tmp_path / "run", run_config(small))
+    out, found = planned(run, tmp_path, capsys)
     assert "- the run: a step takes " in out and "waiting for samples" in out
     assert all(each["gain"] > 0 for each in found["ranking"])
 

@@ -23,6 +23,12 @@ ANY, EQUAL = "batches of any lengths", "batches of equal lengths"
 UNCACHED = f"{ANY}, without a cache"
 OTHERS = {"mamba": EQUAL, "minimax": UNCACHED, "nemotron_h": UNCACHED, "recurrent_gemma": UNCACHED}
 """Those whose own decoding is not their forward pass, or that keep no state in a cache of transformers."""
+DIFFERENT = {
+    *OTHERS,
+    *("bamba", "bloom", "deepseek_v3", "falcon", "falcon_h1", "gemma3_text", "glm4_moe", "gpt2", "gpt_neox"),
+    *("gpt_oss", "lfm2", "llama", "llama4_text", "mamba2", "mixtral", "phi3", "qwen3_5_text", "qwen3_moe"),
+}
+"""Those that decode, keep a state or name their tensors in a way of their own. The others are slow tests."""
 UNLIMITED = {"bloom", "mamba", "mamba2"}
 """Their config names no longest sequence."""
 
@@ -72,7 +78,9 @@ def finish(engine: NativeEngine) -> dict[str, GenerationOutput]:
     return found
 
 
-@pytest.mark.parametrize("model_type", SHAPES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(each, marks=() if each in DIFFERENT else pytest.mark.slow) for each in SHAPES]
+)
 def test_log_probs_equal_transformers_and_new_weights_are_loaded(model_type: str, tmp_path: Path) -> None:
     model = save(tmp_path, model_type)
     sampling = SamplingSettings(max_completion_tokens=20, temperature=TEMPERATURE)
