@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tailrace.drivers.engine.native.support import MODEL_TYPES
+
 VOCABULARY = 96
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -176,3 +178,30 @@ def random_model(model_type: str, changes: dict[str, object], std: float = 0.2) 
             else:
                 weight.normal_(std=std)
     return model
+
+
+BY_TRANSFORMERS = (
+    *("arcee", "glm", "gpt_bigcode", "gpt_neox", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "phi"),
+    *("seed_oss", "smollm3", "starcoder2"),
+)
+"""Architectures that vLLM 0.32 lists as served by transformers' own modules."""
+NOT_LISTED = (
+    *("biogpt", "dots1", "helium", "jetmoe", "persimmon", "codegen", "gpt_neo", "bamba", "minimax", "phimoe"),
+    "recurrent_gemma",
+)
+"""Architectures that vLLM 0.32 does not list."""
+
+
+def engine_table() -> list[str]:
+    """The rows of docs/reference/models.md: models that trainer and engines compute in the same way."""
+    trainers = {"packed": EXACT, "packed without shared prompts": SEPARATE, "one sequence at a time": ALONE}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for trainer, models in trainers.items():
+        for model in models:
+            embedded = "fast" if model in MODEL_TYPES else "slower"
+            vllm = "transformers' modules" if model in BY_TRANSFORMERS else "its own"
+            vllm = "not listed" if model in NOT_LISTED else vllm
+            rows.setdefault((trainer, embedded, vllm), []).append(model)
+    places = {trainer: place for place, trainer in enumerate(trainers)}
+    ordered = sorted(rows, key=lambda row: (places[row[0]], *row[1:]))
+    return [f"| {', '.join(rows[row])} | {' | '.join(row)} |" for row in ordered]

@@ -37,7 +37,9 @@ def test_a_model_trains_embedded_and_engine_and_trainer_agree(
     words = ("--model.path", str(tmp_path / "model"), "--run.eval_every", "0", "--run.rounds", "2")
     assert train_here(config, *words) == 0, capfd.readouterr().err
     said = capfd.readouterr().err
-    assert f"transformers' own forward pass, slower: model type '{model_type}'" in said
+    assert (
+        f"transformers' own forward pass, slower: model type '{model_type}'; engine.kind = \"vllm\"" in said
+    )
     assert "tailrace: the trainer computes samples " in said
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     mismatches = [value for row in rows for name, value in row.items() if "engine_mismatch_kl" in name]
@@ -71,5 +73,6 @@ def test_adapters_of_a_model_that_is_served_slowly_are_refused_before_the_start(
     save(tmp_path / "model", "lfm2")
     words = ("--model.path", str(tmp_path / "model"), "--trainer.lora.publish", "adapter")
     assert train_here(write_small_run(tmp_path), *words) == 2
-    problem = "the embedded engine serves no adapters of a model with model type 'lfm2'; write \"merged\""
+    problem = "the embedded engine serves no adapters of a model with model type 'lfm2'; "
+    problem += 'write "merged", or engine.kind = "vllm"'
     assert problem in " ".join(capfd.readouterr().err.split())

@@ -28,7 +28,8 @@ class Native(EngineKind):
         check_served(config.model.path)
         if config.trainer.adapter and (feature := not_fused(config.model.path)):
             problem = f"the embedded engine serves no adapters of a model with {feature}"
-            raise ConfigError("trainer.lora.publish", "adapter", problem, 'write "merged"')
+            remedy = 'write "merged", or engine.kind = "vllm"'
+            raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
 
     @override
     def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
@@ -63,7 +64,8 @@ def check_served(path: Path) -> None:
     """Check a model, and say if it is served slowly. Raises as `check_model`."""
     check_model(path)
     if feature := not_fused(path):
-        say(f"the embedded engine serves the model by transformers' own forward pass, slower: {feature}")
+        way = f"by transformers' own forward pass, slower: {feature}"
+        say(f'the embedded engine serves the model {way}; engine.kind = "vllm" may be faster')
 
 
 def engine_memory(
