@@ -30,6 +30,7 @@ from transport_cases import (
 )
 
 from tailrace.contracts.weights import Address, Link, Weights, new_link
+from tailrace.drivers.weights import process_group
 from tailrace.drivers.weights.process_group import PIECE_BYTES, ProcessGroupSender
 from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.weights.tensors import manifest
@@ -183,8 +184,9 @@ def test_an_engine_that_never_connects_is_named_after_the_time_limit(hasty: Proc
 
 
 def test_a_trainer_that_dies_in_mid_transfer_is_named_and_another_one_can_be_received_from(
-    sender: ProcessGroupSender,
+    sender: ProcessGroupSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process_group, "LISTENS_S", 1.0)
     receiver, link = WeightReceiver(), new_link("engine-0")
     with process(send_many_megabytes, link) as (trainer, connection):
         weights = answer(connection)

@@ -132,6 +132,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow  # tests/drivers/workers/test_process.py kills a controller that has only stand-ins
 def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
     model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:

@@ -400,6 +400,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow  # tests/drivers/workers/test_process.py kills a controller that has only stand-ins
 def test_all_processes_of_rewards_end_when_the_controller_is_killed(tmp_path: Path, execute: Execute) -> None:
     """A call that holds the interpreter's lock, and a process with a session of its own that a call left.
     Half of them are stopped."""

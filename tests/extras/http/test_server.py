@@ -135,6 +135,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these signals")
+@pytest.mark.slow  # tests/drivers/workers/test_process.py kills a controller that has only stand-ins
 def test_a_server_ends_when_the_controller_is_killed(tmp_path: Path, execute: Execute) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(

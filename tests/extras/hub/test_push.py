@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
+from tailrace.cli import main
 from tailrace.config import RunConfig
 from tailrace.drivers.commands.intervals import wilson
 from tailrace.extras.hub.card import base_model
@@ -128,16 +129,16 @@ def test_a_hub_that_cannot_be_reached_is_one_message(run: Path) -> None:
     ],
 )
 def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(
-    run: Path, tmp_path: Path, missing: str, repo: str, problem: str
+    run: Path, tmp_path: Path, missing: str, repo: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run, tmp_path / "out")
     if missing == "model":
         shutil.rmtree(tmp_path / "out" / missing)
     elif missing:
         (tmp_path / "out" / missing).unlink()
-    done = push(tmp_path / "out", "http://127.0.0.1:9", repo)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and problem in line
+    assert main(["push", str(tmp_path / "out"), repo]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line
 
 
 def test_a_base_model_of_the_hub_has_its_id(run: Path) -> None:
