@@ -1,11 +1,12 @@
 """The commands of docs/how-to and of the first run, as they are printed, in the folder of "Your own run"."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from helpers.page_runs import DOCS, commands, run, run_commands, write_files
+from helpers.page_runs import DOCS, commands, indented, run, run_commands, write_files
 
 YOUR_OWN_RUN = "start/your-own-run.md"
 PAGES = [
@@ -13,6 +14,38 @@ PAGES = [
     for page in sorted((DOCS / "how-to").glob("*.md"))
     if commands(f"how-to/{page.name}")
 ]
+
+
+ELSEWHERE = {
+    "push": "needs the Hugging Face hub; tests/extras/hub",
+    "serve": "serves until a signal comes; tests/extras/serve, tests/extras/tinker",
+    "join": "needs a run that waits for it; tests/extras/cluster",
+    "view": "serves until a signal comes; with --output it is run",
+    "plan examples/cluster_plan.toml": "tests/extras/plan/test_plan.py",
+}
+"""Indented commands that other tests run, or that need other machines."""
+CLUSTER = """
+[run]
+rounds = 8
+group_size = 2
+
+[schedule]
+name = "serial"
+groups_per_round = 2
+groups_per_step = 2
+
+[plan]
+steps = 16
+
+[sim.cluster]
+device = "H100"
+devices = 4
+model = "Qwen3-1.7B"
+
+[sim.lengths]
+max_tokens = 1024
+"""
+"""A `cluster.toml` whose steps have as many samples as those of the page's run."""
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +71,45 @@ def test_the_commands_of_the_first_run_run_in_their_order(tmp_path: Path) -> Non
         run(tmp_path, "-m", "tailrace.cli", *command.split())
     summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
     assert summary["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_the_indented_commands_of_the_planner_s_page_run_in_their_order(folder: Path) -> None:
+    (folder / "cluster.toml").write_text(CLUSTER)
+    for command in indented("how-to/plan-a-cluster.md"):
+        if command not in ELSEWHERE:
+            words = command.replace("runs/one", "runs/first").replace("LOG", "runs/first").split()
+            run(folder, "-m", "tailrace.cli", *words)
+    assert (folder / "planned.toml").exists() and (folder / "fitted.toml").exists()
+
+
+@pytest.mark.slow
+def test_the_schedule_of_the_page_is_simulated_and_trained(folder: Path) -> None:
+    write_files("how-to/write-a-schedule.md", folder)
+    (folder / "mine.toml").write_text(
+        (folder / "run.toml")
+        .read_text()
+        .replace('name = "rolloutpipe"', 'name = "mine.py:overlapped"')
+        .replace("groups_per_round = 4\n", "")
+    )
+    for command in indented("how-to/write-a-schedule.md"):
+        run(folder, "-m", "tailrace.cli", *command.replace("run.toml", "mine.toml").split())
+
+
+def test_each_indented_command_is_run_or_has_a_reason() -> None:
+    run_here = {"plan-a-cluster.md", "write-a-schedule.md"}
+    shown = [
+        command
+        for page in sorted(DOCS.glob("*/*.md"))
+        for command in commands(f"{page.parent.name}/{page.name}")
+    ]
+    pages = [DOCS.parent / "README.md", *(DOCS / "start").glob("*.md"), *(DOCS / "how-to").glob("*.md")]
+    left = [
+        command
+        for page in pages
+        if page.name not in run_here
+        for command in indented(os.path.relpath(page, DOCS))
+        if not any(command.startswith(each) for each in ELSEWHERE)
+        and not any(each.startswith(command) for each in shown)
+    ]
+    assert left == []

@@ -48,6 +48,12 @@ def commands(page: str) -> list[str]:
     return re.findall(r"^\$ tailrace (.+)$", shown, flags=re.MULTILINE)
 
 
+def indented(page: str) -> list[str]:
+    """The `tailrace` commands of a page that are indented, without `tailrace` and the comment."""
+    found = re.findall(r"^    tailrace ([^#\n]+)", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return [command.strip() for command in found]
+
+
 def bpe_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -32,6 +32,7 @@ pytestmark = [
 SWITCHES = (
     *("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
+    "--disable-3d-apis",  # the page needs no WebGL
 )
 
 
@@ -148,6 +149,7 @@ def test_two_runs_are_overlaid_and_compared_in_one_table(stories: Tab) -> None:
     ]
     assert page.locator("#head h1").inner_text() == "2 runs"
     heads, *rows = page.locator("#comparison tr").all_inner_texts()
+    assert page.evaluate("document.createElement('canvas').getContext('webgl')") is None
     assert heads.split("\t")[:2] == ["run", "reward"] and [
         row.splitlines()[0].split("\t")[0][:3] for row in rows
     ] == ["one", "oth"]
@@ -288,8 +290,10 @@ def test_a_simulated_run_names_a_faster_schedule_and_says_how_prompts_were_compl
         tab = Tab(browser, address)
         tab.wait("tailrace.runs[0].faster?.schedule")
         said = tab.page.locator("#head .verdict").inner_text()
-        times = tab.page.evaluate("tailrace.runs[0].faster.times.toFixed(1)")
-        assert f"In a simulation with its costs, pipelinerl is {times} times faster, at a mean lag of" in said
+        name, times = tab.page.evaluate(
+            "(({ schedule, times }) => [schedule, times])(tailrace.runs[0].faster)"
+        )
+        assert times > 1.1 and f"In a simulation with its costs, {name} is {times:.1f} times faster" in said
         assert "held-out accuracy, greedy" in tab.page.locator("[data-title=Reward] .legend").inner_text()
         tab.open("timeline")
         assert tab.page.locator("button", has_text="follow").is_hidden(), "a finished run"

@@ -28,7 +28,8 @@ class Faster(NamedTuple):
 
     schedule: str
     times: float
-    """Its samples a second over those of the run's schedule, both in virtual time."""
+    """Its trained tokens a second over those of the run's schedule, both in virtual time: in a short trial
+    it may train the shorter responses first."""
     lag_mean: float
 
 
@@ -47,7 +48,7 @@ def fastest(path: Path, samples: float) -> Faster | None:
             with suppress(ConfigError):
                 its = _figures(config, compared_parameters(config, name)[0], steps)
                 if its["lag_mean"] <= config.plan.max_mean_lag and its["ess_mean"] >= config.plan.min_ess:
-                    found.append(Faster(name, its["samples_per_s"] / own["samples_per_s"], its["lag_mean"]))
+                    found.append(Faster(name, its["tokens_per_s"] / own["tokens_per_s"], its["lag_mean"]))
     return max(found, key=lambda each: each.times, default=None)
 
 

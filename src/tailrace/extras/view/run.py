@@ -45,7 +45,7 @@ class RunView:
         self.name, self._folder = name, folder
         self._samples, self._pace = SampleBook(folder), Pace(folder / COUNTS_FOLDER)
         self._log, self._log_problem = RunTimelines(folder / "events.jsonl"), ""
-        self._log_lock, self._rows_lock = RLock(), RLock()
+        self._log_lock, self._rows_lock, self._faster_lock = RLock(), RLock(), RLock()
         self._known: dict[str, tuple[object, Any]] = {}
         """Derived values by name, each with the state of the files that it was derived from."""
 
@@ -161,7 +161,8 @@ class RunView:
         if not ended or not (steps := steps_of(self._rows()[0])):
             return {}
         samples = fmean(row["samples/trained"] for row in steps)
-        found = self._derived("faster", ended, lambda: fastest(self._folder, samples))
+        with self._faster_lock:  # it takes seconds, and is done once for all who ask
+            found = self._derived("faster", ended, lambda: fastest(self._folder, samples))
         return found._asdict() if found else {}
 
     def _marks(self) -> list[dict[str, Any]]:
