@@ -31,8 +31,14 @@ group_size = 2
 
 [schedule]
 name = "serial"
-groups_per_round = 2
 groups_per_step = 2
+
+[schedules.serial]
+groups_per_round = 2
+
+[schedules.tailrace]
+groups_in_flight = 4
+staleness = 1
 
 [plan]
 steps = 16

@@ -155,7 +155,7 @@ class Figure(NamedTuple):
 
 TABLE = """
 # row
-step | optimizer steps | - | - | So far, this row's included.
+step | optimizer steps | - | - | Since the start of the run, with this step.
 round | - | - | - | Index of the round; of an evaluation, the one that is about to start.
 time | s | - | - | On the run's clock; of a step, its end.
 wall_time | s | - | - | Unix time; in virtual time, virtual seconds.

@@ -195,7 +195,7 @@ def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
     if not samples.is_dir():
         problem = "it is neither 'model' nor the output directory of a run with samples"
         raise ConfigError("--lengths", lengths, problem, "name one, or leave it out")
-    changes: dict[str, Any] = {"distribution": EmpiricalSettings(path=samples)}
+    changes: dict[str, Any] = {"distribution": EmpiricalSettings(kind="empirical", path=samples)}
     correlation = correlation_within_groups(read_recorded(samples))
     if correlation is not None:
         changes["correlation"] = correlation
