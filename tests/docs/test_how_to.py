@@ -22,6 +22,7 @@ ELSEWHERE = {
     "join": "needs a run that waits for it; tests/extras/cluster",
     "view": "serves until a signal comes; with --output it is run",
     "plan examples/cluster_plan.toml": "tests/extras/plan/test_plan.py",
+    "plan cluster.toml --from LOG": "needs a run of the cluster's model and devices; tests/extras/plan",
 }
 """Indented commands that other tests run, or that need other machines."""
 CLUSTER = """
@@ -47,6 +48,7 @@ steps = 16
 device = "H100"
 devices = 4
 model = "Qwen3-1.7B"
+rollout_devices = 2
 
 [sim.lengths]
 max_tokens = 1024
