@@ -100,7 +100,7 @@ MAX_PRODUCT_LINES = {
     "extras.init": 174,
     "extras.judges": 1_083,
     "extras.openenv": 205,
-    "extras.plan": 2_576,
+    "extras.plan": 2_571,
     "extras.quickstart": 23,
     "extras.sandbox": 798,
     "extras.serve": 1_758,
