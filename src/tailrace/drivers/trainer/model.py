@@ -114,12 +114,12 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         scaled = logits if temperature == 1 else logits.float() / temperature
         logp = scaled.log_softmax(-1, dtype=torch.float32)
-        probs = logp.exp()
-        entropy = -(probs[:, None] @ logp[:, :, None]).flatten()
+        chosen, probs = logp.gather(1, targets[:, None])[:, 0], logp.exp()
+        entropy = logp.mul_(probs).sum(-1).neg()
         ctx.save_for_backward(probs, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(entropy)
-        return logp.gather(1, targets[:, None])[:, 0], entropy
+        return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
