@@ -37,12 +37,17 @@ class HeldBytes(TorchDispatchMode):
 def test_at_no_moment_does_the_cache_hold_more_than_its_budget_and_one_piece(max_tokens):
     """Sequences come, grow, are suspended, come back and leave at random. One may need the whole cache."""
     budget, chance = 8000, random.Random(0)
-    all_rows = [torch.rand(HEADS, max_tokens, DIM) for _ in range(2 * LAYERS)]
-    cache = Cache(torch.empty(LAYERS, 0, HEADS, 0, DIM), max_tokens=max_tokens, budget=budget)
+    all_rows = [torch.rand(max_tokens, HEADS, DIM) for _ in range(2 * LAYERS)]
+    cache = Cache(torch.empty(LAYERS, 0, HEADS, DIM), max_tokens=max_tokens, budget=budget)
     suspended, num_moved, num_resumed = [], 0, 0
 
-    def block(sequence):
-        return [piece[:, : len(sequence.tokens) - 1] for piece in all_rows]
+    def slot(each):
+        start, used, _ = cache.range_of(each)
+        return [piece[start : start + used] for piece in cache.pieces]
+
+    def write(each):
+        for own, rows in zip(slot(each), all_rows, strict=True):
+            own.copy_(rows[: len(own)])
 
     with HeldBytes() as held:
         for number in range(300):
@@ -55,11 +60,11 @@ def test_at_no_moment_does_the_cache_hold_more_than_its_budget_and_one_piece(max
                         num_resumed += 1
                     else:
                         cache.add(new)
-                        cache.write(new, block(new))
+                        write(new)
             elif action < 0.8 and running:
                 each = chance.choice(running)
                 each.tokens = list(range(cache._tier_of[each].capacity + 1))
-                cache.write(each, block(each))
+                write(each)
                 if len(each.tokens) > max_tokens or not cache.has_room(each):
                     cache.remove(each)
                 else:
@@ -72,7 +77,7 @@ def test_at_no_moment_does_the_cache_hold_more_than_its_budget_and_one_piece(max
                     suspended.append(each)
                 cache.remove(each)
     for each in cache.sequences():
-        assert all(map(torch.equal, cache.read(each, len(each.tokens) - 1), block(each)))
+        assert all(torch.equal(own, rows[: len(own)]) for own, rows in zip(slot(each), all_rows, strict=True))
     assert num_moved > 30 and num_resumed > 3
     budget_bytes = budget * 2 * LAYERS * HEADS * DIM * 4
     assert 0.8 * budget_bytes < held.peak <= budget_bytes * (1 + 1 / (2 * LAYERS))

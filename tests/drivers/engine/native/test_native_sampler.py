@@ -6,7 +6,7 @@ from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.sampler import draw, noise, noise_stream
+from tailrace.drivers.engine.native.sampler import Rules, draw, noise, noise_stream
 from tailrace.types import SamplingParams
 
 MASK = 2**64 - 1
@@ -21,8 +21,14 @@ def mix(z: int) -> int:
 
 def drawn(logits, uniforms, greedy=(), **params):
     """Token ids and their log-probs, [T] each; all rows are sampled alike."""
-    found = draw(logits, uniforms, [SamplingParams(1, **params)] * len(logits), greedy)
-    return torch.tensor(found.ids), torch.tensor(found.logprobs)
+    sampling = [SamplingParams(1, **params)] * len(logits)
+    return draw(logits, uniforms, Rules.of(sampling, greedy, logits.device))
+
+
+def noise_of(seeds, places):
+    """Of the first place of each seed, and so on: [T]."""
+    streams = torch.tensor([noise_stream(seed) for seed in seeds])
+    return noise(streams, torch.tensor(list(places)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 + 5])
@@ -31,19 +37,18 @@ def test_noise_is_splitmix64_of_seed_and_place(seed):
         (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
         for place in range(200)
     ]
-    assert noise([noise_stream(seed)] * 200, range(200)).tolist() == expected
+    assert noise_of([seed] * 200, range(200)).tolist() == expected
 
 
 def test_each_completion_has_the_noise_of_its_own_seed_and_place():
-    streams = [noise_stream(seed) for seed in (3, 4)]
-    alone = [noise([streams[0]], [7])[0], noise([streams[1]], [0])[0]]
-    assert noise(streams, [7, 0]).tolist() == alone
+    alone = [noise_of([3], [7]).item(), noise_of([4], [0]).item()]
+    assert noise_of([3, 4], [7, 0]).tolist() == alone
 
 
 def test_drawn_frequencies_are_the_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
     num = 40_000
-    uniforms = torch.from_numpy(noise([noise_stream(3)] * num, range(num)))
+    uniforms = noise_of([3] * num, range(num))
     ids, logprobs = drawn(logits.expand(num, -1), uniforms)
     frequencies = torch.bincount(ids, minlength=5) / num
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
@@ -138,10 +143,10 @@ def test_every_row_is_sampled_by_its_own_parameters():
         SamplingParams(1, top_p=0.5),
         SamplingParams(1, temperature=0.1),
     ]
-    found = draw(logits, uniforms, params)
-    assert found.ids == [3, 1, 0, 0]
+    found = draw(logits, uniforms, Rules.of(params, (), logits.device))
+    assert found.ids.tolist() == [3, 1, 0, 0]
     plain, cold = logits[0].log_softmax(-1).tolist(), (logits[0] / 0.1).log_softmax(-1).tolist()
-    assert found.logprobs == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)
+    assert found.logprobs.tolist() == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)
 
 
 def test_parameters_of_a_request_replace_the_settings_of_the_engine(make_engine):

@@ -42,14 +42,15 @@ def test_a_late_sibling_copies_the_prompt_of_one_that_runs(make_engine):
     assert len(ended["late"].ids) == 60
 
 
-def test_a_step_prefills_no_more_than_its_budget_but_one_long_prompt_goes_alone(make_engine):
+def test_a_step_prefills_no_more_than_its_budget_and_long_prompts_in_parts_beside_decoding(make_engine):
     engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=30))
     submit_all(engine, {"a": random_ids(0, 50), "b": random_ids(1, 14), "c": random_ids(2, 14), "d": [1, 2]})
-    running = []
+    steps = []
     for _ in range(3):
         engine.step()
-        running.append(engine.usage().num_running)
-    assert running == [1, 4, 4]
+        usage = engine.usage()
+        steps.append((usage.num_running, usage.num_prefilled, usage.num_generated))
+    assert steps == [(1, 30, 0), (2, 60, 1), (4, 49 + 13 + 13 + 1, 1 + 4)]
 
 
 def test_no_more_run_than_may_and_the_rest_wait_in_order(make_engine):

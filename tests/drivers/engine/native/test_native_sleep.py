@@ -1,11 +1,9 @@
 """An engine asleep holds no memory; awake it is what it was at its start."""
 
 import pytest
-import torch
 from native_cases import PROMPTS, finish, submit_all
 
 from helpers.tiny_models import tiny_model
-from tailrace.drivers.engine.native.model import PrefillAttention
 
 
 def memory(engine):
@@ -50,13 +48,3 @@ def test_weights_that_come_after_it_woke_are_those_it_uses(make_engine):
         each.load(weights, version=1, kv="recompute")
         submit_all(each, PROMPTS)
     assert finish(engine) == finish(other)
-
-
-def test_a_prefill_keeps_the_keys_and_values_of_a_layer_and_not_its_queries():
-    attention, num_tokens, dim = PrefillAttention([3, 2]), 5, 4
-    heads = torch.randn(num_tokens, 3 + 1 + 1, dim)
-    q, k, v = torch.split_with_sizes(heads, (3, 1, 1), 1)
-    attention(0, q, k, v)
-    for kept, given in zip(attention._pieces, (k, v), strict=True):
-        assert torch.equal(kept, given)
-        assert kept.untyped_storage().nbytes() == num_tokens * dim * 4

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import Cache as OwnCache
 from typing_extensions import override
 
-from tailrace.drivers.engine.native.cache import Block, Sequence
+from tailrace.drivers.engine.native.batch import Batch
+from tailrace.drivers.engine.native.cache import Sequence
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.native.model import check_weights
-from tailrace.drivers.engine.native.states import CachedBatch, States, emptied, joined
+from tailrace.drivers.engine.native.states import Block, CachedBatch, States, emptied, joined
 from tailrace.drivers.engine.native.support import check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.models.causal_lm import (
@@ -164,28 +165,38 @@ class AnyEngine(NativeEngine):
         dtype = getattr(torch, settings.dtype)
         self._model = AnyLM(self._path, max_tokens=budget, device=device, dtype=dtype)
         self._states = States(TOGETHER[self._model.together], budget=budget)
+        self._reads_late = False
         return self._states
 
     @override
-    def _prefill(self, sequences: list[Sequence]) -> list[Block]:
-        blocks: dict[Sequence, Block] = {}
+    def _fill(self) -> None:
+        parts = self._scheduler.parts()
+        self._num_prefilled += sum(num for *_, num in parts)
+        admitted = self._scheduler.filled()
+        blocks = self._blocks([first for first, _ in admitted])
+        for first, others in admitted:
+            for sequence in (first, *others):
+                self._states.write(sequence, blocks[first])
+
+    def _blocks(self, sequences: list[Sequence]) -> dict[Sequence, Block]:
+        """The states after the contexts of sequences."""
+        blocks: dict[Sequence, Block] = {each: [] for each in sequences}
         if self._model.together == UNCACHED:
-            return [[] for _ in sequences]
-        for length in {len(each.context) for each in sequences}:
+            return blocks
+        for length in {len(each.context) for each in sequences} - {0}:
             alike = [each for each in sequences if len(each.context) == length]
-            found = self._model.prefill([each.context for each in alike]) if length else [[] for _ in alike]
-            blocks |= zip(alike, found, strict=True)
-        return [blocks[each] for each in sequences]
+            blocks |= zip(alike, self._model.prefill([each.context for each in alike]), strict=True)
+        return blocks
 
     @override
-    def _logits(self, sequences: list[Sequence]) -> Tensor:
+    def _logits(self, batch: Batch, lengths: list[int]) -> Tensor:
         logits: dict[Sequence, Tensor] = {}
         if self._model.together == UNCACHED:
-            return self._model.whole([each.tokens for each in sequences])
-        for group in self._states.groups(sequences):
-            batch = self._states.batch(group, self._model.empty)
-            logits |= zip(group, self._model.step(batch, [each.tokens[-1] for each in group]), strict=True)
-        return torch.stack([logits[each] for each in sequences])
+            return self._model.whole([each.tokens for each in batch.sequences])
+        for group in self._states.groups(batch.sequences):
+            states = self._states.batch(group, self._model.empty)
+            logits |= zip(group, self._model.step(states, [each.tokens[-1] for each in group]), strict=True)
+        return torch.stack([logits[each] for each in batch.sequences])
 
     @override
     def score(self, ids: Many[int], num_prefix: int) -> tuple[list[float], list[float]]:

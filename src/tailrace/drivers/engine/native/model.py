@@ -11,18 +11,18 @@ from collections import abc, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tailrace.devices import for_fused_attention
-from tailrace.drivers.engine.native.cache import Block, Tier
 from tailrace.drivers.engine.native.support import check_model
 from tailrace.model_folder import folder_error, weight_files
 
@@ -183,8 +183,16 @@ class CausalLM:
             raise folder_error(path, str(error)) from error
 
     def empty_cache(self) -> Tensor:
-        """[layers, 0, key-value heads, 0, D], of the model's device and type."""
-        return self._empty(self._config.num_hidden_layers, 0, self._heads[1], 0, self._head_dim)
+        """[layers, 0, K, D], of the model's device and type."""
+        return self._empty(self._config.num_hidden_layers, 0, self._heads[1], self._head_dim)
+
+    def why_no_varlen(self) -> str:
+        """Why `VarlenAttention` does not compute its attention; empty if it does."""
+        if self.device.type != "cuda" or self._dtype == torch.float32:
+            return "it is for half precision on CUDA"
+        if torch.cuda.get_device_capability(self.device) < (8, 0):
+            return "the GPU is older than Ampere"
+        return "" if self._head_dim % 8 == 0 and self._head_dim <= 256 else f"heads of {self._head_dim}"
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self._dtype)
@@ -311,92 +319,143 @@ def _rotations(config: PreTrainedConfig, max_tokens: int) -> tuple[Tensor, Tenso
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-class _TierStep:
-    """One tier in one decode step.
+class _SlotAttention:
+    """Writes the keys and values of a call into the cache.
 
     Args:
-        rows: of the batch: the tier's sequences in the order of their slots.
-        lengths: tokens of these sequences.
-        positions: [n], where each slot is written.
+        pieces: of the cache, or like them.
+        places: [T], the positions of the pieces where they are written.
     """
 
-    def __init__(self, tier: Tier, rows: slice, lengths: abc.Sequence[int], positions: Tensor) -> None:
-        self.rows, self._tier, self._longest = rows, tier, max(lengths)
-        self._slots, self._positions = torch.arange(len(lengths), device=positions.device), positions
-        self._mask: Tensor | None = None
-        if min(lengths) < self._longest:
-            beyond = torch.arange(self._longest, device=positions.device) > positions[:, None, None, None]
-            zeros = tier.pieces[0].new_zeros(beyond.shape)
-            self._mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
+    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor) -> None:
+        self._pieces, self._places = pieces, places
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._tier.pieces[2 * layer : 2 * layer + 2]
-        keys[self._slots, :, self._positions] = k
-        values[self._slots, :, self._positions] = v
-        # The query heads that share a key-value head are passed as several queries of one head.
-        num, num_kv, dim = k.shape
-        keys, values = keys[:num, :, : self._longest], values[:num, :, : self._longest]
-        out = F.scaled_dot_product_attention(q.view(num, num_kv, -1, dim), keys, values, self._mask)
-        return out.reshape(num, -1)
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and the values of all slots, [N, K, D] each."""
+        keys, values = self._pieces[2 * layer : 2 * layer + 2]
+        keys.index_copy_(0, self._places, k)
+        values.index_copy_(0, self._places, v)
+        return keys, values
 
 
-class DecodeAttention:
-    """One new position for every running sequence.
+class Run(NamedTuple):
+    """Rows of a decode step whose slots follow one another: the first position, and the capacity of each."""
+
+    rows: slice
+    start: int
+    capacity: int
+
+
+def runs_of(slots: abc.Sequence[tuple[int, int]]) -> list[Run]:
+    """`slots`: first position and capacity of each row's slot."""
+    runs: list[Run] = []
+    for row, (start, capacity) in enumerate(slots):
+        last = runs[-1] if runs else None
+        if last and (last.capacity, last.start + (row - last.rows.start) * capacity) == (capacity, start):
+            runs[-1] = last._replace(rows=slice(last.rows.start, row + 1))
+        else:
+            runs.append(Run(slice(row, row + 1), start, capacity))
+    return runs
+
+
+class DecodeAttention(_SlotAttention):
+    """One new position for each of T sequences.
 
     Args:
-        tiers: those with sequences.
-        lengths: tokens of each sequence, by tier and slot.
+        lengths: tokens of each.
         positions: [T], the lengths minus one.
     """
 
-    def __init__(self, tiers: abc.Sequence[Tier], lengths: abc.Sequence[int], positions: Tensor) -> None:
-        self._steps: list[_TierStep] = []
-        start = 0
-        for tier in tiers:
-            rows = slice(start, start + len(tier.sequences))
-            self._steps.append(_TierStep(tier, rows, lengths[rows], positions[rows]))
-            start = rows.stop
+    def __init__(
+        self,
+        pieces: abc.Sequence[Tensor],
+        places: Tensor,
+        runs: abc.Sequence[Run],
+        lengths: abc.Sequence[int],
+        positions: Tensor,
+    ) -> None:
+        super().__init__(pieces, places)
+        self._runs: list[tuple[Run, int, Tensor | None]] = []
+        for run in runs:
+            longest, mask = max(lengths[run.rows]), None
+            if min(lengths[run.rows]) < longest:
+                beyond = torch.arange(longest, device=places.device) > positions[run.rows, None, None, None]
+                zeros = pieces[0].new_zeros(beyond.shape)
+                mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
+            self._runs.append((run, longest, mask))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outs = [step.attend(layer, q[step.rows], k[step.rows], v[step.rows]) for step in self._steps]
+        _, num_kv, dim = k.shape
+        keys, values = self._write(layer, k, v)
+        outs = []
+        for (rows, start, capacity), longest, mask in self._runs:
+            # The query heads that share a key-value head are passed as several queries of one head.
+            queries = q[rows].view(-1, num_kv, q.shape[1] // num_kv, dim)
+            num, size = len(queries), len(queries) * capacity
+            slots = (x[start : start + size].view(num, capacity, num_kv, dim) for x in (keys, values))
+            slot_keys, slot_values = (x[:, :longest].transpose(1, 2) for x in slots)
+            out = F.scaled_dot_product_attention(queries, slot_keys, slot_values, mask)
+            outs.append(out.reshape(num, -1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-@dataclass(frozen=True, slots=True)
-class ContinuedAttention:
-    """Causal attention of the tokens of one sequence after a context with these keys and values."""
+class Part(NamedTuple):
+    """Tokens of a sequence: the first position of its slot, the positions that it has, and how many more."""
 
-    block: Block
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pairs = zip(self.block[2 * layer : 2 * layer + 2], (k, v), strict=True)
-        k, v = (torch.cat((old, new.transpose(0, 1)), 1)[None] for old, new in pairs)
-        mask = torch.ones(len(q), k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - len(q))
-        q = q.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(q, *for_fused_attention(q, k, v), mask, enable_gqa=True)[0]
-        return out.transpose(0, 1).flatten(1)
+    start: int
+    num_before: int
+    num: int
 
 
-class PrefillAttention:
-    """Causal attention of whole contexts, one after another without padding. Keeps their keys and values.
-    `lengths`: of the contexts, in the order of the rows."""
+class PrefillAttention(_SlotAttention):
+    """Causal attention of parts of sequences, one after another without padding, each to its own slot."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        self._pieces: list[Tensor] = []
+    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Part]) -> None:
+        super().__init__(pieces, places)
+        self._parts = parts
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._pieces += k.clone(), v.clone()  # views of tensors that hold the queries, too
-        # Of all contexts [1, heads, T, D].
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        parts = (x.split_with_sizes(self._lengths, 2) for x in (q, *for_fused_attention(q, k, v)))
-        outs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
-            for q, k, v in zip(*parts, strict=True)
-        ]
-        return torch.cat(outs, 1).transpose(0, 1).flatten(1)
+        cached, outs = self._write(layer, k, v), []
+        queries = q.split_with_sizes([part.num for part in self._parts])
+        for (start, num_before, num), own in zip(self._parts, queries, strict=True):
+            end, query = start + num_before + num, own.transpose(0, 1)[None]  # [1, heads, T, D]
+            key, value = (x[start:end].transpose(0, 1)[None] for x in cached)
+            mask = None
+            if num_before:
+                mask = torch.ones(num, num_before + num, dtype=torch.bool, device=q.device).tril(num_before)
+            fused = for_fused_attention(query, key, value)
+            out = F.scaled_dot_product_attention(query, *fused, mask, is_causal=mask is None, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs).flatten(1)
 
-    def blocks(self) -> list[Block]:
-        """Views of the keys and values of each context, in order."""
-        pieces = (piece.transpose(0, 1).split_with_sizes(self._lengths, 1) for piece in self._pieces)
-        return [list(block) for block in zip(*pieces, strict=True)]
+
+class VarlenAttention(_SlotAttention):
+    """Both of the others by one kernel of a GPU, which reads the slots' places and lengths on the device.
+
+    Args:
+        starts: [S + 1] int32, the first positions of the slots of S sequences, not descending; one more.
+        lengths: [S] int32, the tokens of each, the new ones included.
+        boundaries: [S + 1] int32, the rows of each.
+        longest: the most rows of a sequence, and the most tokens.
+    """
+
+    def __init__(
+        self,
+        pieces: abc.Sequence[Tensor],
+        places: Tensor,
+        starts: Tensor,
+        lengths: Tensor,
+        boundaries: Tensor,
+        longest: tuple[int, int],
+    ) -> None:
+        super().__init__(pieces, places)
+        self._of_slots, self._longest = (boundaries, starts), longest
+        # One row attends to all. Without a window the kernel computes the query heads of a key together.
+        window = (-1, 0) if longest[0] > 1 else (-1, -1)
+        self._options: Any = {"window_size": window, "enable_gqa": True, "seqused_k": lengths}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._write(layer, k, v)
+        out = varlen_attn(q, keys, values, *self._of_slots, *self._longest, **self._options)
+        assert isinstance(out, Tensor)
+        return out.flatten(1)

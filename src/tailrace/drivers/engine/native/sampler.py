@@ -2,15 +2,15 @@
 
 The number is a function of the request's seed and of the token's index in the completion: counter-based
 noise after SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The draw inverts the cumulative distribution. So
-the tokens of a request do not depend on the other requests of a batch, the replica or interruptions.
+the tokens of a request do not depend on the other requests of a batch, the replica or interruptions. All is
+computed on the device of the logits.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,64 +18,101 @@ from tailrace.types import SamplingParams
 
 BLOCK, MIN_BLOCKS = 128, 16
 """128 divides the vocabularies of most models, which then need no padding."""
-_64_BITS = 2**64 - 1
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def _mix(z: Any) -> Any:
-    """The finaliser of SplitMix64, for an integer or an array of np.uint64."""
-    z = (z ^ (z >> 30)) * _MIX_1 & _64_BITS
-    z = (z ^ (z >> 27)) * _MIX_2 & _64_BITS
-    return z ^ (z >> 31)
+def _signed(number: int) -> int:
+    """The int64 with the same last 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+_GOLDEN, _MIX_1, _MIX_2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift to the right with zeros; torch's own shift of int64 repeats the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64. Products of int64 keep the last 64 bits."""
+    z = (z ^ _shifted(z, 30)) * _MIX_1
+    z = (z ^ _shifted(z, 27)) * _MIX_2
+    return z ^ _shifted(z, 31)
 
 
 def noise_stream(seed: int) -> int:
     """The counter at which the noise of a seed begins. Neighbouring seeds get unrelated counters."""
-    mixed: int = _mix(seed & _64_BITS)
-    return mixed
+    return int(_mix(torch.tensor(_signed(seed))))
 
 
-def noise(streams: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), [T], one for each token.
+def noise(streams: Tensor, indices: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), [T] float64, one for each token.
 
     Args:
-        streams: [T], the `noise_stream` of each completion's seed.
-        indices: [T], of the tokens in their completions, from 0.
+        streams: [T] int64, the `noise_stream` of each completion's seed.
+        indices: [T] int64, of the tokens in their completions, from 0.
     """
-    counters = np.array(streams, np.uint64) + (np.array(indices, np.uint64) + 1) * _GOLDEN
-    uniforms: NDArray[np.float64] = (_mix(counters) >> 11) * 2.0**-53
-    return uniforms
+    return _shifted(_mix(streams + (indices + 1) * _GOLDEN), 11).double() * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the tokens of T rows are drawn.
+
+    Args:
+        temperatures: [T, 1], float32.
+        truncated: the rows of each top_k and top_p that exclude tokens.
+        greedy: the rows that get their most likely token; None: no row does.
+    """
+
+    temperatures: Tensor
+    truncated: dict[tuple[int, float], Tensor]
+    greedy: Tensor | None
+
+    @classmethod
+    def of(cls, sampling: Sequence[SamplingParams], greedy: Sequence[int], device: torch.device) -> "Rules":
+        """`sampling`: [T]. `greedy`: rows."""
+        rows: dict[tuple[int, float], list[int]] = {}
+        for row, each in enumerate(sampling):
+            if each.top_k > 0 or each.top_p < 1.0:
+                rows.setdefault((each.top_k, each.top_p), []).append(row)
+        return cls(
+            on_device([each.temperature for each in sampling], device, torch.float32)[:, None],
+            {each: on_device(of_each, device) for each, of_each in rows.items()},
+            on_device(list(greedy), device) if greedy else None,
+        )
+
+
+def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers of the host as a tensor. The host does not wait for the device."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
 class Drawn(NamedTuple):
-    """One token for each row. `logprobs`: [T], over the whole vocabulary whatever top_k and top_p keep."""
+    """One token for each row, [T]. `logprobs`: over the whole vocabulary whatever top_k and top_p keep."""
 
-    ids: list[int]
-    logprobs: list[float]
+    ids: Tensor
+    logprobs: Tensor
 
 
-def draw(
-    logits: Tensor, uniforms: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
-) -> Drawn:
+def draw(logits: Tensor, uniforms: Tensor, rules: Rules) -> Drawn:
     """Draw one token from each row.
 
     Args:
         logits: [T, V], float32.
         uniforms: [T], float64, in [0, 1).
-        sampling: [T]
-        greedy: the rows that get their most likely token.
     """
-    logits = logits / logits.new_tensor([each.temperature for each in sampling])[:, None]
+    logits = logits / rules.temperatures
     most = logits.amax(-1, keepdim=True)
     weights = (logits - most).exp_()
     log_total = most + weights.sum(-1, keepdim=True).log_()
-    for (top_k, top_p), rows in _rows_by_truncation(sampling).items():
+    for (top_k, top_p), rows in rules.truncated.items():
         weights[rows] = _truncate(weights[rows], top_k, top_p)
     ids = _choose_in_blocks(weights, uniforms[:, None])
-    if greedy:
-        ids[list(greedy)] = logits[list(greedy)].argmax(-1, keepdim=True)
-    chosen = logits.gather(1, ids) - log_total
-    return Drawn(ids[:, 0].tolist(), chosen[:, 0].tolist())
+    if rules.greedy is not None:
+        ids[rules.greedy] = logits[rules.greedy].argmax(-1, keepdim=True)
+    return Drawn(ids[:, 0], (logits.gather(1, ids) - log_total)[:, 0])
 
 
 def _choose_in_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -106,14 +143,6 @@ def _choose(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     own = weights.gather(1, ids).double()
     within = (targets - (cumulative.gather(1, ids) - own)) / own
     return ids, within.clamp_(0.0, 1.0 - 2.0**-53)
-
-
-def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
-    found: dict[tuple[int, float], list[int]] = {}
-    for row, each in enumerate(sampling):
-        if each.top_k > 0 or each.top_p < 1.0:
-            found.setdefault((each.top_k, each.top_p), []).append(row)
-    return found
 
 
 def _truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache as OwnCache
 
-from tailrace.drivers.engine.native.cache import Block, Sequence, SuspendedKV
+from tailrace.drivers.engine.native.cache import Sequence, SuspendedKV
+
+Block = list[Tensor]
+"""The state of one sequence."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,10 +81,12 @@ class States:
 
     lends_prompts = False
     """A state is that of all its tokens: it has no prefix."""
+    in_parts = False
+    size = num_changes = 0
 
     def __init__(self, together: Callable[[Sequence], Hashable], *, budget: int) -> None:
         self.budget = budget
-        self.suspended = SuspendedKV()
+        self.suspended = SuspendedKV[Block]()
         self._together = together
         self._states: dict[Sequence, Block | tuple[CachedBatch, int]] = {}
         """The block of a sequence, or its batch and its row there."""
@@ -94,6 +99,10 @@ class States:
     def sequences(self) -> list[Sequence]:
         """All sequences."""
         return list(self._states)
+
+    def slots(self) -> dict[Sequence, tuple[int, int]]:
+        """No state has a slot."""
+        return dict.fromkeys(self._states, (0, 0))
 
     def groups(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """Divide sequences into those that are computed together."""
@@ -136,7 +145,8 @@ class States:
     def suspend(self, sequence: Sequence) -> None:
         """Keep the state of a sequence that is about to be removed, where the budget has room."""
         if block := self.read(sequence):
-            self.suspended.put(sequence, block, self.budget - self.num_occupied)
+            room = self.budget - self.num_occupied
+            self.suspended.put(sequence, lambda: [piece.clone() for piece in block], room)
 
     def write(self, sequence: Sequence, block: Block) -> None:
         """Set the state of a sequence."""
