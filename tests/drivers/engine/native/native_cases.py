@@ -1,6 +1,7 @@
 """Requests for the embedded engine, and what transformers says of the same tokens."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,10 +50,14 @@ def assert_consistent(engine: NativeEngine) -> None:
     scheduler = engine._scheduler
     cache = scheduler.cache
     assert cache.num_occupied <= cache.num_allocated
-    assert cache.num_allocated + cache.suspended.num_tokens <= cache.budget
+    assert cache.size <= cache.budget and cache.num_allocated <= cache.budget
     for tier in cache.tiers:
-        assert len(tier.sequences) <= tier.num_slots
-        assert all(len(sequence.tokens) - 1 <= tier.capacity for sequence in tier.sequences)
+        held = [*tier.running, *tier.suspended]
+        assert len(held) <= tier.num_slots
+        assert all(len(sequence.tokens) - 1 <= tier.capacity for sequence in held)
+    with torch.inference_mode():
+        places = sorted(cache.slots().values())
+    assert all(start + num <= after for (start, num), (after, _) in pairwise([*places, (cache.size, 0)]))
     cached = [sequence.id for sequence in cache.sequences()]
     assert sorted(cached) == sorted(scheduler.running)
     assert sorted([*cached, *(sequence.id for sequence in scheduler.waiting)]) == sorted(scheduler._ids)

@@ -6,7 +6,7 @@ from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.sampler import Rules, draw, noise, noise_stream
+from tailrace.drivers.engine.native.sampler import draw, noise, noise_stream
 from tailrace.types import SamplingParams
 
 MASK = 2**64 - 1
@@ -21,8 +21,7 @@ def mix(z: int) -> int:
 
 def drawn(logits, uniforms, greedy=(), **params):
     """Token ids and their log-probs, [T] each; all rows are sampled alike."""
-    sampling = [SamplingParams(1, **params)] * len(logits)
-    return draw(logits, uniforms, Rules.of(sampling, greedy, logits.device))
+    return draw(logits, uniforms, [SamplingParams(1, **params)] * len(logits), greedy)
 
 
 def noise_of(seeds, places):
@@ -143,7 +142,7 @@ def test_every_row_is_sampled_by_its_own_parameters():
         SamplingParams(1, top_p=0.5),
         SamplingParams(1, temperature=0.1),
     ]
-    found = draw(logits, uniforms, Rules.of(params, (), logits.device))
+    found = draw(logits, uniforms, params)
     assert found.ids.tolist() == [3, 1, 0, 0]
     plain, cold = logits[0].log_softmax(-1).tolist(), (logits[0] / 0.1).log_softmax(-1).tolist()
     assert found.logprobs.tolist() == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)

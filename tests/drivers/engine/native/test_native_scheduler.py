@@ -3,7 +3,16 @@
 import random
 
 import pytest
-from native_cases import PROMPTS, TEMPERATURE, assert_consistent, finish, random_ids, submit_all
+from native_cases import (
+    PROMPTS,
+    TEMPERATURE,
+    assert_close,
+    assert_consistent,
+    finish,
+    random_ids,
+    reference,
+    submit_all,
+)
 
 from helpers.tiny_models import LETTERS, save_tiny_model, tiny_model
 from tailrace.contracts.engine import GenerationRequest
@@ -42,7 +51,8 @@ def test_a_late_sibling_copies_the_prompt_of_one_that_runs(make_engine):
     assert len(ended["late"].ids) == 60
 
 
-def test_a_step_prefills_no_more_than_its_budget_and_long_prompts_in_parts_beside_decoding(make_engine):
+def test_a_step_prefills_no_more_than_its_budget_and_a_longer_context_in_parts(make_engine):
+    """Another one that does not fit any more waits for the next step and is computed at once."""
     engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=30))
     submit_all(engine, {"a": random_ids(0, 50), "b": random_ids(1, 14), "c": random_ids(2, 14), "d": [1, 2]})
     steps = []
@@ -50,7 +60,56 @@ def test_a_step_prefills_no_more_than_its_budget_and_long_prompts_in_parts_besid
         engine.step()
         usage = engine.usage()
         steps.append((usage.num_running, usage.num_prefilled, usage.num_generated))
-    assert steps == [(1, 30, 0), (2, 60, 1), (4, 49 + 13 + 13 + 1, 1 + 4)]
+    assert steps == [(1, 30, 0), (1, 49, 1), (4, 49 + 13 + 13 + 1, 1 + 4)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_long_prompt_does_not_stop_the_others(make_engine, models, late):
+    """While it is computed, each step gives each of them a token. Its samples share it."""
+    engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=32), max_completion_tokens=40)
+    engine._reads_late = late
+    submit_all(engine, {f"{index}": random_ids(index, 8) for index in range(4)})
+    engine.step()
+    long = random_ids(9, 300)
+    for id in ("x", "y"):
+        engine.submit(GenerationRequest(id, long, (), 7 if id == "x" else 8))
+    num_steps = -(-299 // 32)
+    for _ in range(1, num_steps):
+        before = engine.usage()
+        engine.step()
+        usage = engine.usage()
+        assert usage.num_prefilled - before.num_prefilled == 32
+        assert (usage.num_generated - before.num_generated, usage.num_waiting) == (4, 1)
+    ended = finish(engine)
+    assert engine.usage().num_prefilled == 4 * 7 + 299
+    for id in ("x", "y"):
+        assert_close(ended[id], reference(models["qwen3"][1], long, ended[id].ids))
+
+
+def test_new_weights_compute_the_whole_of_a_context_of_which_a_part_is_computed(make_engine, models):
+    new, long = tiny_model("qwen3", seed=1), random_ids(9, 100)
+    for kv in ("keep", "recompute"):
+        engine = make_engine(settings=NativeEngineSettings(max_prefill_tokens=32))
+        engine.submit(GenerationRequest("x", long, (), 7))
+        engine.step()
+        assert engine.load(new.state_dict(), version=1, kv=kv) == []
+        output = finish(engine)["x"]
+        assert engine.usage().num_prefilled == 32 + 99
+        assert_close(output, reference(new, long, output.ids))
+
+
+def test_a_context_of_which_a_part_is_computed_is_computed_again_after_an_abort(make_engine):
+    engine, long = make_engine(settings=NativeEngineSettings(max_prefill_tokens=32)), random_ids(9, 100)
+    engine.submit(GenerationRequest("x", long, (), 7))
+    engine.step()
+    assert engine.abort("x").ids == []
+    assert_consistent(engine)
+    engine.submit(GenerationRequest("x", long, (), 7))
+    ended = finish(engine)["x"]
+    assert engine.usage().num_prefilled == 32 + 99
+    whole = make_engine()
+    whole.submit(GenerationRequest("x", long, (), 7))
+    assert finish(whole)["x"].ids == ended.ids
 
 
 def test_no_more_run_than_may_and_the_rest_wait_in_order(make_engine):

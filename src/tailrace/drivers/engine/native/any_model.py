@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import Cache as OwnCache
 from typing_extensions import override
 
-from tailrace.drivers.engine.native.batch import Batch
 from tailrace.drivers.engine.native.cache import Sequence
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.native.model import check_weights
+from tailrace.drivers.engine.native.scheduler import Admitted
 from tailrace.drivers.engine.native.states import Block, CachedBatch, States, emptied, joined
 from tailrace.drivers.engine.native.support import check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
@@ -165,38 +165,29 @@ class AnyEngine(NativeEngine):
         dtype = getattr(torch, settings.dtype)
         self._model = AnyLM(self._path, max_tokens=budget, device=device, dtype=dtype)
         self._states = States(TOGETHER[self._model.together], budget=budget)
-        self._reads_late = False
         return self._states
 
     @override
-    def _fill(self) -> None:
-        parts = self._scheduler.parts()
-        self._num_prefilled += sum(num for *_, num in parts)
-        admitted = self._scheduler.filled()
-        blocks = self._blocks([first for first, _ in admitted])
-        for first, others in admitted:
-            for sequence in (first, *others):
-                self._states.write(sequence, blocks[first])
-
-    def _blocks(self, sequences: list[Sequence]) -> dict[Sequence, Block]:
-        """The states after the contexts of sequences."""
-        blocks: dict[Sequence, Block] = {each: [] for each in sequences}
-        if self._model.together == UNCACHED:
-            return blocks
-        for length in {len(each.context) for each in sequences} - {0}:
-            alike = [each for each in sequences if len(each.context) == length]
+    def _fill(self, admissions: list[Admitted]) -> None:
+        firsts = [admission.sequences[0] for admission in admissions]
+        blocks: dict[Sequence, Block] = {each: [] for each in firsts}
+        lengths = {len(each.context) for each in firsts if self._model.together != UNCACHED} - {0}
+        for length in lengths:
+            alike = [each for each in firsts if len(each.context) == length]
             blocks |= zip(alike, self._model.prefill([each.context for each in alike]), strict=True)
-        return blocks
+        for admission, block in zip(admissions, blocks.values(), strict=True):
+            for sequence in admission.sequences:
+                self._states.write(sequence, block)
 
     @override
-    def _logits(self, batch: Batch, lengths: list[int]) -> Tensor:
+    def _logits(self, lengths: dict[Sequence, int]) -> Tensor:
         logits: dict[Sequence, Tensor] = {}
         if self._model.together == UNCACHED:
-            return self._model.whole([each.tokens for each in batch.sequences])
-        for group in self._states.groups(batch.sequences):
-            states = self._states.batch(group, self._model.empty)
-            logits |= zip(group, self._model.step(states, [each.tokens[-1] for each in group]), strict=True)
-        return torch.stack([logits[each] for each in batch.sequences])
+            return self._model.whole([each.tokens for each in lengths])
+        for group in self._states.groups(list(lengths)):
+            batch = self._states.batch(group, self._model.empty)
+            logits |= zip(group, self._model.step(batch, [each.tokens[-1] for each in group]), strict=True)
+        return torch.stack([logits[each] for each in lengths])
 
     @override
     def score(self, ids: Many[int], num_prefix: int) -> tuple[list[float], list[float]]:

@@ -11,7 +11,7 @@ from collections import abc, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,8 +21,11 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing_extensions import override
 
 from tailrace.devices import for_fused_attention
+from tailrace.drivers.engine.native.cache import Slot
+from tailrace.drivers.engine.native.sampler import on_device
 from tailrace.drivers.engine.native.support import check_model
 from tailrace.model_folder import folder_error, weight_files
 
@@ -31,13 +34,6 @@ MIN_PACKED, ROWS = 2**18, 16
 
 Adapted = abc.Sequence[tuple["Lora", Tensor | None]]
 """Adapters, and to which rows of a call each is added; None: to all."""
-
-
-class Attend(Protocol):
-    """Attention of one layer."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return [T, H * D] for q [T, H, D], k and v [T, K, D]; q and k are rotated."""
 
 
 class Matrix:
@@ -187,12 +183,14 @@ class CausalLM:
         return self._empty(self._config.num_hidden_layers, 0, self._heads[1], self._head_dim)
 
     def why_no_varlen(self) -> str:
-        """Why `VarlenAttention` does not compute its attention; empty if it does."""
-        if self.device.type != "cuda" or self._dtype == torch.float32:
-            return "it is for half precision on CUDA"
-        if torch.cuda.get_device_capability(self.device) < (8, 0):
-            return "the GPU is older than Ampere"
-        return "" if self._head_dim % 8 == 0 and self._head_dim <= 256 else f"heads of {self._head_dim}"
+        """Why this device does not compute `VarlenAttention` of the model's heads; empty if it does."""
+        q, k = (self._empty(1, heads, self._head_dim) for heads in self._heads)
+        slots = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=self.device)
+        try:
+            VarlenAttention((), slots, slots, (1, 1)).attend(q, k, k)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self._dtype)
@@ -257,7 +255,7 @@ class CausalLM:
         a, b = (factor.T.to(self.device, self._dtype).contiguous() for factor in (a, joined))
         return a, b
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, adapted: Adapted = ()) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attend: "Attention", adapted: Adapted = ()) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""
         x = F.embedding(ids, self._embedding)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -319,143 +317,112 @@ def _rotations(config: PreTrainedConfig, max_tokens: int) -> tuple[Tensor, Tenso
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-class _SlotAttention:
-    """Writes the keys and values of a call into the cache.
+@dataclass(slots=True)
+class Attention:
+    """Attention of a call over slots of the cache, where it writes keys and values of the call first.
 
     Args:
         pieces: of the cache, or like them.
-        places: [T], the positions of the pieces where they are written.
+        places: [T], the positions of the pieces that are written.
     """
 
-    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor) -> None:
-        self._pieces, self._places = pieces, places
-
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and the values of all slots, [N, K, D] each."""
-        keys, values = self._pieces[2 * layer : 2 * layer + 2]
-        keys.index_copy_(0, self._places, k)
-        values.index_copy_(0, self._places, v)
-        return keys, values
-
-
-class Run(NamedTuple):
-    """Rows of a decode step whose slots follow one another: the first position, and the capacity of each."""
-
-    rows: slice
-    start: int
-    capacity: int
-
-
-def runs_of(slots: abc.Sequence[tuple[int, int]]) -> list[Run]:
-    """`slots`: first position and capacity of each row's slot."""
-    runs: list[Run] = []
-    for row, (start, capacity) in enumerate(slots):
-        last = runs[-1] if runs else None
-        if last and (last.capacity, last.start + (row - last.rows.start) * capacity) == (capacity, start):
-            runs[-1] = last._replace(rows=slice(last.rows.start, row + 1))
-        else:
-            runs.append(Run(slice(row, row + 1), start, capacity))
-    return runs
-
-
-class DecodeAttention(_SlotAttention):
-    """One new position for each of T sequences.
-
-    Args:
-        lengths: tokens of each.
-        positions: [T], the lengths minus one.
-    """
-
-    def __init__(
-        self,
-        pieces: abc.Sequence[Tensor],
-        places: Tensor,
-        runs: abc.Sequence[Run],
-        lengths: abc.Sequence[int],
-        positions: Tensor,
-    ) -> None:
-        super().__init__(pieces, places)
-        self._runs: list[tuple[Run, int, Tensor | None]] = []
-        for run in runs:
-            longest, mask = max(lengths[run.rows]), None
-            if min(lengths[run.rows]) < longest:
-                beyond = torch.arange(longest, device=places.device) > positions[run.rows, None, None, None]
-                zeros = pieces[0].new_zeros(beyond.shape)
-                mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
-            self._runs.append((run, longest, mask))
+    pieces: abc.Sequence[Tensor]
+    places: Tensor
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _, num_kv, dim = k.shape
-        keys, values = self._write(layer, k, v)
-        outs = []
-        for (rows, start, capacity), longest, mask in self._runs:
-            # The query heads that share a key-value head are passed as several queries of one head.
-            queries = q[rows].view(-1, num_kv, q.shape[1] // num_kv, dim)
-            num, size = len(queries), len(queries) * capacity
-            slots = (x[start : start + size].view(num, capacity, num_kv, dim) for x in (keys, values))
-            slot_keys, slot_values = (x[:, :longest].transpose(1, 2) for x in slots)
-            out = F.scaled_dot_product_attention(queries, slot_keys, slot_values, mask)
-            outs.append(out.reshape(num, -1))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        """Return [T, H * D] for q [T, H, D], k and v [T, K, D] of a layer; q and k are rotated."""
+        keys, values = self.pieces[2 * layer : 2 * layer + 2]
+        keys.index_copy_(0, self.places, k)
+        values.index_copy_(0, self.places, v)
+        return self.attend(q, keys, values).flatten(1)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Of the keys and values of all positions, [N, K, D] each."""
+        raise NotImplementedError
 
 
 class Part(NamedTuple):
-    """Tokens of a sequence: the first position of its slot, the positions that it has, and how many more."""
+    """Tokens of a sequence: its slot, and their positions in the sequence."""
 
-    start: int
-    num_before: int
-    num: int
+    slot: Slot
+    positions: range
 
 
-class PrefillAttention(_SlotAttention):
+@dataclass(slots=True)
+class PrefillAttention(Attention):
     """Causal attention of parts of sequences, one after another without padding, each to its own slot."""
 
-    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Part]) -> None:
-        super().__init__(pieces, places)
-        self._parts = parts
+    parts: abc.Sequence[Part]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cached, outs = self._write(layer, k, v), []
-        queries = q.split_with_sizes([part.num for part in self._parts])
-        for (start, num_before, num), own in zip(self._parts, queries, strict=True):
-            end, query = start + num_before + num, own.transpose(0, 1)[None]  # [1, heads, T, D]
-            key, value = (x[start:end].transpose(0, 1)[None] for x in cached)
-            mask = None
-            if num_before:
-                mask = torch.ones(num, num_before + num, dtype=torch.bool, device=q.device).tril(num_before)
+    @override
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        outs = []
+        queries = q.split_with_sizes([len(own) for _, own in self.parts])
+        for ((start, _), own), rows in zip(self.parts, queries, strict=True):
+            end, mask = start + own.stop, None
+            query, key, value = (x.transpose(0, 1)[None] for x in (rows, keys[start:end], values[start:end]))
+            if own.start:
+                mask = torch.ones(len(own), own.stop, dtype=torch.bool, device=q.device).tril(own.start)
             fused = for_fused_attention(query, key, value)
             out = F.scaled_dot_product_attention(query, *fused, mask, is_causal=mask is None, enable_gqa=True)
             outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs).flatten(1)
+        return torch.cat(outs)
 
 
-class VarlenAttention(_SlotAttention):
+class DecodeAttention(Attention):
+    """One new position for each of T sequences. Those whose slots of one capacity follow one another are
+    computed together."""
+
+    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Part]) -> None:
+        super().__init__(pieces, places)
+        self._runs: list[tuple[slice, Slot, int, Tensor | None]] = []
+        first = 0
+        for end in range(1, len(parts) + 1):
+            slot = start, capacity = parts[first].slot
+            if end < len(parts) and parts[end].slot == (start + (end - first) * capacity, capacity):
+                continue
+            lengths, mask = [own.stop for _, own in parts[first:end]], None
+            if min(lengths) < (longest := max(lengths)):
+                used = on_device(lengths, places.device)[:, None, None, None]
+                beyond = torch.arange(longest, device=places.device) >= used
+                zeros = pieces[0].new_zeros(beyond.shape)
+                mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
+            self._runs.append((slice(first, end), slot, longest, mask))
+            first = end
+
+    @override
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        _, num_kv, dim = keys.shape
+        outs = []
+        for rows, (start, capacity), longest, mask in self._runs:
+            # The query heads that share a key-value head are passed as several queries of one head.
+            query = q[rows].view(-1, num_kv, q.shape[1] // num_kv, dim)
+            of_run = slice(start, start + len(query) * capacity)
+            key, value = (x[of_run].view(-1, capacity, num_kv, dim)[:, :longest] for x in (keys, values))
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+            outs.append(F.scaled_dot_product_attention(query, key, value, mask).flatten(1, 2))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+@dataclass(slots=True)
+class VarlenAttention(Attention):
     """Both of the others by one kernel of a GPU, which reads the slots' places and lengths on the device.
 
     Args:
-        starts: [S + 1] int32, the first positions of the slots of S sequences, not descending; one more.
-        lengths: [S] int32, the tokens of each, the new ones included.
-        boundaries: [S + 1] int32, the rows of each.
+        slots: [3, S + 1] int32. Of S sequences: the first position of the slot, ascending, with one more; the
+            tokens, the new ones included; and the first row, with one more.
         longest: the most rows of a sequence, and the most tokens.
     """
 
-    def __init__(
-        self,
-        pieces: abc.Sequence[Tensor],
-        places: Tensor,
-        starts: Tensor,
-        lengths: Tensor,
-        boundaries: Tensor,
-        longest: tuple[int, int],
-    ) -> None:
-        super().__init__(pieces, places)
-        self._of_slots, self._longest = (boundaries, starts), longest
-        # One row attends to all. Without a window the kernel computes the query heads of a key together.
-        window = (-1, 0) if longest[0] > 1 else (-1, -1)
-        self._options: Any = {"window_size": window, "enable_gqa": True, "seqused_k": lengths}
+    slots: Tensor
+    longest: tuple[int, int]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._write(layer, k, v)
-        out = varlen_attn(q, keys, values, *self._of_slots, *self._longest, **self._options)
+    @override
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        starts, lengths, boundaries = self.slots
+        # One row attends to all. Without a window the kernel computes the query heads of a key together.
+        window = (-1, 0) if self.longest[0] > 1 else (-1, -1)
+        options: Any = {"window_size": window, "enable_gqa": True, "seqused_k": lengths[:-1]}
+        out = varlen_attn(q, keys, values, boundaries, starts, *self.longest, **options)
         assert isinstance(out, Tensor)
-        return out.flatten(1)
+        return out

@@ -7,7 +7,6 @@ computed on the device of the logits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,34 +54,6 @@ def noise(streams: Tensor, indices: Tensor) -> Tensor:
     return _shifted(_mix(streams + (indices + 1) * _GOLDEN), 11).double() * 2.0**-53
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How the tokens of T rows are drawn.
-
-    Args:
-        temperatures: [T, 1], float32.
-        truncated: the rows of each top_k and top_p that exclude tokens.
-        greedy: the rows that get their most likely token; None: no row does.
-    """
-
-    temperatures: Tensor
-    truncated: dict[tuple[int, float], Tensor]
-    greedy: Tensor | None
-
-    @classmethod
-    def of(cls, sampling: Sequence[SamplingParams], greedy: Sequence[int], device: torch.device) -> "Rules":
-        """`sampling`: [T]. `greedy`: rows."""
-        rows: dict[tuple[int, float], list[int]] = {}
-        for row, each in enumerate(sampling):
-            if each.top_k > 0 or each.top_p < 1.0:
-                rows.setdefault((each.top_k, each.top_p), []).append(row)
-        return cls(
-            on_device([each.temperature for each in sampling], device, torch.float32)[:, None],
-            {each: on_device(of_each, device) for each, of_each in rows.items()},
-            on_device(list(greedy), device) if greedy else None,
-        )
-
-
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Numbers of the host as a tensor. The host does not wait for the device."""
     is_cuda = device.type == "cuda"
@@ -96,22 +67,29 @@ class Drawn(NamedTuple):
     logprobs: Tensor
 
 
-def draw(logits: Tensor, uniforms: Tensor, rules: Rules) -> Drawn:
+def draw(
+    logits: Tensor, uniforms: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
+) -> Drawn:
     """Draw one token from each row.
 
     Args:
         logits: [T, V], float32.
         uniforms: [T], float64, in [0, 1).
+        sampling: [T]
+        greedy: the rows that get their most likely token.
     """
-    logits = logits / rules.temperatures
+    device = logits.device
+    logits = logits / on_device([each.temperature for each in sampling], device, logits.dtype)[:, None]
     most = logits.amax(-1, keepdim=True)
     weights = (logits - most).exp_()
     log_total = most + weights.sum(-1, keepdim=True).log_()
-    for (top_k, top_p), rows in rules.truncated.items():
+    for (top_k, top_p), numbers in _rows_by_truncation(sampling).items():
+        rows = on_device(numbers, device)
         weights[rows] = _truncate(weights[rows], top_k, top_p)
     ids = _choose_in_blocks(weights, uniforms[:, None])
-    if rules.greedy is not None:
-        ids[rules.greedy] = logits[rules.greedy].argmax(-1, keepdim=True)
+    if greedy:
+        rows = on_device(greedy, device)
+        ids[rows] = logits[rows].argmax(-1, keepdim=True)
     return Drawn(ids[:, 0], (logits.gather(1, ids) - log_total)[:, 0])
 
 
@@ -143,6 +121,14 @@ def _choose(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     own = weights.gather(1, ids).double()
     within = (targets - (cumulative.gather(1, ids) - own)) / own
     return ids, within.clamp_(0.0, 1.0 - 2.0**-53)
+
+
+def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
+    found: dict[tuple[int, float], list[int]] = {}
+    for row, each in enumerate(sampling):
+        if each.top_k > 0 or each.top_p < 1.0:
+            found.setdefault((each.top_k, each.top_p), []).append(row)
+    return found
 
 
 def _truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:

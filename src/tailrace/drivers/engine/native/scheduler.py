@@ -1,8 +1,8 @@
 """Continuous batching: first come, first served; preemption of the most recently admitted.
 
 A sequence is either waiting, or running with a slot in the cache. Running sequences are in the order of their
-admission. They are decoded once their context is in the cache: a long one is computed in parts, between the
-decode steps of the others.
+admission. A context that is longer than a step may compute is computed in parts, between the decode steps of
+the others; those that came later wait for it.
 """
 
 from collections import deque
@@ -20,28 +20,23 @@ def sibling_of(sequence: Sequence, version: int, others: Iterable[Sequence]) -> 
         return None
     for other in others:
         same_version = other.prompt_version == version and other.num_prompt == sequence.num_prompt
-        if same_version and other.is_filled and other.tokens[: other.num_prompt] == sequence.tokens:
+        if same_version and other.tokens[: other.num_prompt] == sequence.tokens:
             return other
     return None
 
 
-@dataclass(eq=False, slots=True)
-class Filling:
-    """Sequences with slots and the same context, which is computed once for all of them, or copied.
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Admitted sequences with the same context, which is computed once for all of them, or copied.
 
     Args:
         sibling: a sequence with a slot that begins with the context; None: it must be computed.
-        num_filled: positions that the slot of the first one has.
+        part: the positions of the context that the first one gets in this step.
     """
 
     sequences: list[Sequence]
     sibling: Sequence | None
-    num_filled: int = 0
-
-    @property
-    def num_left(self) -> int:
-        """Positions to compute."""
-        return 0 if self.sibling else len(self.sequences[0].context) - self.num_filled
+    part: range
 
 
 class Scheduler:
@@ -51,9 +46,11 @@ class Scheduler:
         self.cache = cache
         self.waiting: deque[Sequence] = deque()
         self.running: dict[str, Sequence] = {}
-        self.filling: list[Filling] = []
-        """Those that run and have no context in the cache yet, in the order of their admission."""
         self.num_preempted = 0
+        self.partial: Sequence | None = None
+        """The last one that runs, if only a part of its context is in the cache."""
+        self._num_filled = 0
+        """Positions of that part."""
         self._settings = settings
         self._ids: set[str] = set()
         """Ids of all sequences that wait or run."""
@@ -65,71 +62,51 @@ class Scheduler:
         self._ids.add(sequence.id)
         self.waiting.append(sequence)
 
-    def admit(self, version_of: Callable[[Sequence], int]) -> None:
+    def admit(self, version_of: Callable[[Sequence], int]) -> list[Admitted]:
         """Give slots to waiting sequences, up to the limits on sequences, cache and prefill. The weights of
         their version compute them, but for those whose keys and values were suspended."""
-        computed = {
-            (version_of(first := each.sequences[0]), tuple(first.context)): each for each in self.filling
-        }
-        limit = self._settings.max_prefill_tokens
-        budget = limit - sum(each.num_left for each in self.filling)
-        while self.waiting and len(self.running) < self._settings.max_num_seqs:
+        admissions: dict[tuple[int, tuple[int, ...]], Admitted] = {}
+        budget = limit = self._settings.max_prefill_tokens
+        if (sequence := self.partial) is not None:
+            part = self._next_part(sequence, limit)
+            admissions[version_of(sequence), (*sequence.context,)] = Admitted([sequence], None, part)
+            budget -= len(part)
+        while self.waiting and not self.partial and len(self.running) < self._settings.max_num_seqs:
             sequence = self.waiting[0]
             if not self.cache.has_room(sequence):
                 break
-            sequence.is_filled, version = self.cache.resume(sequence), version_of(sequence)
-            if not sequence.is_filled:
-                context = version, tuple(sequence.context)
-                filling = computed.get(context)
-                if filling is None:
-                    others = self.running.values() if self.cache.lends_prompts else ()
-                    filling = Filling([sequence], sibling_of(sequence, version, others))
-                    if filling.num_left > budget and (
-                        budget <= 0 or (not self.cache.in_parts and budget < limit)
-                    ):
+            resumed, version = self.cache.resume(sequence), version_of(sequence)
+            if not resumed:
+                context = version, (*sequence.context,)
+                admission = admissions.get(context)
+                if admission is None:
+                    others = self.running.values() if self.cache.in_parts else ()
+                    sibling = sibling_of(sequence, version, others)
+                    if sibling is None and len(sequence.context) > budget < limit:
                         break
-                    budget -= filling.num_left
-                    computed[context] = filling
-                    self.filling.append(filling)
-                else:
-                    filling.sequences.append(sequence)
+                    part = range(0) if sibling else self._next_part(sequence, budget)
+                    budget -= len(part)
+                    admission = admissions[context] = Admitted([], sibling, part)
                 self.cache.add(sequence)
+                admission.sequences.append(sequence)
             self.waiting.popleft()
-            sequence.prompt_version = None if sequence.is_filled else version
+            sequence.prompt_version = None if resumed else version
             self.running[sequence.id] = sequence
+        return list(admissions.values())
 
-    def parts(self) -> list[tuple[Sequence, int, int]]:
-        """The contexts to compute before the next decode step: sequences, the positions that they have, and
-        how many more."""
-        budget, parts = self._settings.max_prefill_tokens, []
-        for each in self.filling:
-            num = min(each.num_left, budget) if self.cache.in_parts else each.num_left
-            budget -= num
-            if num:
-                parts.append((each.sequences[0], each.num_filled, num))
-                each.num_filled += num
-        return parts
+    def _next_part(self, sequence: Sequence, num: int) -> range:
+        """At most so many positions of a context that are not computed yet."""
+        start, end = self._num_filled, len(sequence.context)
+        if self.cache.in_parts and end > start + num:
+            self.partial, self._num_filled = sequence, start + num
+            return range(start, start + num)
+        self.partial, self._num_filled = None, 0
+        return range(start, end)
 
-    def filled(self) -> list[tuple[Sequence, list[Sequence]]]:
-        """Sequences whose slots have the whole context, and those to which it is to be copied."""
-        done = [each for each in self.filling if not each.num_left]
-        self.filling = [each for each in self.filling if each.num_left]
-        for each in done:
-            for sequence in each.sequences:
-                sequence.is_filled = True
-        return [
-            (each.sibling, each.sequences) if each.sibling else (each.sequences[0], each.sequences[1:])
-            for each in done
-        ]
-
-    def grow(self, goes_on: Callable[[Sequence], bool], settle: Callable[[], bool]) -> None:
-        """Move each sequence that fills its slot to a larger one, preempting others where needed.
-
-        Args:
-            goes_on: whether a sequence gets another token.
-            settle: reads the tokens that are not read, which may end sequences; whether there were any.
-        """
-        for sequence in [each for each in self.running.values() if goes_on(each)]:
+    def grow(self, settle: Callable[[], bool]) -> None:
+        """Move each sequence that fills its slot to a larger one, preempting others where needed. `settle`:
+        reads the tokens that are not read, which may end sequences; whether there were any."""
+        for sequence in list(self.running.values()):
             while self.running.get(sequence.id) is sequence and not self.cache.fits(sequence):
                 if self.cache.has_room(sequence):
                     self.cache.move(sequence)
@@ -138,45 +115,39 @@ class Scheduler:
                     self.num_preempted += 1
 
     def _unschedule(self, sequence: Sequence) -> None:
-        self._remove(sequence)
+        self.cache.remove(self._stopped(sequence))
         self.waiting.appendleft(sequence)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _stopped(self, sequence: Sequence) -> Sequence:
         del self.running[sequence.id]
-        self.cache.remove(sequence)
-        if not sequence.is_filled:
-            for each in self.filling:
-                if sequence is each.sequences[0]:
-                    each.num_filled = 0
-                if sequence in each.sequences:
-                    each.sequences.remove(sequence)
-            self.filling = [each for each in self.filling if each.sequences]
-        sequence.is_filled = False
+        if sequence is self.partial:
+            self.partial, self._num_filled = None, 0
+        return sequence
 
     def renew(self, *, keep: bool) -> None:
-        """Let sequences without a pin wait again, in order, so that their contexts are computed by the new
-        weights. `keep`: only those of which not all is computed."""
+        """Let sequences without a pin wait again, in order, so that new weights compute their contexts.
+        `keep`: only the one of which a part is computed."""
         if not keep:
-            self.cache.suspended.shrink(0)
+            self.cache.forget()
         for sequence in reversed(list(self.running.values())):
-            if sequence.pin is None and not (keep and sequence.is_filled):
+            if sequence.pin is None and (sequence is self.partial or not keep):
                 self._unschedule(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence."""
         self._ids.remove(sequence.id)
-        self._remove(sequence)
+        self.cache.remove(self._stopped(sequence))
 
     def abort(self, id: str) -> Sequence | None:
         """Remove a sequence and suspend its keys and values; None if there is none with this id."""
-        if running := self.running.get(id):
-            if running.is_filled:
-                self.cache.suspend(running)
-            self.finish(running)
-            return running
-        for sequence in self.waiting:
-            if sequence.id == id:
-                self._ids.remove(id)
-                self.waiting.remove(sequence)
-                return sequence
-        return None
+        waiting = (each for each in self.waiting if each.id == id)
+        if (sequence := self.running.get(id) or next(waiting, None)) is None:
+            return None
+        self._ids.remove(id)
+        if id not in self.running:
+            self.waiting.remove(sequence)
+        elif sequence is self.partial:
+            self.cache.remove(self._stopped(sequence))
+        else:
+            self.cache.suspend(self._stopped(sequence))
+        return sequence

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache as OwnCache
 
-from tailrace.drivers.engine.native.cache import Sequence, SuspendedKV
+from tailrace.drivers.engine.native.cache import Sequence
 
 Block = list[Tensor]
 """The state of one sequence."""
@@ -79,14 +79,13 @@ class States:
         budget: positions of all sequences, with padding.
     """
 
-    lends_prompts = False
-    """A state is that of all its tokens: it has no prefix."""
     in_parts = False
-    size = num_changes = 0
+    """A state is that of all its tokens: it has no prefix."""
 
     def __init__(self, together: Callable[[Sequence], Hashable], *, budget: int) -> None:
         self.budget = budget
-        self.suspended = SuspendedKV[Block]()
+        self._suspended: dict[str, tuple[Sequence, Block]] = {}
+        """By request id, the oldest first."""
         self._together = together
         self._states: dict[Sequence, Block | tuple[CachedBatch, int]] = {}
         """The block of a sequence, or its batch and its row there."""
@@ -100,10 +99,6 @@ class States:
         """All sequences."""
         return list(self._states)
 
-    def slots(self) -> dict[Sequence, tuple[int, int]]:
-        """No state has a slot."""
-        return dict.fromkeys(self._states, (0, 0))
-
     def groups(self, sequences: list[Sequence]) -> list[list[Sequence]]:
         """Divide sequences into those that are computed together."""
         groups: dict[Hashable, list[Sequence]] = {}
@@ -113,8 +108,7 @@ class States:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether all sequences fit into the budget; suspended ones give way."""
-        self.suspended.shrink(self.budget - self.num_occupied)
-        return self.num_occupied <= self.budget
+        return self._give_way(self.budget - self.num_occupied)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether all sequences with this one fit into the budget."""
@@ -127,9 +121,11 @@ class States:
 
     def resume(self, sequence: Sequence) -> bool:
         """Take a sequence with its suspended state; whether there is one."""
-        if (block := self.suspended.take(sequence)) is not None:
-            self._states[sequence] = block
-        return block is not None
+        old, block = self._suspended.pop(sequence.id, (None, []))
+        if old is None or (old.context, old.pin) != (sequence.context, sequence.pin):
+            return False
+        self._states[sequence] = block
+        return True
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence."""
@@ -138,15 +134,24 @@ class States:
     def move(self, sequence: Sequence) -> None:
         """Nothing: a state grows where it is."""
 
-    def release(self) -> None:
-        """Free the memory of what is suspended."""
-        self.suspended.shrink(0)
+    def forget(self) -> None:
+        """Drop all that is suspended."""
+        self._suspended.clear()
+
+    release = forget
 
     def suspend(self, sequence: Sequence) -> None:
-        """Keep the state of a sequence that is about to be removed, where the budget has room."""
-        if block := self.read(sequence):
-            room = self.budget - self.num_occupied
-            self.suspended.put(sequence, lambda: [piece.clone() for piece in block], room)
+        """Remove the sequence, and keep its state where the budget has room."""
+        block = [piece.clone() for piece in self.read(sequence)]
+        self.remove(sequence)
+        if block and self._give_way(self.budget - self.num_occupied - sequence.length + 1):
+            self._suspended[sequence.id] = sequence, block
+
+    def _give_way(self, room: int) -> bool:
+        """Drop the oldest suspended states until the positions of all fit into the room."""
+        while self._suspended and sum(each.length - 1 for each, _ in self._suspended.values()) > room:
+            del self._suspended[next(iter(self._suspended))]
+        return room >= 0
 
     def write(self, sequence: Sequence, block: Block) -> None:
         """Set the state of a sequence."""

@@ -1,0 +1,71 @@
+"""The forward pass of a decode step as CUDA graphs: one launch instead of one for each kernel."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tailrace.errors import say
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+class Graphs:
+    """A graph for each of a few numbers of rows. They have the addresses of weights, cache and inputs, all of
+    which are written in place. One is captured at the first step with so many rows, and again when the cache
+    has grown. Where that fails, which is said once, the engine launches the kernels.
+
+    Args:
+        forward: returns [rows, hidden] for a number of rows. The host does not wait in it.
+        max_rows: the most rows of a step.
+    """
+
+    def __init__(self, forward: Callable[[int], Tensor], max_rows: int, device: torch.device) -> None:
+        self._forward, self._device, self._size_of_cache = forward, device, 0
+        most = min(max_rows, SIZES[-1])
+        self._sizes = [*(size for size in SIZES if size < most), most]
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def rows(self, num: int) -> int:
+        """The rows of a step of so many sequences: those of the smallest graph that has them."""
+        return next((size for size in self._sizes if size >= num), num)
+
+    def __call__(self, rows: int, size_of_cache: int) -> Tensor | None:
+        """What `forward` returns; None: no graph has so many rows."""
+        if rows not in self._sizes:
+            return None
+        if size_of_cache != self._size_of_cache:
+            self.clear()
+            self._size_of_cache = size_of_cache
+        if rows not in self._captured:
+            try:
+                self._captured[rows] = self._capture(rows)
+            except RuntimeError as error:  # of CUDA and its allocator
+                say(f"the engine decodes without CUDA graphs: that of {rows} rows was not captured: {error}")
+                self.clear()
+                self._sizes = []
+                return None
+        graph, result = self._captured[rows]
+        graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """Free all graphs."""
+        if self._captured:
+            torch.cuda.synchronize(self._device)
+        self._captured = {}
+
+    def _capture(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The work runs once before, so that no kernel is loaded meanwhile. Graphs share their memory: one
+        runs at a time."""
+        graph = torch.cuda.CUDAGraph()
+        pool = next((graph.pool() for graph, _ in self._captured.values()), None)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._forward(rows)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                result = self._forward(rows)
+        return graph, result

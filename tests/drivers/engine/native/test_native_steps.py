@@ -1,0 +1,149 @@
+"""Decode steps that do not wait for the host: tokens that are read late, and inputs that graphs read."""
+
+import pytest
+import torch
+from native_cases import PROMPTS, finish, submit_all
+from torch.nn import functional as F
+
+import tailrace.drivers.engine.native.model as model_module
+from helpers.tiny_models import tiny_model
+from tailrace.contracts.sampling import SamplingSettings
+from tailrace.drivers.engine.native.graphs import SIZES, Graphs
+from tailrace.drivers.engine.settings import NativeEngineSettings
+
+
+def run(engine, late):
+    """The outputs by id, and the tokens that were drawn."""
+    engine._reads_late = late
+    submit_all(engine, PROMPTS)
+    ended, num_drawn = {}, 0
+    while not engine.idle:
+        before = engine.usage().num_generated
+        ended |= {output.id: output for output in engine.step()}
+        step = engine._in_flight
+        num_drawn += len(step.sequences) if step else 0 if late else engine.usage().num_generated - before
+    return ended, num_drawn
+
+
+def assert_same(found, expected):
+    """The same outputs. Log-probs are rounded by who is computed together."""
+    assert found.keys() == expected.keys()
+    for id, output in found.items():
+        assert (output.ids, output.finish_reason) == (expected[id].ids, expected[id].finish_reason)
+        assert output.behavior_logprobs == pytest.approx(expected[id].behavior_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("stop", ["length", "token", "string"])
+def test_a_sequence_that_ends_has_at_most_one_token_too_many_which_is_cut(make_engine, stop):
+    """One that ends by its length has none: the host knows the length before it reads."""
+    words = {"token": {"stop_token_ids": (3, 9)}, "string": {"stop": ("B", "Cd")}}.get(stop, {})
+    sampling = SamplingSettings(max_completion_tokens=60, temperature=0.8, **words)
+    expected, num_expected = run(make_engine(sampling=sampling), False)
+    engine = make_engine(sampling=sampling)
+    found, num_drawn = run(engine, True)
+    assert_same(found, expected)
+    num_stopped = sum(output.finish_reason == "stop" for output in found.values())
+    assert num_drawn - num_expected == num_stopped
+    assert (num_stopped > 3) == (stop != "length")
+    usage = engine.usage()
+    assert usage.num_generated == num_expected == usage.decoded.running
+
+
+def test_what_is_not_read_is_read_before_anything_else_is_asked(make_engine):
+    """After n steps every request has n tokens, whoever asks."""
+    for ask in ("report", "abort", "load"):
+        engine = make_engine()
+        engine._reads_late = True
+        submit_all(engine, PROMPTS)
+        for _ in range(5):
+            engine.step()
+        if ask == "report":
+            outputs = engine.report()
+        elif ask == "abort":
+            outputs = [engine.abort(id) for id in PROMPTS]
+        else:
+            outputs = engine.load(tiny_model(seed=1).state_dict(), version=1, kv="recompute")
+        assert [len(output.ids) for output in outputs] == [5] * len(PROMPTS)
+
+
+def test_in_bfloat16_a_late_read_changes_no_token_of_a_request_alone(make_engine):
+    """Together with others it may: one that has ended is a row of one more step, and rounding in bfloat16
+    depends on the rows of a step, as it does without late reads."""
+    tokens = []
+    for late in (False, True):
+        engine = make_engine(settings=NativeEngineSettings(dtype="bfloat16"))
+        engine._reads_late = late
+        for id, prompt in PROMPTS.items():
+            submit_all(engine, {id: prompt})
+            tokens.append(finish(engine)[id])
+    assert tokens[: len(PROMPTS)] == tokens[len(PROMPTS) :]
+
+
+def varlen(q, keys, values, first_rows, starts, *most, window_size, enable_gqa, seqused_k):
+    """`varlen_attn` of torch as its documentation says, for a CPU."""
+    assert enable_gqa and len(first_rows) == len(starts) == len(seqused_k) + 1
+    assert {each.dtype for each in (first_rows, starts, seqused_k)} == {torch.int32}
+    assert torch.equal(starts, starts.sort().values) and window_size[0] == -1
+    outs = []
+    rows = q.split_with_sizes(first_rows.diff().tolist())
+    for query, start, num in zip(rows, starts.tolist(), seqused_k.tolist(), strict=False):
+        assert len(query) <= most[0] and 0 < num <= most[1]
+        own = (x[start : start + num].transpose(0, 1)[None] for x in (keys, values))
+        mask = torch.ones(len(query), num, dtype=torch.bool)
+        mask = mask.tril(num - len(query)) if window_size == (-1, 0) else mask
+        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], *own, mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+class Replayed(Graphs):
+    """Graphs of a CPU: a replay runs the work again on what lies at the addresses of the capture."""
+
+    num_captured = num_replayed = 0
+
+    def _capture(self, rows):
+        self.num_captured += 1
+        result = self._forward(rows)
+
+        class Replay:
+            def replay(graph):
+                self.num_replayed += 1
+                result.copy_(self._forward(rows))
+
+        return Replay(), result
+
+    def clear(self):
+        self._captured = {}
+
+
+def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens(make_engine, monkeypatch):
+    """Its rows are rounded up to those of a graph. One is captured again only when the cache has grown."""
+    settings = NativeEngineSettings(max_prefill_tokens=64, max_num_seqs=100)
+    expected, _ = run(make_engine(settings=settings), False)
+    monkeypatch.setattr(model_module, "varlen_attn", varlen)
+    engine = make_engine(settings=settings)
+    assert engine._model.why_no_varlen() == ""
+    graphs = engine._graphs = Replayed(engine._forward, 100, torch.device("cpu"))
+    assert graphs._sizes == [*(size for size in SIZES if size < 100), 100]
+    engine._varlen = True
+    found, _ = run(engine, True)
+    assert_same(found, expected)
+    assert graphs.num_replayed >= 60 and graphs.num_captured < 12
+    before, size = graphs.num_captured, engine._cache.size
+    run(engine, True)
+    assert engine._cache.size == size and graphs.num_captured == before
+    engine.sleep()
+    assert not graphs._captured
+
+
+def test_without_the_kernel_or_graphs_the_engine_decodes_and_says_so_once(make_engine, capsys):
+    """This machine has neither. A CPU needs none of them, and nothing is said."""
+    engine = make_engine()
+    assert "varlen" in engine._model.why_no_varlen() or "flash" in engine._model.why_no_varlen()
+    assert not engine._varlen and engine._graphs is None and capsys.readouterr().err == ""
+    engine._graphs = Graphs(engine._forward, 128, torch.device("cpu"))
+    found, _ = run(engine, True)
+    said = capsys.readouterr().err
+    assert said.count("the engine decodes without CUDA graphs: that of 8 rows was not captured: ") == 1
+    assert said.count("without CUDA graphs") == 1
+    assert_same(found, run(make_engine(), True)[0])
