@@ -32,6 +32,16 @@ def test_the_kv_cache_is_bounded_by_its_size_and_by_what_requests_can_fill() -> 
         assert held["one sequence"] + held["KV cache"] == tokens * 64
 
 
+def test_the_inputs_of_a_step_and_on_a_gpu_the_results_of_a_captured_step_take_memory() -> None:
+    shape = {"max_num_seqs": 1000, "max_prefill_tokens": 1}
+    cpu, gpu = (
+        engine_memory(SHAPE, NativeEngineSettings(device=device, **shape), 100).on_device["computation"]
+        for device in ("cpu", "cuda")
+    )
+    assert cpu == 1000 * 20 * 20 + 5 * 8 * 1001
+    assert gpu - cpu == 512 * 4 * (4 * 8 + 3 * 16)
+
+
 def test_an_engine_that_gets_adapters_keeps_them_beside_its_weights() -> None:
     settings = NativeEngineSettings(device="cuda")
     plain, adapted = (engine_memory(SHAPE, settings, 100, each) for each in (0, 300))

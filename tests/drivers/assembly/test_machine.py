@@ -129,7 +129,7 @@ def test_the_kv_cache_falls_when_no_micro_batch_fits(config: RunConfig) -> None:
     long = changed(config, engine={"max_num_seqs": 128}, sampling={"max_completion_tokens": 2000})
     assert fitted(long).engine.kv_cache_tokens == 262_144
     found = fitted(long, Machine(2, 10 * GIB, "avx512_bf16"))
-    assert found.engine.kv_cache_tokens == 16_384
+    assert found.engine.kv_cache_tokens == 32_768
 
 
 def test_what_the_config_sets_stays(config: RunConfig) -> None:
@@ -192,7 +192,12 @@ def test_threads_that_leave_cores_idle_are_named(config: RunConfig) -> None:
             "1 x engine: KV cache ",
             "lower engine.kv_cache_tokens or engine.max_num_seqs",
         ),
-        ({"engine": {"replicas": 16}}, 8, "16 x engine: ", "lower engine.max_num_seqs"),
+        (
+            {"engine": {"replicas": 16, "max_num_seqs": 512}},
+            8,
+            "16 x engine: computation",
+            "lower engine.max_num_seqs",
+        ),
     ],
 )
 def test_a_run_that_may_not_fit_is_told_the_largest_part_and_how_it_becomes_smaller(

@@ -69,7 +69,7 @@ class NativeEngineSettings(ReplicaSettings):
     """Size of one engine's KV cache, in token positions; 1 to 2^40. When it is full, the most recently
     admitted request is preempted and recomputed later. Not set: 262,144, or what fits the memory."""
     max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
-    """The most context tokens between two decode steps; 1 to 2^31. A longer context is computed alone."""
+    """The most context tokens between two decode steps; 1 to 2^31. A longer context is computed in parts."""
 
     @property
     @override

@@ -8,7 +8,7 @@ from typing_extensions import override
 from tailrace.config import RunConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
-from tailrace.drivers.engine.native.support import check_model, not_fused
+from tailrace.drivers.engine.native.support import GRAPH_ROWS, check_model, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
@@ -74,14 +74,16 @@ def engine_memory(
     """Estimate the memory of one engine. Arguments as `EngineKind.memory`."""
     size, seqs = ITEM_BYTES[settings.dtype], settings.max_num_seqs
     token, weights = shape.kv_bytes(size), size * shape.num_parameters
-    # A prefill keeps the keys and values of all layers, and once more while those of the layers are joined.
-    position = 2 * token + size * (4 * shape.hidden_size + 3 * shape.mlp_size)
+    # A prefill writes keys and values where they stay. CUDA graphs have the results of a step of their own.
+    position = size * (4 * shape.hidden_size + 3 * shape.mlp_size)
     prefill = position * min(settings.max_prefill_tokens, seqs * longest)
+    captured = 0 if settings.device == "cpu" else position * min(seqs, GRAPH_ROWS[-1])
+    inputs = 5 * 8 * (seqs + 1)
     parts = {
         "weights": weights + size * adapters,
         "one sequence": token * longest,
         "KV cache": token * max(0, min(settings.kv_cache_tokens, seqs * longest) - longest),
-        "computation": max(prefill, seqs * shape.vocabulary * LOGIT_BYTES),
+        "computation": captured + inputs + max(prefill, seqs * shape.vocabulary * LOGIT_BYTES),
     }
     # In host memory are new weights, or on a CPU the copy for oneDNN (Matrix of native/model.py).
     host = {"process": TORCH_BYTES, "copy of the weights": weights}

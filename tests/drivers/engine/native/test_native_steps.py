@@ -8,7 +8,8 @@ from torch.nn import functional as F
 import tailrace.drivers.engine.native.model as model_module
 from helpers.tiny_models import tiny_model
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.graphs import SIZES, Graphs
+from tailrace.drivers.engine.native.graphs import Graphs
+from tailrace.drivers.engine.native.support import GRAPH_ROWS
 from tailrace.drivers.engine.settings import NativeEngineSettings
 
 
@@ -124,7 +125,7 @@ def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens
     engine = make_engine(settings=settings)
     assert engine._model.why_no_varlen() == ""
     graphs = engine._graphs = Replayed(engine._forward, 100, torch.device("cpu"))
-    assert graphs._sizes == [*(size for size in SIZES if size < 100), 100]
+    assert graphs._sizes == [*(size for size in GRAPH_ROWS if size < 100), 100]
     engine._varlen = True
     found, _ = run(engine, True)
     assert_same(found, expected)

@@ -171,8 +171,7 @@ class AnyEngine(NativeEngine):
     def _fill(self, admissions: list[Admitted]) -> None:
         firsts = [admission.sequences[0] for admission in admissions]
         blocks: dict[Sequence, Block] = {each: [] for each in firsts}
-        lengths = {len(each.context) for each in firsts if self._model.together != UNCACHED} - {0}
-        for length in lengths:
+        for length in {len(each.context) for each in firsts if self._model.together != UNCACHED} - {0}:
             alike = [each for each in firsts if len(each.context) == length]
             blocks |= zip(alike, self._model.prefill([each.context for each in alike]), strict=True)
         for admission, block in zip(admissions, blocks.values(), strict=True):

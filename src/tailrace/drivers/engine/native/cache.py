@@ -79,12 +79,9 @@ class Tier:
 
 class Cache:
     """All tiers. Sequences come, leave and grow; then `slots` moves keys and values to where they belong.
-
     What an aborted request has in its slot is kept until the room is needed: a partial rollout that is
-    resumed would otherwise compute its whole context again.
-
-    All positions of an occupied slot are finite, because attention of a CPU multiplies those beyond the
-    length by zero.
+    resumed would otherwise compute its whole context again. All positions of an occupied slot are finite,
+    because attention of a CPU multiplies those beyond the length by zero.
 
     Args:
         empty: [layers, 0, K, D], of the cache's device and type.
@@ -118,7 +115,7 @@ class Cache:
         return sum(tier.num_slots * tier.capacity for tier in self.tiers)
 
     def sequences(self) -> list[Sequence]:
-        """Those that run, by tier and slot: the rows of a decode step."""
+        """Running sequences, by tier and slot: the rows of a decode step."""
         return list(chain.from_iterable(tier.running for tier in self.tiers))
 
     def slots(self) -> dict[Sequence, Slot]:
@@ -211,9 +208,7 @@ class Cache:
 
     def _enlarge(self, tier: Tier) -> None:
         """Give a full tier twice its slots, as far as the budget allows; `has_room` guarantees one more.
-
-        Suspended ones are dropped for it first, then other tiers give up their free slots.
-        """
+        Suspended ones are dropped for it first, then other tiers give up their free slots."""
         wanted = max(4, tier.num_slots) * tier.capacity
         while self._suspended and self.budget - self.num_allocated < wanted:
             self._drop(next(iter(self._suspended.values()))).num_slots -= 1

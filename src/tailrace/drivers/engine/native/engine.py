@@ -38,8 +38,8 @@ from tailrace.drivers.engine.native.model import (
     CausalLM,
     DecodeAttention,
     Lora,
-    Part,
     PrefillAttention,
+    Rows,
     VarlenAttention,
 )
 from tailrace.drivers.engine.native.sampler import Drawn, draw, noise, noise_stream, on_device
@@ -95,7 +95,7 @@ class StopConditions:
 
 
 class InFlight(NamedTuple):
-    """A decode step whose tokens the host has not read; they are in its memory once they have `arrived`."""
+    """A decode step whose tokens the host has not read. They are in its memory once they have `arrived`."""
 
     sequences: list[Sequence]
     on_device: Drawn
@@ -155,7 +155,7 @@ class NativeEngine:
         self._varlen, self._reads_late = not why, device.type == "cuda"
         if self._varlen:
             self._graphs = Graphs(self._forward, most, device)
-        elif device.type == "cuda":
+        elif self._reads_late:
             say(f"the engine decodes without CUDA graphs: {why}")
         self._inputs = torch.zeros(3, most + 1, dtype=torch.long, device=device)
         """[3, max_num_seqs + 1]: token, position and first position of the slot of each row of a decode step,
@@ -273,19 +273,18 @@ class NativeEngine:
         sequence.prompt_version = self._version
         with torch.inference_mode(), attention_kernels():
             pieces = [piece.new_empty(len(ids), *piece.shape[1:]) for piece in self._cache.pieces]
-            self._read(pieces, range(num_prefix - 1), ids)
+            adapted = [(self._adapters[self._version], None)]
+            prefix = [((0, len(ids)), range(num_prefix - 1))]
+            self._compute(pieces, prefix, sequence.context, adapted)
             cold = self._logprobs_after(pieces, num_prefix, ids)
             warm = self._logprobs_after(self._scored[cached], num_prefix, ids) if cached else cold
         self._scored = {sequence: pieces}
         return warm, cold
 
-    def _read(self, pieces: list[Tensor], positions: range, ids: abc.Sequence[int]) -> Tensor:
-        """Of one sequence alone in the pieces."""
-        adapted = [(self._adapters[self._version], None)]
-        return self._compute(pieces, [Part((0, len(ids)), positions)], [ids[n] for n in positions], adapted)
-
     def _logprobs_after(self, pieces: list[Tensor], num_prefix: int, ids: abc.Sequence[int]) -> list[float]:
-        x = self._read(pieces, range(num_prefix - 1, len(ids) - 1), ids)
+        rest = [((0, len(ids)), range(num_prefix - 1, len(ids) - 1))]
+        adapted = [(self._adapters[self._version], None)]
+        x = self._compute(pieces, rest, list(ids[num_prefix - 1 : -1]), adapted)
         logp = (self._model.logits(x) / self._sampling.temperature).log_softmax(-1)
         return logp.gather(1, self._tensor(ids[num_prefix:])[:, None])[:, 0].tolist()
 
@@ -337,7 +336,7 @@ class NativeEngine:
         missing = [(each.sequences[0], each.part) for each in admissions if each.part]
         missing.sort(key=lambda each: slots[each[0]])
         if missing:
-            parts = [Part(slots[sequence], part) for sequence, part in missing]
+            parts = [(slots[sequence], part) for sequence, part in missing]
             ids = [id for sequence, part in missing for id in sequence.tokens[part.start : part.stop]]
             sequences = [sequence for sequence, _ in missing]
             adapted = self._adapted(sequences, [len(part) for _, part in missing])
@@ -348,7 +347,7 @@ class NativeEngine:
                 if sequence is not source:
                     self._cache.copy(source, sequence, len(sequence.context))
 
-    def _compute(self, pieces: list[Tensor], parts: list[Part], ids: list[int], adapted: Adapted) -> Tensor:
+    def _compute(self, pieces: list[Tensor], parts: list[Rows], ids: list[int], adapted: Adapted) -> Tensor:
         """Read tokens, and write their keys and values into slots of pieces. Returns the residual stream."""
         positions = self._tensor([n for _, own in parts for n in own])
         places = self._tensor([start + n for (start, _), own in parts for n in own])
@@ -428,11 +427,11 @@ class NativeEngine:
             x = self._graphs(rows, self._cache.size)
         if x is None:
             of_host = () if self._varlen else lengths.items()
-            parts = [Part(slots[each], range(length - 1, length)) for each, length in of_host]
+            parts = [(slots[each], range(length - 1, length)) for each, length in of_host]
             x = self._forward(num, parts, adapted)
         return self._model.logits(x[:num])
 
-    def _forward(self, rows: int, parts: abc.Sequence[Part] = (), adapted: Adapted = ()) -> Tensor:
+    def _forward(self, rows: int, parts: abc.Sequence[Rows] = (), adapted: Adapted = ()) -> Tensor:
         """The residual stream after the first rows of the inputs, [rows, hidden]. `parts`: the rows as the
         host knows them; `VarlenAttention` needs none."""
         ids, positions, starts = self._inputs[:, :rows]

@@ -5,25 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tailrace.drivers.engine.native.support import GRAPH_ROWS
 from tailrace.errors import say
-
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Graphs:
     """A graph for each of a few numbers of rows. They have the addresses of weights, cache and inputs, all of
     which are written in place. One is captured at the first step with so many rows, and again when the cache
     has grown. Where that fails, which is said once, the engine launches the kernels.
-
-    Args:
-        forward: returns [rows, hidden] for a number of rows. The host does not wait in it.
-        max_rows: the most rows of a step.
-    """
+    `forward`: returns [rows, hidden] for a number of rows, at most `max_rows`; the host does not wait."""
 
     def __init__(self, forward: Callable[[int], Tensor], max_rows: int, device: torch.device) -> None:
         self._forward, self._device, self._size_of_cache = forward, device, 0
-        most = min(max_rows, SIZES[-1])
-        self._sizes = [*(size for size in SIZES if size < most), most]
+        most = min(max_rows, GRAPH_ROWS[-1])
+        self._sizes = [*(size for size in GRAPH_ROWS if size < most), most]
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def rows(self, num: int) -> int:
@@ -31,7 +26,7 @@ class Graphs:
         return next((size for size in self._sizes if size >= num), num)
 
     def __call__(self, rows: int, size_of_cache: int) -> Tensor | None:
-        """What `forward` returns; None: no graph has so many rows."""
+        """Compute a step; None: no graph has so many rows."""
         if rows not in self._sizes:
             return None
         if size_of_cache != self._size_of_cache:
@@ -42,8 +37,7 @@ class Graphs:
                 self._captured[rows] = self._capture(rows)
             except RuntimeError as error:  # of CUDA and its allocator
                 say(f"the engine decodes without CUDA graphs: that of {rows} rows was not captured: {error}")
-                self.clear()
-                self._sizes = []
+                self._captured, self._sizes = {}, []
                 return None
         graph, result = self._captured[rows]
         graph.replay()
@@ -56,8 +50,7 @@ class Graphs:
         self._captured = {}
 
     def _capture(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The work runs once before, so that no kernel is loaded meanwhile. Graphs share their memory: one
-        runs at a time."""
+        """Run the work once, which loads its kernels, and record it. Graphs share their memory."""
         graph = torch.cuda.CUDAGraph()
         pool = next((graph.pool() for graph, _ in self._captured.values()), None)
         with torch.cuda.device(self._device):

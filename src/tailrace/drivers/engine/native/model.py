@@ -11,7 +11,7 @@ from collections import abc, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -320,11 +320,7 @@ def _rotations(config: PreTrainedConfig, max_tokens: int) -> tuple[Tensor, Tenso
 @dataclass(slots=True)
 class Attention:
     """Attention of a call over slots of the cache, where it writes keys and values of the call first.
-
-    Args:
-        pieces: of the cache, or like them.
-        places: [T], the positions of the pieces that are written.
-    """
+    `pieces`: of the cache, or like them. `places`: [T], their positions that are written."""
 
     pieces: abc.Sequence[Tensor]
     places: Tensor
@@ -337,22 +333,19 @@ class Attention:
         return self.attend(q, keys, values).flatten(1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Of the keys and values of all positions, [N, K, D] each."""
+        """Return [T, H, D] or [T, H * D]; keys and values are those of all positions, [N, K, D]."""
         raise NotImplementedError
 
 
-class Part(NamedTuple):
-    """Tokens of a sequence: its slot, and their positions in the sequence."""
-
-    slot: Slot
-    positions: range
+Rows = tuple[Slot, range]
+"""Tokens of a sequence: its slot, and their positions in the sequence."""
 
 
 @dataclass(slots=True)
 class PrefillAttention(Attention):
     """Causal attention of parts of sequences, one after another without padding, each to its own slot."""
 
-    parts: abc.Sequence[Part]
+    parts: abc.Sequence[Rows]
 
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -373,13 +366,13 @@ class DecodeAttention(Attention):
     """One new position for each of T sequences. Those whose slots of one capacity follow one another are
     computed together."""
 
-    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Part]) -> None:
+    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Rows]) -> None:
         super().__init__(pieces, places)
         self._runs: list[tuple[slice, Slot, int, Tensor | None]] = []
         first = 0
         for end in range(1, len(parts) + 1):
-            slot = start, capacity = parts[first].slot
-            if end < len(parts) and parts[end].slot == (start + (end - first) * capacity, capacity):
+            slot = start, capacity = parts[first][0]
+            if end < len(parts) and parts[end][0] == (start + (end - first) * capacity, capacity):
                 continue
             lengths, mask = [own.stop for _, own in parts[first:end]], None
             if min(lengths) < (longest := max(lengths)):
@@ -407,12 +400,8 @@ class DecodeAttention(Attention):
 @dataclass(slots=True)
 class VarlenAttention(Attention):
     """Both of the others by one kernel of a GPU, which reads the slots' places and lengths on the device.
-
-    Args:
-        slots: [3, S + 1] int32. Of S sequences: the first position of the slot, ascending, with one more; the
-            tokens, the new ones included; and the first row, with one more.
-        longest: the most rows of a sequence, and the most tokens.
-    """
+    `slots`: [3, S + 1] int32. Of S sequences the first position of the slot, ascending, with one more; the
+    tokens, the new ones included; and the first row, with one more. `longest`: the most rows and tokens."""
 
     slots: Tensor
     longest: tuple[int, int]
@@ -423,6 +412,4 @@ class VarlenAttention(Attention):
         # One row attends to all. Without a window the kernel computes the query heads of a key together.
         window = (-1, 0) if self.longest[0] > 1 else (-1, -1)
         options: Any = {"window_size": window, "enable_gqa": True, "seqused_k": lengths[:-1]}
-        out = varlen_attn(q, keys, values, boundaries, starts, *self.longest, **options)
-        assert isinstance(out, Tensor)
-        return out
+        return varlen_attn(q, keys, values, boundaries, starts, *self.longest, **options)  # type: ignore

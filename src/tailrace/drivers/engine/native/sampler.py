@@ -56,8 +56,8 @@ def noise(streams: Tensor, indices: Tensor) -> Tensor:
 
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Numbers of the host as a tensor. The host does not wait for the device."""
-    is_cuda = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 class Drawn(NamedTuple):

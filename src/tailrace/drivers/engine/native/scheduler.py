@@ -27,12 +27,8 @@ def sibling_of(sequence: Sequence, version: int, others: Iterable[Sequence]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Admitted sequences with the same context, which is computed once for all of them, or copied.
-
-    Args:
-        sibling: a sequence with a slot that begins with the context; None: it must be computed.
-        part: the positions of the context that the first one gets in this step.
-    """
+    """Admitted sequences with the same context, which is computed once for all of them, or copied. `sibling`:
+    a sequence with a slot that begins with the context; None: its positions `part` must be computed."""
 
     sequences: list[Sequence]
     sibling: Sequence | None
@@ -48,9 +44,8 @@ class Scheduler:
         self.running: dict[str, Sequence] = {}
         self.num_preempted = 0
         self.partial: Sequence | None = None
-        """The last one that runs, if only a part of its context is in the cache."""
+        """The last one that runs, if only a part of its context, `_num_filled` positions, is in the cache."""
         self._num_filled = 0
-        """Positions of that part."""
         self._settings = settings
         self._ids: set[str] = set()
         """Ids of all sequences that wait or run."""
@@ -97,10 +92,9 @@ class Scheduler:
     def _next_part(self, sequence: Sequence, num: int) -> range:
         """At most so many positions of a context that are not computed yet."""
         start, end = self._num_filled, len(sequence.context)
-        if self.cache.in_parts and end > start + num:
-            self.partial, self._num_filled = sequence, start + num
-            return range(start, start + num)
         self.partial, self._num_filled = None, 0
+        if self.cache.in_parts and end > start + num:
+            self.partial, self._num_filled = sequence, (end := start + num)
         return range(start, end)
 
     def grow(self, settle: Callable[[], bool]) -> None:

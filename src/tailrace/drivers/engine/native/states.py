@@ -79,8 +79,7 @@ class States:
         budget: positions of all sequences, with padding.
     """
 
-    in_parts = False
-    """A state is that of all its tokens: it has no prefix."""
+    in_parts = False  # a state is that of all its tokens: it has no prefix
 
     def __init__(self, together: Callable[[Sequence], Hashable], *, budget: int) -> None:
         self.budget = budget

@@ -8,6 +8,8 @@ from tailrace.model_folder import check_files, folder_error, read_config, rope_s
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose frequencies do not depend on the length of the sequence."""
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows of the decode steps that CUDA graphs compute."""
 
 
 def check_model(path: Path) -> None:
