@@ -37,9 +37,9 @@ from tailrace.drivers.engine.native.model import (
     Attention,
     CausalLM,
     DecodeAttention,
+    Extent,
     Lora,
     PrefillAttention,
-    Rows,
     VarlenAttention,
 )
 from tailrace.drivers.engine.native.sampler import Drawn, draw, noise, noise_stream, on_device
@@ -347,7 +347,7 @@ class NativeEngine:
                 if sequence is not source:
                     self._cache.copy(source, sequence, len(sequence.context))
 
-    def _compute(self, pieces: list[Tensor], parts: list[Rows], ids: list[int], adapted: Adapted) -> Tensor:
+    def _compute(self, pieces: list[Tensor], parts: list[Extent], ids: list[int], adapted: Adapted) -> Tensor:
         """Read tokens, and write their keys and values into slots of pieces. Returns the residual stream."""
         positions = self._tensor([n for _, own in parts for n in own])
         places = self._tensor([start + n for (start, _), own in parts for n in own])
@@ -413,7 +413,7 @@ class NativeEngine:
         num, slots, x = len(lengths), self._cache.slots(), None
         adapted = self._adapted(list(lengths), [1] * num)
         rows = self._graphs.rows(num) if self._graphs else num
-        # Rows without a sequence write to the position that is of none, and attend to it.
+        # Extent without a sequence write to the position that is of none, and attend to it.
         more = [0] * (rows + 1 - num)
         starts = [slots[sequence][0] for sequence in lengths] + [self._cache.size for _ in more]
         ids = [sequence.tokens[-1] for sequence in lengths] + more
@@ -431,7 +431,7 @@ class NativeEngine:
             x = self._forward(num, parts, adapted)
         return self._model.logits(x[:num])
 
-    def _forward(self, rows: int, parts: abc.Sequence[Rows] = (), adapted: Adapted = ()) -> Tensor:
+    def _forward(self, rows: int, parts: abc.Sequence[Extent] = (), adapted: Adapted = ()) -> Tensor:
         """The residual stream after the first rows of the inputs, [rows, hidden]. `parts`: the rows as the
         host knows them; `VarlenAttention` needs none."""
         ids, positions, starts = self._inputs[:, :rows]

@@ -337,7 +337,7 @@ class Attention:
         raise NotImplementedError
 
 
-Rows = tuple[Slot, range]
+Extent = tuple[Slot, range]
 """Tokens of a sequence: its slot, and their positions in the sequence."""
 
 
@@ -345,7 +345,7 @@ Rows = tuple[Slot, range]
 class PrefillAttention(Attention):
     """Causal attention of parts of sequences, one after another without padding, each to its own slot."""
 
-    parts: abc.Sequence[Rows]
+    parts: abc.Sequence[Extent]
 
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ class DecodeAttention(Attention):
     """One new position for each of T sequences. Those whose slots of one capacity follow one another are
     computed together."""
 
-    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Rows]) -> None:
+    def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Extent]) -> None:
         super().__init__(pieces, places)
         self._runs: list[tuple[slice, Slot, int, Tensor | None]] = []
         first = 0
