@@ -108,7 +108,7 @@ MAX_PRODUCT_LINES = {
     "extras.tinker": 1_541,
     "extras.trackers": 130,
     "extras.verifiers": 384,
-    "extras.view": 1_787,
+    "extras.view": 1_860,
 }
 
 
