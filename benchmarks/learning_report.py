@@ -311,25 +311,23 @@ WINDOW = 512
 
 
 def draw_minutes(axes: Any, runs: dict[str, list[Result]]) -> None:
-    """The mean reward of the last WINDOW samples, and the accuracy (circles), over trained samples; and over
-    minutes, of the runs that had a core almost alone (those with a nice value below 0)."""
+    """The mean reward of the last WINDOW samples, and the accuracy (circles), over trained samples and over
+    minutes of training."""
     for name, found in runs.items():
         color, label = None, name
         for run in found:
             curve = run["curve"]
-            ends = curve["samples"]
+            ends, minutes = curve["samples"], [each / 60 for each in curve["seconds"]]
             rewards = [over(curve, "reward", max(0, end - WINDOW), end) for end in ends]
-            minutes = [each / 60 for each in curve["seconds"]]
-            places = [(axes[0], ends, dict(zip([0, *ends], [0, *ends], strict=True)))]
-            if run["machine"]["nice"] < 0:
-                places.append((axes[1], minutes, dict(zip([0, *ends], [0, *minutes], strict=True))))
-            for each, at, of in places:
+            for each, at in zip(axes, (ends, minutes), strict=True):
                 (line,) = each.plot(at, rewards, color=color, label=label, linewidth=1.2)
                 color, label = line.get_color(), None
+                of = dict(zip([0, *ends], [0, *at], strict=True))
                 marks = [(of[samples], accuracy) for samples, accuracy in run["evaluations"] if samples in of]
                 each.plot(*zip(*marks, strict=True), color=color, marker="o", markersize=5, linestyle="")
+    quiet = all(run["machine"]["quiet"] for found in runs.values() for run in found)
     axes[0].set(xlabel="trained samples", ylabel="reward; circles: held-out accuracy", ylim=(0, 1))
-    axes[1].set(xlabel="minutes of training on one core")
+    axes[1].set(xlabel=f"minutes of training on one core{'' if quiet else ' of a busy machine'}")
 
 
 def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
