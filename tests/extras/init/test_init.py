@@ -94,8 +94,9 @@ def without_an_answer(here: Path) -> None:
         (
             "--gpus 8xB200",
             None,
-            "--gpus = '8xB200': the GPU is not known; write one of 1, 2, 4, 8, x",
+            "--gpus = '8xB200': the GPU is not known; write a number (1, 2, 4, 8), x and a GPU (A100-40G, ",
         ),
+        ("--gpus=", None, "--gpus = '': the GPU is not known"),
         ("--gpus 3xH100", None, "there are presets for 1, 2, 4, 8 of them"),
         ("--gpus 1xA100-40G", None, "--gpus = '1xA100-40G': the model does not fit"),
         (
@@ -123,6 +124,21 @@ def test_what_cannot_be_written_is_refused(
     assert init(*words.split(), model="Qwen/Qwen2.5-32B") == 2
     assert message in capsys.readouterr().err
     assert not (here / "run.toml").exists()
+
+
+def test_a_name_without_its_owner_is_no_model_of_the_hub(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init("--gpus", "8xH100", model="Qwen2.5-7B") == 2
+    assert "'Qwen2.5-7B': there is no such folder" in capsys.readouterr().err
+
+
+def test_paths_lead_out_of_a_folder_that_is_a_link(here: Path) -> None:
+    (here / "far" / "away").mkdir(parents=True)
+    (here / "link").symlink_to(here / "far" / "away")
+    assert init("--folder", "link") == 0
+    config = load_config(here / "link" / "run.toml")
+    assert config.model and config.model.path.samefile(here / "model")
 
 
 def test_the_reward_compares_the_last_number_or_the_last_word(here: Path) -> None:

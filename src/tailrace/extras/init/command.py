@@ -10,14 +10,15 @@ from string import Template
 from typing import Any
 
 from tailrace.config import config_of
+from tailrace.contracts.memory import ModelShape
 from tailrace.drivers.commands.tables import writing
 from tailrace.drivers.data.rows import open_table
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.planned import changes_of, on_cluster
-from tailrace.model_folder import find_folder
+from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.rollout.placement import Kind
-from tailrace.sim.cluster import MODELS, PROFILES, model_of, rates
+from tailrace.sim.cluster import MODELS, PROFILES, rates
 from tailrace.sim.settings import SimClusterSettings, SimLengthSettings, SimSettings
 
 GPUS = {name.replace(" ", "").lower(): name for name in PROFILES if name != "CPU"}
@@ -52,15 +53,15 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
     Args:
         model: a Hugging Face folder, or the id of a model on the hub.
         data: a JSONL file, a parquet file or a dataset folder: rows with a prompt and the right answer.
-        gpus: of one node, such as 8xH100. Without them the run is for the CPU of a laptop.
-        folder: for both files.
+        gpus: the GPUs of one node, such as 8xH100. Without them the run is for the CPU of a laptop.
+        folder: of both files.
     """
     known, (prompt, answer) = model.rpartition("/")[2].removesuffix("-Instruct"), _columns(data)
-    if known not in MODELS:
-        known = str(find_folder(Path(model)))
-    context = model_of("--model", known).context_tokens
-    tokens = min(2048 if gpus else 256, context // 2)
-    sections = _on_gpus(_divided(gpus, known, tokens), folder) if gpus else _on_a_laptop()
+    is_known = known in MODELS and is_hub_id(model)
+    known = known if is_known else str(find_folder(Path(model)))
+    context = (MODELS[known] if is_known else ModelShape.read(Path(known))).context_tokens
+    tokens = min(256 if gpus is None else 2048, context // 2)
+    sections = _on_a_laptop() if gpus is None else _on_gpus(_divided(gpus, known, tokens), folder)
     values = {
         "machine": f"For {gpus}" if gpus else "For the CPU of a laptop",
         "rounds": 200 if gpus else 20,
@@ -102,13 +103,12 @@ def _columns(data: Path) -> tuple[str, str]:
 
 def _divided(gpus: str, model: str, max_tokens: int) -> SimClusterSettings:
     """The GPUs of a node, with the first division on which the model fits. Raises a ConfigError."""
-    found = re.fullmatch(r"(?:(\d{1,4})\s*x)?\s*(.*)", gpus)
-    num, name = (int(found[1] or 1), found[2]) if found else (0, gpus)
-    device = GPUS.get(name.replace(" ", "").lower())
+    ((count, name),) = re.findall(r"^(?:(\d{1,4})\s*x)?\s*(.*)", gpus)
+    num, device = int(count or 1), GPUS.get(name.replace(" ", "").lower())
     if device is None or num not in DIVISIONS:
         counts, known = ", ".join(map(str, DIVISIONS)), ", ".join(GPUS.values())
         problem = "the GPU is not known" if device is None else f"there are presets for {counts} of them"
-        raise ConfigError("--gpus", gpus, problem, f"write one of {counts}, x, and one of {known}")
+        raise ConfigError("--gpus", gpus, problem, f"write a number ({counts}), x and a GPU ({known})")
     for state, rollout, size in product(STATES, DIVISIONS[num], SIZES):
         cluster = SimClusterSettings(
             device=device,
@@ -170,4 +170,4 @@ def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _from(folder: Path, name: str) -> str:
     """The path from a folder to a file, or the id of a model on the hub."""
-    return os.path.relpath(name, folder) if Path(name).exists() else name
+    return os.path.relpath(name, folder.resolve()) if Path(name).exists() else name
