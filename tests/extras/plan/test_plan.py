@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
-from tailrace.config import load_config
+from tailrace.config import config_of, load_config
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.command import problem_of, with_lengths
+from tailrace.extras.plan.command import present_setting, problem_of, with_lengths
 from tailrace.sim.settings import EmpiricalSettings, TableSettings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cluster_plan.toml"
@@ -53,6 +53,19 @@ def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.
         (config.sim.cluster.rollout_devices or 2) // best["tensor_parallel"]
     )
     assert main(["simulate", str(planned)]) == 0
+
+
+def test_a_present_setting_that_cannot_run_on_the_devices_is_left_out_with_the_reason() -> None:
+    """Its engines never stop generating, and the cluster divides its devices only if it says so."""
+    schedule = {"name": "tailrace", "groups_per_step": 4, "groups_in_flight": 8, "staleness": 1}
+    tree = {"run": {"rounds": 1, "group_size": 2}, "schedule": schedule}
+    cluster = {"devices": 2, "model": "Qwen3-1.7B"}
+    in_turn = config_of({**tree, "sim": {"cluster": cluster}})
+    found, (why,) = present_setting(in_turn, problem_of(in_turn))
+    assert found is None and "tailrace, cannot run colocated, as [sim.cluster] has it: " in why
+    divided = {"sim": {"cluster": cluster | {"rollout_devices": 1}}, "placement": {"kind": "colocated"}}
+    config = config_of(tree | divided)
+    assert present_setting(config, problem_of(config))[0], "devices of the cluster, not of the placement"
 
 
 def test_the_lengths_of_a_run_and_their_correlation_replace_those_of_the_file(tmp_path: Path) -> None:

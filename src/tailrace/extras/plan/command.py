@@ -107,9 +107,8 @@ def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]
     if cluster:
         return load_config(cluster, overrides)
     if run is None:
-        raise ConfigError(
-            "CLUSTER", None, "there is no config", "name one with [sim.cluster], or a run: --from RUN"
-        )
+        remedy = "name one with [sim.cluster], or a run: --from RUN"
+        raise ConfigError("CLUSTER", None, "there is no config", remedy)
     if (folder := RunFolder(run)).config.exists():
         return folder.read_config(overrides)
     return config_of({"run": {"rounds": 1}, "schedule": {"name": "serial"}}, overrides)
@@ -247,16 +246,17 @@ def present_setting(
     cluster, kind = asked.sim.cluster, config.placement.kind
     name, why = str(config.schedule["name"]), ""
     assert cluster
+    if cluster.rollout_devices or kind == "disaggregated":
+        kind = "disaggregated" if cluster.rollout_devices else "colocated"
+    config = config.model_copy(update={"placement": config.placement.model_copy(update={"kind": kind})})
     try:
         schedule = resolve(config)
         steps = steps_of_a_round(config, schedule) or 1
     except ConfigError as error:
-        return None, [f"the present setting, {name}, cannot run: {error}"]
+        return None, [f"the present setting, {name}, cannot run {kind}, as [sim.cluster] has it: {error}"]
     work = Work(name, schedule.keywords, lag=inf, steps=steps, bound=schedule)
-    if not cluster.rollout_devices and kind == "disaggregated":
-        kind = "colocated"
     for of, rollout, size in divisions(cluster):
-        if (of, rollout) == ("disaggregated" if cluster.rollout_devices else kind, cluster.rollout_devices):
+        if (of, rollout) == (kind, cluster.rollout_devices):
             candidate = Candidate(work, of, rollout, size)
             try:
                 return (candidate, asked.sim_of(candidate)), ()
