@@ -51,9 +51,9 @@ def test_a_run_that_trains_and_generates_in_turn_could_do_both_at_once(tmp_path:
     assert found.times == pytest.approx(1 / (1 - waiting), rel=0.1) and found.times > 1.5
 
 
-def test_a_run_whose_trainer_takes_all_of_the_time_gains_nothing(tmp_path: Path) -> None:
-    found = fastest(simulated(tmp_path, 10), FEW_STEPS)
-    assert found and (found.schedule, found.times) == ("serial", 1.0)
+def test_nothing_is_said_of_a_run_whose_trainer_takes_all_of_the_time(tmp_path: Path) -> None:
+    """No other schedule is simulated, so none is said to be slower."""
+    assert fastest(simulated(tmp_path, 10), FEW_STEPS) is None
 
 
 def test_schedules_outside_of_the_limits_of_the_plan_are_not_named(tmp_path: Path) -> None:

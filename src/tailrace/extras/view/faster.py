@@ -35,7 +35,7 @@ class Faster(NamedTuple):
 
 def fastest(path: Path, samples: float) -> Faster | None:
     """Simulate other schedules than that of a run, which trains so many samples in an optimizer step. None:
-    the run cannot be simulated."""
+    none was simulated beside the run's own."""
     found: list[Faster] = []
     steps = min(MAX_STEPS, max(MIN_STEPS, round(NUM_SAMPLES / samples)))
     with suppress(ConfigError):
@@ -49,7 +49,7 @@ def fastest(path: Path, samples: float) -> Faster | None:
                 its = _figures(config, compared_parameters(config, name)[0], steps)
                 if its["lag_mean"] <= config.plan.max_mean_lag and its["ess_mean"] >= config.plan.min_ess:
                     found.append(Faster(name, its["tokens_per_s"] / own["tokens_per_s"], its["lag_mean"]))
-    return max(found, key=lambda each: each.times, default=None)
+    return max(found, key=lambda each: each.times) if len(found) > 1 else None
 
 
 def _figures(config: RunConfig, parameters: Mapping[str, Any], steps: int) -> Row:
