@@ -118,6 +118,11 @@ RECORDED = "{ kind = 'recorded', path = 'runs/one/samples' }"
             None,
             "Lengths are recorded in runs/one/samples, costs are computed for Qwen3-1.7B on 8 x H100.",
         ),
+        (
+            {"sim.lengths.median_tokens": "30.0", "sim.engines.base_s": "0.02"},
+            "runs/default",
+            "Lengths are those of [sim.lengths], costs are fitted to runs/default.",
+        ),
     ],
 )
 def test_a_sentence_says_where_lengths_and_costs_come_from(

@@ -131,7 +131,7 @@ def check_devices(config: RunConfig, machine: Machine) -> None:
     for key, lists in (("placement.engines", placement.engines), ("placement.trainer", placement.trainer)):
         if missing := sorted({*chain.from_iterable(lists)} - there):
             has = f"{machine.name} has {len(there)} {placement.devices} for this process: {sorted(there)}"
-            raise ConfigError(key, lists, f"there is no {missing}; {has}", "lower it")
+            raise ConfigError(key, lists, f"there is no {missing}; {has}", "list others")
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,7 @@ def costs_given(sim: SimSettings) -> list[tuple[str, str]]:
 def sources(config: RunConfig, like: object = None) -> str:
     """Say in a sentence where lengths and costs of a simulation come from. `like`: the run that [sim] is
     fitted to."""
-    sim, law = config.sim, config.sim.lengths.distribution
-    lengths, costs = "a default distribution of no model", "defaults of no machine"
+    sim, law, lengths = config.sim, config.sim.lengths.distribution, "a default distribution of no model"
     if law or sim.lengths.median_tokens:
         recorded = getattr(law, "path", None)
         lengths = f"recorded in {recorded}" if recorded else "those of [sim.lengths]"
@@ -197,8 +196,9 @@ def sources(config: RunConfig, like: object = None) -> str:
         costs = f"computed for {model} on {cluster.devices} x {cluster.device}"
     elif like or any(key != "count" for _, key in costs_given(sim)):
         costs = f"fitted to {like}" if like else "those of [sim]"
-    remedy = "; --like RUN takes those of a run, [sim.cluster] costs of devices" if "default" in costs else ""
-    return f"Lengths are {lengths}, costs are {costs}{remedy}."
+    else:
+        costs = "defaults of no machine; --like RUN takes those of a run, [sim.cluster] costs of devices"
+    return f"Lengths are {lengths}, costs are {costs}."
 
 
 def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> float:
