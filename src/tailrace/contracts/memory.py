@@ -15,7 +15,7 @@ STATE_BYTES = {"weights": 4, "gradients": 4, "optimizer": 8}
 TORCH_BYTES, TRANSFORMERS_BYTES = 400 * MIB, 350 * MIB
 """A process that has imported torch and serves; one that has imported torch and transformers; measured."""
 LOGIT_BYTES = 20
-"""Bytes of a float32 logit: scaled, normalised, exponentiated and their gradients. To sample takes less."""
+"""Bytes of a float32 logit: itself, scaled, log-prob, probability, gradient. To sample takes less."""
 LEAST = (*STATE_BYTES, "one sequence")
 """The parts without which a process cannot work. The other parts of an estimate are upper bounds."""
 _BLOCK = re.compile(r"\.(\d+)\.")

@@ -122,3 +122,29 @@ def test_between_two_steps_the_loop_answers_pings_and_refuses_weights_that_it_ca
     ]
     for error, words in zip(errors, ("nowhere", "header", "weights are missing"), strict=True):
         assert words in error
+
+
+def test_a_paused_engine_reports_the_end_of_a_request_before_or_with_its_abort(tmp_path: Path) -> None:
+    """Also where the last token is read late, and where a request comes without room for a token."""
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path / "model")
+    sampling = SamplingSettings(max_completion_tokens=LIMIT)
+    engine = NativeEngine(tmp_path / "model", NativeEngineSettings(), sampling)
+    engine._reads_late = True
+    reports: list[object] = []
+    with connected(EngineWorker) as (controller, connection):
+        worker = EngineWorker(engine, connection, job_of(tmp_path, 1e9))
+        worker.submit(GenerationRequest("late", [5, 6, 7], [9] * (LIMIT - 1), 0))
+        assert engine.step() == []
+        worker.pause()
+        worker.submit(GenerationRequest("full", [5, 6, 7], [9] * LIMIT, 0))
+        worker.abort("full")
+        worker.resume()
+        while len(reports) < 2:
+            reports += controller.heard()
+    found = [
+        ([(output.id, len(output.ids), output.finish_reason) for output in report.outputs], report.aborted)
+        for report in reports
+        if isinstance(report, Report)
+    ]
+    assert found == [([("late", 1, "length")], []), ([("full", 0, "length")], ["full"])]

@@ -130,7 +130,7 @@ class EngineWorker(Worker):
     def abort(self, id: str) -> None:
         """End a request now. Its id is reported after its last output."""
         output = self._engine.abort(id)
-        self._outputs += [output] if output else []
+        self._outputs += [output] if output else self._engine.report()
         self._aborted.append(id)
 
     def load(self, weights: Weights, link: Link, kv: KV) -> Arrival | None:

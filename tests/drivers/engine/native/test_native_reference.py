@@ -1,5 +1,5 @@
-"""For one seed the tokens of before: those that the engine drew when it copied its noise from numpy, kept a
-tensor for each tier and read every token at once."""
+"""The tokens of a seed are those in reference_tokens.json. An earlier engine drew them, which made its noise
+with numpy, kept a tensor for each tier and read every token at once."""
 
 import json
 from collections import defaultdict
@@ -90,7 +90,7 @@ def adapters(engine, model):
 
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step late"])
 @pytest.mark.parametrize("case", ["whole weights", "adapters"])
-def test_for_one_seed_the_tokens_are_those_of_before(make_engine, models, case, late):
+def test_the_tokens_of_a_seed_are_those_that_were_recorded(make_engine, models, case, late):
     """Whether the tokens of a step are read at once or while the next one runs."""
     if case == "whole weights":
         engine = make_engine(max_completion_tokens=100)

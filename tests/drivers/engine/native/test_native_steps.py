@@ -1,10 +1,13 @@
 """Decode steps that do not wait for the host: tokens that are read late, and inputs that graphs read."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 from torch.nn import functional as F
 
+import tailrace.drivers.engine.native.engine as engine_module
 import tailrace.drivers.engine.native.model as model_module
 from helpers.tiny_models import tiny_model
 from tailrace.contracts.sampling import SamplingSettings
@@ -67,6 +70,36 @@ def test_what_is_not_read_is_read_before_anything_else_is_asked(make_engine):
         assert [len(output.ids) for output in outputs] == [5] * len(PROMPTS)
 
 
+@pytest.mark.parametrize("ask", ["report", "load"])
+def test_a_request_whose_last_token_is_read_late_is_in_the_report(make_engine, ask):
+    """Nothing of it is left for a step that may never come: the engine may sleep."""
+    engine = make_engine(max_completion_tokens=5)
+    engine._reads_late = True
+    submit_all(engine, PROMPTS)
+    for _ in range(5):
+        assert engine.step() == []
+    weights = tiny_model(seed=1).state_dict()
+    outputs = engine.report() if ask == "report" else engine.load(weights, version=1, kv="keep")
+    ended = {output.id: (len(output.ids), output.version, output.finish_reason) for output in outputs}
+    assert ended == dict.fromkeys(PROMPTS, (5, 0, "length"))
+    engine.sleep()
+
+
+def test_the_seconds_of_decode_steps_have_no_time_in_which_the_engine_was_idle(make_engine, monkeypatch):
+    """An abort or a report may end the last request between two steps."""
+    clock = SimpleNamespace(now_s=100.0)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(engine_module, "time", clock)
+    engine = make_engine()
+    for id in ("a", "b"):
+        submit_all(engine, {id: [1, 2, 3]})
+        engine.step()
+        engine.abort(id)
+        assert engine.idle
+        clock.now_s += 50.0
+    assert engine.usage().decoded.seconds == 0.0
+
+
 def test_in_bfloat16_a_late_read_changes_no_token_of_a_request_alone(make_engine):
     """Together with others it may: one that has ended is a row of one more step, and rounding in bfloat16
     depends on the rows of a step, as it does without late reads."""
@@ -102,14 +135,14 @@ class Replayed(Graphs):
 
     num_captured = num_replayed = 0
 
-    def _capture(self, rows):
+    def _capture(self, forward, rows):
         self.num_captured += 1
-        result = self._forward(rows)
+        result = forward(rows)
 
         class Replay:
             def replay(graph):
                 self.num_replayed += 1
-                result.copy_(self._forward(rows))
+                result.copy_(forward(rows))
 
         return Replay(), result
 
@@ -124,7 +157,7 @@ def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens
     monkeypatch.setattr(model_module, "varlen_attn", varlen)
     engine = make_engine(settings=settings)
     assert engine._model.why_no_varlen() == ""
-    graphs = engine._graphs = Replayed(engine._forward, 100, torch.device("cpu"))
+    graphs = engine._graphs = Replayed(100, torch.device("cpu"))
     assert graphs._sizes == [*(size for size in GRAPH_ROWS if size < 100), 100]
     engine._varlen = True
     found, _ = run(engine, True)
@@ -142,7 +175,7 @@ def test_without_the_kernel_or_graphs_the_engine_decodes_and_says_so_once(make_e
     engine = make_engine()
     assert "varlen" in engine._model.why_no_varlen() or "flash" in engine._model.why_no_varlen()
     assert not engine._varlen and engine._graphs is None and capsys.readouterr().err == ""
-    engine._graphs = Graphs(engine._forward, 128, torch.device("cpu"))
+    engine._graphs = Graphs(128, torch.device("cpu"))
     found, _ = run(engine, True)
     said = capsys.readouterr().err
     assert said.count("the engine decodes without CUDA graphs: that of 8 rows was not captured: ") == 1

@@ -12,11 +12,11 @@ from tailrace.errors import say
 class Graphs:
     """A graph for each of a few numbers of rows. They have the addresses of weights, cache and inputs, all of
     which are written in place. One is captured at the first step with so many rows, and again when the cache
-    has grown. Where that fails, which is said once, the engine launches the kernels.
-    `forward`: returns [rows, hidden] for a number of rows, at most `max_rows`; the host does not wait."""
+    has grown. Where that fails, which is said once, the engine launches the kernels. No graph has more rows
+    than `max_rows`."""
 
-    def __init__(self, forward: Callable[[int], Tensor], max_rows: int, device: torch.device) -> None:
-        self._forward, self._device, self._size_of_cache = forward, device, 0
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._device, self._size_of_cache = device, 0
         most = min(max_rows, GRAPH_ROWS[-1])
         self._sizes = [*(size for size in GRAPH_ROWS if size < most), most]
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -25,8 +25,9 @@ class Graphs:
         """The rows of a step of so many sequences: those of the smallest graph that has them."""
         return next((size for size in self._sizes if size >= num), num)
 
-    def __call__(self, rows: int, size_of_cache: int) -> Tensor | None:
-        """Compute a step; None: no graph has so many rows."""
+    def __call__(self, forward: Callable[[int], Tensor], rows: int, size_of_cache: int) -> Tensor | None:
+        """Compute a step; None: no graph has so many rows. `forward`: of so many rows [rows, hidden]; it may
+        not make the host wait for the device."""
         if rows not in self._sizes:
             return None
         if size_of_cache != self._size_of_cache:
@@ -34,7 +35,7 @@ class Graphs:
             self._size_of_cache = size_of_cache
         if rows not in self._captured:
             try:
-                self._captured[rows] = self._capture(rows)
+                self._captured[rows] = self._capture(forward, rows)
             except RuntimeError as error:  # of CUDA and its allocator
                 say(f"the engine decodes without CUDA graphs: that of {rows} rows was not captured: {error}")
                 self._captured, self._sizes = {}, []
@@ -49,16 +50,17 @@ class Graphs:
             torch.cuda.synchronize(self._device)
         self._captured = {}
 
-    def _capture(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, forward: Callable[[int], Tensor], rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run the work once, which loads its kernels, and record it. Graphs share their memory."""
         graph = torch.cuda.CUDAGraph()
         pool = next((graph.pool() for graph, _ in self._captured.values()), None)
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
+            own, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(own)
             with torch.cuda.stream(stream):
-                self._forward(rows)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                result = self._forward(rows)
+                forward(rows)
+            own.wait_stream(stream)
+            # A capture that fails leaves its stream as the current one; the outer block takes it back.
+            with torch.cuda.stream(own), torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                result = forward(rows)
         return graph, result
