@@ -160,7 +160,7 @@ def test_tokens_that_april_masks_because_they_are_carried_have_the_same_fate() -
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_tokens_are_accounted_for_after_a_kill_and_a_resume(name: str, tmp_path: Path) -> None:
     """What was trained after the last checkpoint is trained again, with the mask of that time."""
-    book, run = Book(), change(RUN, checkpoint_every=2)
+    book, run = Book(flush_s=0.2), change(RUN, checkpoint_every=2)
     clean = simulate(SCHEDULES_BY_NAME[name], run)
     for at_s in (0.55 * clean.ended_s, 0.35 * clean.ended_s, None):
         outcome = simulate(SCHEDULES_BY_NAME[name], run, folder=tmp_path, book=book, kill_at_s=at_s)
