@@ -212,14 +212,13 @@ class NativeEngine:
             self._in_flight = launched
             if not self._reads_late:
                 self._settle()
-        now_s = time.monotonic()
+        self._last_step_s = now_s = time.monotonic()
         self._decoded += DecodeSums(
             seconds=now_s - began_s - prefill_s,
             prefilled=self._num_prefilled - num_prefilled,
             prefill_s=prefill_s,
         )
         finished, self._finished = self._finished, []
-        self._last_step_s = now_s
         return finished
 
     def report(self) -> list[GenerationOutput]:

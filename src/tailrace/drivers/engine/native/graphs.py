@@ -10,10 +10,9 @@ from tailrace.errors import say
 
 
 class Graphs:
-    """A graph for each of a few numbers of rows. They have the addresses of weights, cache and inputs, all of
-    which are written in place. One is captured at the first step with so many rows, and again when the cache
-    has grown. Where that fails, which is said once, the engine launches the kernels. No graph has more rows
-    than `max_rows`."""
+    """A graph for each of a few numbers of rows, at most `max_rows`. They have the addresses of weights, cache
+    and inputs, all of which are written in place. One is captured at the first step with so many rows, and
+    again when the cache has grown. Where that fails, which is said once, the engine launches the kernels."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._device, self._size_of_cache = device, 0
