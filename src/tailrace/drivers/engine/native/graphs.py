@@ -10,7 +10,7 @@ from tailrace.errors import say
 
 
 class Graphs:
-    """A graph for each of a few numbers of rows, at most `max_rows`. They have the addresses of weights, cache
+    """A graph for each of a few numbers of rows, at most `max_rows`. It has the addresses of weights, cache
     and inputs, all of which are written in place. One is captured at the first step with so many rows, and
     again when the cache has grown. Where that fails, which is said once, the engine launches the kernels."""
 
