@@ -92,12 +92,14 @@ class Study:
         for batch in self.policy.micro_batches(list(map(TrainingSample.of, samples.values())), 4_096):
             lags = [-version for id in batch.ids for version, size in samples[id].spans for _ in range(size)]
             tenth = torch.cat([torch.arange(n) * TENTHS // n for n in batch.num_tokens.tolist()])
-            logprobs = self.policy.logprobs(batch).logprobs
-            weights = (logprobs.detach() - batch.behavior_logprobs).exp().clamp(max=5.0)
-            losses = -weights * batch.advantages.repeat_interleave(batch.num_tokens) * logprobs
             decayed = torch.tensor(DECAYS)[:, None] ** torch.tensor(lags)
-            sums = losses.sum()[None] if whole else torch.cat([torch.eye(TENTHS)[:, tenth], decayed]) @ losses
-            each = [torch.autograd.grad(loss, self.parameters, retain_graph=True) for loss in sums]
+            parts = torch.cat([torch.eye(TENTHS)[:, tenth], decayed])
+            each = []
+            for part in torch.ones(1, len(lags)) if whole else parts:  # a forward pass has one backward pass
+                logprobs = self.policy.logprobs(batch).logprobs
+                weights = (logprobs.detach() - batch.behavior_logprobs).exp().clamp(max=5.0)
+                losses = -weights * batch.advantages.repeat_interleave(batch.num_tokens) * logprobs
+                each.append(torch.autograd.grad(part @ losses, self.parameters))
             total = total + torch.stack(list(map(parameters_to_vector, each)))
         return total
 

@@ -89,6 +89,16 @@ class Tab:
         x, y = self.page.evaluate(script)
         return x, y
 
+    def tip(self, time_s: float, lane: str, part: float = 0.5) -> str:
+        """What the page says of a point of a lane. The pointer moves again while the page still lays itself
+        out."""
+        for _ in range(100):
+            self.page.mouse.move(*self.place(time_s, lane, part))
+            if self.page.locator("#tip").is_visible():
+                return str(self.page.locator("#tip").inner_text())
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{lane} at {time_s} s: nothing is said; {self.errors}")
+
     def range(self) -> tuple[float, float]:
         """The range of time that the timeline shows."""
         start_s, end_s = self.page.evaluate("[tailrace.timeline.from, tailrace.timeline.to]")
@@ -175,9 +185,8 @@ def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     """On the middle of the request of sample 1.0/1: slot 2, from 4 to 10 s."""
     page = stories.page
     stories.open("timeline")
-    page.mouse.move(*stories.place(7.0, "engine-0", 0.8))
     said = "1.0/1 on engine-0: ended at the length limit\n4 to 10 s, 0 to 20 tokens"
-    assert page.locator("#tip").inner_text() == said
+    assert stories.tip(7.0, "engine-0", 0.8) == said
     page.mouse.click(*stories.place(7.0, "engine-0", 0.8))
     stories.wait("tailrace.samples.sample?.id === '1.0/1'")
     assert page.locator("#sample-title").inner_text() == "Prompt 1.0"
@@ -272,8 +281,7 @@ def test_advisories_are_marks_of_the_timeline(browser: Any, tmp_path: Path) -> N
         tab = Tab(browser, address)
         tab.open("timeline")
         (mark,) = tab.page.evaluate("tailrace.runs[0].record.marks")
-        tab.page.mouse.move(*tab.place(mark["time_s"], "advisories"))
-        said = tab.page.locator("#tip").inner_text()
+        said = tab.tip(mark["time_s"], "advisories")
         assert said.startswith(f"truncation, since {mark['time_s']:g} s: ") and "of the samples" in said
         tab.page.mouse.move(*tab.place(mark["time_s"] - 10, "advisories"))
         assert tab.page.locator("#tip").is_hidden() and tab.errors == []

@@ -106,9 +106,10 @@ def _chunk(
 
 class _Chosen(torch.autograd.Function):
     """Log-probs of targets and entropies, [rows] float32 each, of logits, [rows, V]. The gradient,
-    (1[target] - p) / temperature, is made in the memory of the probabilities p: autograd would make a matrix
-    for each operation. liger-kernel's fused linear scaled cross entropy returns the same, but of heads only
-    that neither scale nor cap their logits, and has a kernel of its own on Hopper alone."""
+    (1[target] - p) / temperature, is made in the memory of the probabilities p, so a forward pass has one
+    backward pass: autograd would make a matrix for each operation. liger-kernel's fused linear scaled cross
+    entropy returns the same, but of heads only that neither scale nor cap their logits, and has a kernel of
+    its own on Hopper alone."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
