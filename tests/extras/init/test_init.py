@@ -10,6 +10,7 @@ import pytest
 from helpers.page_runs import save_model
 from tailrace.cli import main
 from tailrace.config import load_config
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.extras.init.command import DIVISIONS, SIZES
 from tailrace.extras.plan.command import present_setting, problem_of
 
@@ -139,6 +140,13 @@ def test_paths_lead_out_of_a_folder_that_is_a_link(here: Path) -> None:
     assert init("--folder", "link") == 0
     config = load_config(here / "link" / "run.toml")
     assert config.model and config.model.path.samefile(here / "model")
+
+
+def test_names_may_have_any_letter_and_sign(here: Path) -> None:
+    (here / "rows.jsonl").rename(here / "Aufgaben für 🚀.jsonl")
+    assert main(["init", "--model", "model", "--data", "Aufgaben für 🚀.jsonl"]) == 0
+    data = load_config(here / "run.toml").data
+    assert isinstance(data, RowsSettings) and data.path == here / "Aufgaben für 🚀.jsonl"
 
 
 def test_the_reward_compares_the_last_number_or_the_last_word(here: Path) -> None:

@@ -62,7 +62,7 @@ def recompute_activations(modules: Iterable[nn.Module]) -> None:
     """Let modules keep only their inputs and what attention computed for the backward pass: to compute that
     again takes as long as all else where sequences are long.
 
-    transformers has the same for models in training mode; these are in evaluation mode.
+    transformers recomputes all of a module, and in training mode only; these are in evaluation mode.
     """
     contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
     for module in modules:

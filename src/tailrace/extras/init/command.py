@@ -66,9 +66,9 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
         "machine": f"For {gpus}" if gpus else "For the CPU of a laptop",
         "rounds": 200 if gpus else 20,
         "schedule": _toml({"schedule": sections.pop("schedule")}),
-        "model": json.dumps(_from(folder, model)),
-        "data": json.dumps(_from(folder, str(data))),
-        "prompt": json.dumps(prompt),
+        "model": _value(_from(folder, model)),
+        "data": _value(_from(folder, str(data))),
+        "prompt": _value(prompt),
         "prompt_tokens": min(1024, context // 2),
         "tokens": tokens,
         "sections": _toml(sections),
@@ -157,15 +157,19 @@ def _on_a_laptop() -> dict[str, Mapping[str, Any]]:
 
 
 def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of numbers, texts and lists of them, which TOML writes as JSON does."""
     lines = []
     for name, section in sections.items():
         lines.append(f"[{name}]")
         for key, value in section.items():
             comment = f"  # {COMMENTS[key]}" if key in COMMENTS else ""
-            lines.append(f"{key} = {json.dumps(value)}{comment}")
+            lines.append(f"{key} = {_value(value)}{comment}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    """A number, a text or a list of them, which TOML writes as JSON does, but for surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _from(folder: Path, name: str) -> str:
