@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from string import Template
@@ -45,6 +46,8 @@ COMMENTS = {
 """The meaning of keys that depend on the machine."""
 COLUMN = 36
 """Where comments begin, at least."""
+_value = partial(json.dumps, ensure_ascii=False)
+"""Writes a number, a text or a list of them, which TOML has as JSON has, but for surrogate pairs."""
 
 
 def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path()) -> None:
@@ -85,9 +88,8 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
             text = Template((Path(__file__).parent / template).read_text(encoding="utf-8")).substitute(values)
             text = re.sub(r"^(\w.*?)  # ", lambda found: f"{found[1]:{COLUMN}}# ", text, flags=re.MULTILINE)
             (folder / name).write_text(text, encoding="utf-8")
-    config = folder / "run.toml"
-    print(f"wrote     {config}, {folder / 'rewards.py'}")
-    print(f"next      tailrace train {config} --output-dir runs/first --dry-run")
+    print(f"wrote     {folder / 'run.toml'}, {folder / 'rewards.py'}")
+    print(f"next      tailrace train {folder / 'run.toml'} --output-dir runs/first --dry-run")
 
 
 def _columns(data: Path) -> tuple[str, str]:
@@ -120,10 +122,9 @@ def _divided(gpus: str, model: str, max_tokens: int) -> SimClusterSettings:
         )
         try:
             rates(SimSettings(cluster=cluster, lengths=SimLengthSettings(max_tokens=max_tokens)))
+            return cluster
         except ConfigError as why:
             problem = f"the model does not fit ({why.problem})"
-        else:
-            return cluster
     raise ConfigError("--gpus", gpus, problem, "name more or larger GPUs, or a smaller model")
 
 
@@ -165,11 +166,6 @@ def _toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
             lines.append(f"{key} = {_value(value)}{comment}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _value(value: object) -> str:
-    """A number, a text or a list of them, which TOML writes as JSON does, but for surrogate pairs."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _from(folder: Path, name: str) -> str:
