@@ -1,6 +1,7 @@
 """The window counts groups as they change, and chooses as if it looked at all of them."""
 
 from collections.abc import Collection
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from helpers.virtual import SETTINGS, SIM, ZERO_VARIANCE, change, simulate
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import Select
+from tailrace.schedules.dora import dora
 from tailrace.schedules.window import Window, due_counts
 from tailrace.types import Group
 
@@ -67,3 +69,28 @@ def test_the_choice_and_the_counts_are_those_of_looking_at_every_group(bound: in
 
     simulate(schedule, change(SETTINGS, rounds=6), SLOW_LOADS, algorithm=ZERO_VARIANCE)
     assert len(counts) > 4 and len(set(held_over)) > 1
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_the_oldest_version_to_begin_on_is_that_of_trying_each_version(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample that begins on an older version makes its group due earlier. From then on until the group was
+    due before there must be a place left."""
+    ages, oldest = set[int](), Window.oldest
+
+    def checked(window: Window, group: Group) -> int:
+        run, found = window._run, oldest(window, group)
+        left = [k * U + window._places - n for k, n in enumerate(counted(run, bound))]
+        before = bound - run.staleness(group)
+        versions = range(run.version - bound, run.version + 1)
+        allowed = [v for v in versions if all(left[k] > 0 for k in range(bound - run.version + v, before))]
+        assert allowed == [*range(found, run.version + 1)]
+        ages.add(run.version - found)
+        return found
+
+    monkeypatch.setattr(Window, "oldest", checked)
+    one_engine = change(SLOW_LOADS, engines=change(SLOW_LOADS.engines, count=1, slots=30))
+    schedule = partial(dora, groups_per_step=U, groups_in_flight=6, staleness=bound)
+    simulate(schedule, change(SETTINGS, rounds=6), one_engine)
+    assert ages == {*range(bound + 1)}

@@ -26,7 +26,7 @@ from tailrace.record.events import (
     RequestStarted,
 )
 from tailrace.rollout.episode import Serve, Written, not_written
-from tailrace.types import Sample
+from tailrace.types import Group, Sample
 
 MAX_ENTRIES = 8
 """The heap is rebuilt when it has more entries than this for each engine."""
@@ -114,10 +114,11 @@ class Router:
         self.pinned = 0
         """An engine serves the last so many versions that it loaded, and every sample ends on the version
         that it began with. 0: samples go on with new weights."""
-        self.begins_on_older: Callable[[Sample, Engine], bool] = lambda sample, engine: False
-        """Whether a pinned sample may begin on an engine of an older version, if the newest has no slot."""
-        self.num_begun = [0] * len(engines)
-        """Samples that began on each engine since it loaded its newest version."""
+        self.oldest_to_begin: Callable[[Group], float] = lambda group: inf
+        """The oldest version on which pinned samples of a group may begin, if the newest has no slot."""
+        self.batch = inf
+        """Samples that may begin on an engine of an older version, of all since it loaded that."""
+        self._num_begun = [0] * len(engines)  # on each engine since it loaded its newest version
         self.newest = version
         """The published version."""
         self.versions: list[tuple[int, ...]] = [(version,) for _ in engines]
@@ -205,10 +206,13 @@ class Router:
 
     def _older(self, sample: Sample) -> list[int]:
         """The engines of older versions on which a sample may begin; none while an engine loads."""
-        shares = self._loads.shares
-        served = {n: versions for n, versions in enumerate(self.versions) if shares[n] < inf}
-        free = [n for n, versions in served.items() if self.newest not in versions and shares[n] < 1]
-        return [n for n in free if all(served.values()) and self.begins_on_older(sample, self.engines[n])]
+        shares, versions = self._loads.shares, self.versions
+        is_open = [n for n, share in enumerate(shares) if share < inf]
+        if not all(versions[n] for n in is_open):
+            return []
+        oldest = self.oldest_to_begin(sample.group)
+        recent = [n for n in is_open if versions[n][-1] >= oldest and self.newest not in versions[n]]
+        return [n for n in recent if shares[n] < 1 and self._num_begun[n] < self.batch]
 
     def _room(self, numbers: Iterable[int]) -> int:
         """The free slots of engines that are open."""
@@ -238,7 +242,7 @@ class Router:
         """Note that an engine has loaded a version, or will before it opens."""
         before = self.versions[number] if self.engines[number].state == "open" else ()
         self.versions[number] = with_version(before, version, max(1, self.pinned))
-        self.num_begun[number] = 0
+        self._num_begun[number] = 0
         if self.pinned:
             self.changed.fire()
             self.on_changed()
@@ -251,7 +255,7 @@ class Router:
             while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
-            self.num_begun[number] += not sample.spans
+            self._num_begun[number] += not sample.spans
             if source and source is not engine:
                 engine.take_over(sample, source)
             sample.engine = engine.name

@@ -5,7 +5,7 @@
     Algorithm 1: 1. top-up, on the newest version first                   run.pool.launch
     2. DP_w = Round(DP_total R_w / sum R) engines for version w           divide
     3. the others load the newest version, their requests move            run.pull
-    4. prompts for the idle slots of older versions                       begins_on_older, divide
+    4. prompts for the idle slots of older versions                       oldest_to_begin, divide
     triggers: an update, a timer, a full KV cache                         run.every
 
 Engines load the newest version only, so a version keeps those whose KV caches its requests fill. A sample
@@ -52,7 +52,7 @@ async def dora(
             rebalance()
 
     run.declare(staleness=staleness, pinned=1)
-    run.router.begins_on_older = window.allows
+    run.router.oldest_to_begin = window.oldest
     with run.every(rebalance_s, rebalance), run.every(1.0, check):
         async for _ in run.rounds():
             groups_of_step = window.stream()

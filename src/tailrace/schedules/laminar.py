@@ -1,7 +1,7 @@
 """Laminar (Sheng et al. 2025, arXiv 2510.12633): every engine takes new weights for itself, sections 3 to 6.
 
     an engine pulls the newest weights when its batch has ended         run.publish(to="idle")
-    until then samples begin on its version                             begins_on_older, num_begun
+    until then samples begin on its version                             oldest_to_begin, batch
     a sample ends on its version; no bound: inherent staleness          run.declare(pinned=1)
     after an update and on a timer: repack (Algorithm 1)                repack, run.every
 
@@ -18,7 +18,6 @@ from tailrace.controller.run import Run
 from tailrace.schedules.dora import of_one_version
 from tailrace.schedules.parameters import Bound, Count, Seconds
 from tailrace.schedules.window import Window
-from tailrace.types import Sample
 
 
 async def laminar(
@@ -36,14 +35,10 @@ async def laminar(
         repack_s: seconds between two looks for engines to empty, beside that after each update.
     """
     window = None if staleness is None else Window(run, groups_per_step, groups_in_flight, staleness)
-    batch, kv_before = groups_per_step * run.group_size / len(run.engines), dict[Engine, int]()
-
-    def begins_on_older(sample: Sample, engine: Engine) -> bool:
-        is_allowed = window is None or window.allows(sample, engine)
-        return is_allowed and run.router.num_begun[run.engines.index(engine)] < batch
-
+    kv_before = dict[Engine, int]()
     run.declare(staleness=inf if staleness is None else staleness, pinned=1)
-    run.router.begins_on_older = begins_on_older
+    run.router.oldest_to_begin = window.oldest if window else lambda group: -inf
+    run.router.batch = groups_per_step * run.group_size / len(run.engines)
     with run.every(repack_s, partial(repack, run, kv_before)):
         async for _ in run.rounds():
             run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))

@@ -17,10 +17,9 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
-from tailrace.contracts.engine import Engine
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import require
-from tailrace.types import Group, Sample, Stale
+from tailrace.types import Group, Stale
 
 
 async def in_flight(
@@ -79,12 +78,12 @@ class Window:
         """The groups that may be launched beside those in the pool."""
         return self._bound * self._groups_per_step + self._places - len(self._run.pool)
 
-    def allows(self, sample: Sample, engine: Engine) -> bool:
-        """Whether a sample may begin on an engine of an older version, and all groups still find places."""
+    def oldest(self, group: Group) -> int:
+        """The oldest version on which a sample of a group may begin, so that all groups still find places."""
         run, U, bound = self._run, self._groups_per_step, self._bound
-        due, before = bound - run.version + run.served(engine)[-1], bound - run.staleness(sample.group)
-        counts = enumerate(due_counts(run, bound))
-        return due >= 0 and all(n < k * U + self._places for k, n in counts if due <= k < before)
+        before, counts = bound - run.staleness(group), enumerate(due_counts(run, bound))
+        full = [k for k, n in counts if k < before and n >= k * U + self._places]
+        return run.version - bound + max(full, default=-1) + 1
 
     def select(self, ready: Collection[Group], wanted: int) -> list[Group]:
         run, bound = self._run, self._bound
