@@ -25,8 +25,9 @@ import torch
 
 from common import QWEN3, run, save_model, write
 from engine_peers import Generate, Requests, native
-from limits import Shape, card, generation_s, seconds, training_s
+from limits import card, generation_s, seconds, training_s
 from tailrace.algo.base import AlgorithmSettings
+from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -185,10 +186,10 @@ def main(
         if not steps and not served:
             continue
         sizes = TINY if is_tiny else sizes
-        model = Shape.of(sizes)
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             save_model(folder, dtype="bfloat16", **sizes)
+            model = ModelShape.read(folder)
             for name, (lengths, published) in served.items():
                 lengths = [(little(a, SHORTER), little(b, SHORTER)) for a, b in lengths]
                 lengths = lengths[: little(len(lengths), FEWER)]

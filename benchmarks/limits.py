@@ -3,9 +3,12 @@ over its bandwidth; the longer of the two. A limit is that of dense kernels that
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from tailrace.contracts.memory import ModelShape
+from tailrace.sim.cluster import PROFILES, multiplied_parameters
 
 ITEM = 2
 """Bytes of a bfloat16 number."""
@@ -21,16 +24,15 @@ class Card(NamedTuple):
     arithmetic: float
 
 
+SIMULATED = {"H200": "H200", "H100": "H100", "A100-SXM4-40GB": "A100-40G", "RTX 4090": "RTX 4090"}
+"""Names of devices, and those of their profiles for simulations."""
 CARDS = [
     Card("B200", 8.0e12, 2250e12),
-    Card("H200", 4.8e12, 989e12),
     Card("H100 PCIe", 2.0e12, 756e12),
     Card("H100 NVL", 3.9e12, 835e12),
-    Card("H100", 3.35e12, 989e12),
-    Card("A100-SXM4-40GB", 1.555e12, 312e12),
+    *(Card(name, PROFILES[key].bytes_per_s, PROFILES[key].flops) for name, key in SIMULATED.items()),
     Card("A100", 2.039e12, 312e12),
     Card("L40S", 0.864e12, 362e12),
-    Card("RTX 4090", 1.008e12, 165e12),
 ]
 """Vendors' figures. The first whose name is in that of the device."""
 
@@ -58,45 +60,23 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
-class Shape(NamedTuple):
-    """Sizes of a dense model with gated MLPs."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, sizes: dict[str, Any]) -> "Shape":
-        return cls(*(sizes[name] for name in cls._fields))
-
-    @property
-    def layers(self) -> int:
-        """Parameters of the matrices of all layers."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
-        return (
-            self.num_hidden_layers * self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
-        )
-
-    @property
-    def head(self) -> int:
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def pair(self) -> int:
-        """Operations of attention for one token and one key."""
-        return 4 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
-
-    @property
-    def key(self) -> int:
-        """Bytes of the keys and values of one token."""
-        return 2 * ITEM * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+def layer_parameters(shape: ModelShape) -> int:
+    """Parameters of the matrices of all layers."""
+    return shape.num_layers * multiplied_parameters(shape)
 
 
-def training_s(shape: Shape, card: Card, groups: Sequence[tuple[int, Sequence[int]]], lora: bool) -> float:
+def head_parameters(shape: ModelShape) -> int:
+    return shape.vocabulary * shape.hidden_size
+
+
+def pair_operations(shape: ModelShape) -> int:
+    """Operations of attention for one token and one key."""
+    return 4 * shape.num_layers * shape.query_size
+
+
+def training_s(
+    shape: ModelShape, card: Card, groups: Sequence[tuple[int, Sequence[int]]], lora: bool
+) -> float:
     """The least seconds of an optimizer step. The prompt of a group is computed once, nothing is computed
     again, and adapters cost nothing; frozen weights have no gradient.
 
@@ -109,22 +89,23 @@ def training_s(shape: Shape, card: Card, groups: Sequence[tuple[int, Sequence[in
         prompt**2 / 2 + sum(length * prompt + length**2 / 2 for length in lengths)
         for prompt, lengths in groups
     )
-    products = 2 * (tokens * shape.layers + targets * shape.head)
-    operations = (2 if lora else 3) * products + 3 * shape.pair * pairs
-    weights = shape.layers + shape.head
+    layers, head = layer_parameters(shape), head_parameters(shape)
+    products, weights = 2 * (tokens * layers + targets * head), layers + head
+    operations = (2 if lora else 3) * products + 3 * pair_operations(shape) * pairs
     moved = 2 * ITEM * weights if lora else (2 * ITEM + OPTIMIZER_BYTES) * weights
     return max(operations / card.arithmetic, moved / card.bandwidth)
 
 
-def generation_s(shape: Shape, card: Card, requests: Sequence[tuple[int, int]]) -> float:
+def generation_s(shape: ModelShape, card: Card, requests: Sequence[tuple[int, int]]) -> float:
     """The least seconds to generate for requests (prompt tokens, completion tokens) that arrive together and
     all fit: the prompts at once, then a decode step for each further token."""
     prompts = [prompt for prompt, _ in requests]
-    weights = ITEM * (shape.layers + shape.head)
+    layers, head, key = layer_parameters(shape), head_parameters(shape), shape.kv_bytes(ITEM)
 
     def step(tokens: int, pairs: float, heads: int, keys: int) -> float:
-        operations = 2 * (tokens * shape.layers + heads * shape.head) + shape.pair * pairs
-        return max(operations / card.arithmetic, (weights + shape.key * keys) / card.bandwidth)
+        operations = 2 * (tokens * layers + heads * head) + pair_operations(shape) * pairs
+        moved = ITEM * (layers + head) + key * keys
+        return max(operations / card.arithmetic, moved / card.bandwidth)
 
     total = step(sum(prompts), sum(each**2 / 2 for each in prompts), len(prompts), sum(prompts))
     for number in range(1, max(length for _, length in requests)):

@@ -7,25 +7,35 @@ import pytest
 import torch
 
 from gpu_rates import BESIDE, REQUESTS, SHAPES, STEPS, main, nano_vllm
-from limits import Card, Shape, card, generation_s, training_s
+from limits import (
+    Card,
+    card,
+    generation_s,
+    head_parameters,
+    layer_parameters,
+    pair_operations,
+    training_s,
+)
+from tailrace.contracts.memory import ModelShape
 
-MODEL = Shape(100, 10, 20, 2, 4, 2, 5)
+MODEL = ModelShape(3400, 2, 10, 4, 2, 5, 20, 100, 64)
 """2 layers of 10 x (4 + 2 + 2 + 4) x 5 and 3 x 10 x 20 weights; a head of 1,000."""
 
 
 def test_parameters_operations_and_bytes_of_a_shape_by_hand() -> None:
-    assert (MODEL.layers, MODEL.head) == (2 * (600 + 600), 1000)
-    assert MODEL.pair == 2 * 2 * 2 * 4 * 5, "product and sum of scores and of values; 2 layers, 4 heads of 5"
-    assert MODEL.key == 2 * 2 * 2 * 2 * 5, "keys and values of 2 bytes; 2 layers, 2 heads of 5"
+    assert (layer_parameters(MODEL), head_parameters(MODEL)) == (2 * (600 + 600), 1000)
+    assert pair_operations(MODEL) == 2 * 2 * 2 * 4 * 5, "scores and values; 2 layers, 4 heads of 5"
+    assert MODEL.kv_bytes(2) == 2 * 2 * 2 * 2 * 5, "keys and values of 2 bytes; 2 layers, 2 heads of 5"
 
 
 def test_the_published_shapes_have_the_parameters_of_their_names() -> None:
-    sizes = {name: Shape.of(each) for name, each in SHAPES.items()}
-    assert {name: round((each.layers + each.head) / 1e8) for name, each in sizes.items()} == {
-        "0.6B": 6,
-        "1.5B": 15,
-        "4B": 40,
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    keys += ("intermediate_size", "vocab_size", "max_position_embeddings")
+    sizes = {name: ModelShape(0, *(each[key] for key in keys)) for name, each in SHAPES.items()}
+    found = {
+        name: round((layer_parameters(each) + head_parameters(each)) / 1e8) for name, each in sizes.items()
     }
+    assert found == {"0.6B": 6, "1.5B": 15, "4B": 40}
 
 
 def test_a_training_step_is_bound_by_arithmetic_or_by_bandwidth() -> None:
@@ -60,7 +70,7 @@ def test_a_known_card_has_its_vendors_figures(monkeypatch: pytest.MonkeyPatch) -
     for name in names:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         figures.append(card("cuda")[1:])
-    assert figures == [(4.8e12, 989e12), (3.35e12, 989e12), (2.0e12, 756e12), (2.039e12, 312e12)]
+    assert figures == [(4.8e12, 989.4e12), (3.35e12, 989.4e12), (2.0e12, 756e12), (2.039e12, 312e12)]
 
 
 def test_the_requests_are_those_of_nano_vllms_script() -> None:

@@ -100,6 +100,21 @@ def test_the_seconds_of_decode_steps_have_no_time_in_which_the_engine_was_idle(m
     assert engine.usage().decoded.seconds == 0.0
 
 
+def test_the_seconds_of_a_prefill_are_read_with_the_next_step(make_engine, monkeypatch):
+    """A GPU may not have done the work when the step returns. Here its prefill takes 2 s."""
+    engine = make_engine()
+    engine._reads_late = True
+    moments = iter([100.0, 102.0])
+    monkeypatch.setattr(engine, "_moment", lambda: next(moments))
+    submit_all(engine, {"a": [1, 2, 3]})
+    engine.step()
+    first = engine.usage().decoded
+    assert (first.prefilled, first.prefill_s) == (2, 0.0) and first.seconds > 0
+    engine.step()
+    second = engine.usage().decoded
+    assert (second.prefilled, second.prefill_s) == (2, 2.0) and second.seconds < first.seconds
+
+
 def test_in_bfloat16_a_late_read_changes_no_token_of_a_request_alone(make_engine):
     """Together with others it may: one that has ended is a row of one more step, and rounding in bfloat16
     depends on the rows of a step, as it does without late reads."""
@@ -135,14 +150,14 @@ class Replayed(Graphs):
 
     num_captured = num_replayed = 0
 
-    def _capture(self, forward, rows):
+    def _capture(self, rows):
         self.num_captured += 1
-        result = forward(rows)
+        result = self._forward(rows)
 
         class Replay:
             def replay(graph):
                 self.num_replayed += 1
-                result.copy_(forward(rows))
+                result.copy_(self._forward(rows))
 
         return Replay(), result
 
@@ -156,10 +171,9 @@ def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens
     expected, _ = run(make_engine(settings=settings), False)
     monkeypatch.setattr(model_module, "varlen_attn", varlen)
     engine = make_engine(settings=settings)
-    assert engine._model.why_no_varlen() == ""
-    graphs = engine._graphs = Replayed(100, torch.device("cpu"))
+    assert engine._model.why_no_varlen == "" and type(engine._graphs) is Graphs
+    graphs = engine._graphs = Replayed(engine._model, engine._cache, 100)
     assert graphs._sizes == [*(size for size in GRAPH_ROWS if size < 100), 100]
-    engine._varlen = True
     found, _ = run(engine, True)
     assert_same(found, expected)
     assert graphs.num_replayed >= 60 and graphs.num_captured < 12
@@ -173,9 +187,9 @@ def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens
 def test_without_the_kernel_or_graphs_the_engine_decodes_and_says_so_once(make_engine, capsys):
     """This machine has neither. A CPU needs none of them, and nothing is said."""
     engine = make_engine()
-    assert "varlen" in engine._model.why_no_varlen() or "flash" in engine._model.why_no_varlen()
-    assert not engine._varlen and engine._graphs is None and capsys.readouterr().err == ""
-    engine._graphs = Graphs(128, torch.device("cpu"))
+    assert "varlen" in engine._model.why_no_varlen or "flash" in engine._model.why_no_varlen
+    assert engine._graphs is None and capsys.readouterr().err == ""
+    engine._graphs = Graphs(engine._model, engine._cache, 128)
     found, _ = run(engine, True)
     said = capsys.readouterr().err
     assert said.count("the engine decodes without CUDA graphs: that of 8 rows was not captured: ") == 1

@@ -93,9 +93,13 @@ class Cache:
     """Whether a context may be computed in several parts, or copied from a sequence that begins with it."""
 
     def __init__(self, empty: Tensor, *, max_tokens: int, budget: int) -> None:
-        self.budget, self.size = budget, 0
-        self.tiers = [Tier(capacity) for capacity in capacities(max_tokens)]
-        self.pieces = [empty.new_empty(1, *empty.shape[2:]) for _ in range(2 * len(empty))]
+        self.budget, self._empty, self._capacities = budget, empty, capacities(max_tokens)
+        self.release()
+
+    def release(self) -> None:
+        """Begin without any memory."""
+        self.size, self.tiers = 0, [Tier(capacity) for capacity in self._capacities]
+        self.pieces = [self._empty.new_empty(1, *self._empty.shape[2:]) for _ in range(2 * len(self._empty))]
         """[size + 1, K, D] each: keys and values of the first layer, of the second, and so on. The last
         position is of no sequence: a decode step writes there what rows without a sequence compute."""
         self._tier_of: dict[Sequence, Tier] = {}
@@ -176,14 +180,6 @@ class Cache:
         """Drop all that is suspended."""
         for sequence in list(self._suspended.values()):
             self._drop(sequence)
-
-    def release(self) -> None:
-        """Free the memory of an empty cache."""
-        self.forget()
-        for tier in self.tiers:
-            tier.start = tier.num_slots = 0
-        self._placed, self.size = {}, 0
-        self.pieces = [piece.new_empty(1, *piece.shape[1:]) for piece in self.pieces]
 
     def copy(self, source: Sequence, target: Sequence, num_tokens: int) -> None:
         """Let the target begin with the first positions of the source."""

@@ -18,7 +18,6 @@ request's pin. Of LoRA adapters the last few versions are served at the same tim
 import time
 from collections import abc
 from functools import cached_property, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,16 +31,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
 from tailrace.drivers.engine.native.graphs import Graphs
-from tailrace.drivers.engine.native.model import (
-    Adapted,
-    Attention,
-    CausalLM,
-    DecodeAttention,
-    Extent,
-    Lora,
-    PrefillAttention,
-    VarlenAttention,
-)
+from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
 from tailrace.drivers.engine.native.sampler import Drawn, draw, noise, noise_stream, on_device
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.drivers.engine.native.states import States
@@ -58,17 +48,15 @@ class StopConditions:
     Args:
         path: the model folder, for its end-of-text tokens and its tokenizer.
         max_tokens: the longest sequence that the engine can hold, prompt included.
+        has_strings: whether there are stop strings. Raises a ConfigError if the folder then has no tokenizer.
     """
 
-    def __init__(self, path: Path, max_tokens: int) -> None:
-        self._path, self._max_tokens, self._tokenizer_file = path, max_tokens, path / "tokenizer.json"
+    def __init__(self, path: Path, max_tokens: int, *, has_strings: bool) -> None:
+        self._tokenizer_file, self._max_tokens = path / "tokenizer.json", max_tokens
         self._end_of_text = end_of_text_ids(path)
-
-    def check(self, sampling: SamplingParams) -> None:
-        """Raises a ConfigError if there are stop strings, and the folder has no tokenizer.json."""
-        if sampling.stop and not self._tokenizer_file.is_file():
+        if has_strings and not self._tokenizer_file.is_file():
             remedy = "save the tokenizer into the folder"
-            raise folder_error(self._path, "sampling.stop needs a tokenizer.json", remedy)
+            raise folder_error(path, "sampling.stop needs a tokenizer.json", remedy)
 
     def exhausted(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether there is no room for another token after so many."""
@@ -88,6 +76,17 @@ class StopConditions:
     @cached_property
     def _decode(self) -> abc.Callable[[abc.Sequence[int]], str]:
         return partial(Tokenizer.from_file(str(self._tokenizer_file)).decode, skip_special_tokens=False)
+
+
+DeviceTime = float | torch.cuda.Event
+"""A time in seconds; on a GPU that at which it has done what was launched before."""
+
+
+def _seconds(start: DeviceTime, end: DeviceTime) -> float:
+    if isinstance(start, float) or isinstance(end, float):
+        return end - start  # type: ignore[operator]
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 class InFlight(NamedTuple):
@@ -125,37 +124,32 @@ class NativeEngine:
         with torch.inference_mode():
             self._scheduler = Scheduler(self._open(settings), settings)
         self._sampling = msgspec.convert(sampling.model_dump(), SamplingParams)
-        self._stops = StopConditions(path, self._model.max_tokens)
-        self._stops.check(self._sampling)
-        self._version, self._num_prefilled, self._decoded = 0, 0, DecodeSums()
+        self._stops = StopConditions(path, self._model.max_tokens, has_strings=bool(sampling.stop))
+        self._version, self._decoded = 0, DecodeSums()
         self._adapters: dict[int, Lora] = {0: {}}
         """Adapters of the versions that it serves, the newest last."""
         self._finished: list[GenerationOutput] = []
         """The outputs that the next step returns."""
         self.refused: list[str] = []
         """Ids of requests whose version it does not have, at first or any more. Its owner takes them."""
-        self.num_generated = 0
-        """Tokens since the start."""
         self._in_flight: InFlight | None = None
         self._scored: dict[Sequence, list[Tensor]] = {}  # the prefix that `score` computed last
         self._last_step_s: float | None = None
         """End of the last step, if the engine was not idle since."""
+        self._prefill: tuple[DeviceTime, DeviceTime] | None = None
+        """Start and end of that in the step before, if they are not known yet."""
 
     def _open(self, settings: NativeEngineSettings) -> Cache | States:
         """Load the model. Returns what remembers its sequences."""
         budget, dtype = settings.kv_cache_tokens, getattr(torch, settings.dtype)
         device = torch.device(settings.device)
-        self._model = CausalLM.from_pretrained(self._path, max_tokens=budget, device=device, dtype=dtype)
+        self._model = CausalLM(self._path, max_tokens=budget, device=device, dtype=dtype)
         self._cache = Cache(self._model.empty_cache(), max_tokens=self._model.max_tokens, budget=budget)
-        why, most = self._model.why_no_varlen(), settings.max_num_seqs
-        self._varlen, self._reads_late = not why, device.type == "cuda"
-        if self._varlen:
-            self._graphs = Graphs(most, device)
+        self._reads_late = device.type == "cuda"
+        if not (why := self._model.why_no_varlen):
+            self._graphs = Graphs(self._model, self._cache, settings.max_num_seqs)
         elif self._reads_late:
             say(f"the engine decodes without CUDA graphs: {why}")
-        self._inputs = torch.zeros(3, most + 1, dtype=torch.long, device=device)
-        """[3, max_num_seqs + 1]: token, position and first position of the slot of each row of a decode step,
-        and of one more."""
         return self._cache
 
     def weights(self) -> abc.Mapping[str, Tensor]:
@@ -171,7 +165,7 @@ class NativeEngine:
         """Queue a request. One of a version that it lacks is `refused`; one without a prompt, or already at
         its limit, finishes at the next step ("length"). Raises ValueError if its id is being served."""
         if self.idle:
-            self._last_step_s = None
+            self._last_step_s = self._prefill = None
         tokens = [*request.prompt_ids, *request.completion_ids]
         noise, sampling = noise_stream(request.seed), request.sampling or self._sampling
         own = {name: getattr(request, name) for name in ("temperature", "top_p", "max_completion_tokens")}
@@ -198,26 +192,25 @@ class NativeEngine:
 
     def step(self) -> list[GenerationOutput]:
         """Admit, prefill, and decode one token of every running request. Returns the finished ones."""
-        began_s = self._last_step_s or time.monotonic()
-        num_prefilled, prefill_s = self._num_prefilled, 0.0
+        began_s, prefill, num_prefilled = self._last_step_s or time.monotonic(), None, 0
         with torch.inference_mode(), attention_kernels():
             self._scheduler.grow(self._settle)
             if admissions := self._scheduler.admit(self._version_of):
-                start_s = time.monotonic()
-                self._num_prefilled += sum(len(admission.part) for admission in admissions)
+                num_prefilled = sum(len(admission.part) for admission in admissions)
+                start = self._moment()
                 self._fill(admissions)
-                prefill_s = time.monotonic() - start_s
+                prefill = start, self._moment()
             launched = self._decode()
             self._settle()
             self._in_flight = launched
-            if not self._reads_late:
+            if self._reads_late:
+                prefill, self._prefill = self._prefill, prefill
+            else:
                 self._settle()
+        prefill_s = _seconds(*prefill) if prefill else 0.0
         self._last_step_s = now_s = time.monotonic()
-        self._decoded += DecodeSums(
-            seconds=now_s - began_s - prefill_s,
-            prefilled=self._num_prefilled - num_prefilled,
-            prefill_s=prefill_s,
-        )
+        seconds = now_s - began_s - prefill_s
+        self._decoded += DecodeSums(seconds=seconds, prefilled=num_prefilled, prefill_s=prefill_s)
         finished, self._finished = self._finished, []
         return finished
 
@@ -226,8 +219,8 @@ class NativeEngine:
         any since their last output."""
         self._settle()
         finished, self._finished = self._finished, []
-        live = [*self._scheduler.running.values(), *self._scheduler.waiting]
-        return finished + [self._output(sequence, None) for sequence in live if sequence.logprobs]
+        live = [sequence for sequence in self._scheduler.sequences() if sequence.logprobs]
+        return finished + [self._output(sequence, None) for sequence in live]
 
     def load(self, tensors: abc.Mapping[str, Tensor], *, version: int, kv: KV) -> list[GenerationOutput]:
         """Take new weights. No request ends, but those of versions that it then lacks are `refused`. Raises a
@@ -255,7 +248,7 @@ class NativeEngine:
             while len(self._adapters) > self._num_versions:
                 del self._adapters[next(iter(self._adapters))]
             self._version, self._last_step_s = version, None
-            for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting]:
+            for sequence in self._scheduler.sequences():
                 if sequence.pin not in (None, *self._adapters):
                     self._scheduler.abort(sequence.id)
                     self.refused.append(sequence.id)
@@ -272,20 +265,21 @@ class NativeEngine:
         sequence.prompt_version = self._version
         with torch.inference_mode(), attention_kernels():
             pieces = [piece.new_empty(len(ids), *piece.shape[1:]) for piece in self._cache.pieces]
-            adapted = [(self._adapters[self._version], None)]
-            prefix = [((0, len(ids)), range(num_prefix - 1))]
-            self._compute(pieces, prefix, sequence.context, adapted)
+            self._read(pieces, ids, range(num_prefix - 1))
             cold = self._logprobs_after(pieces, num_prefix, ids)
             warm = self._logprobs_after(self._scored[cached], num_prefix, ids) if cached else cold
         self._scored = {sequence: pieces}
         return warm, cold
 
     def _logprobs_after(self, pieces: list[Tensor], num_prefix: int, ids: abc.Sequence[int]) -> list[float]:
-        rest = [((0, len(ids)), range(num_prefix - 1, len(ids) - 1))]
-        adapted = [(self._adapters[self._version], None)]
-        x = self._compute(pieces, rest, list(ids[num_prefix - 1 : -1]), adapted)
+        x = self._read(pieces, ids, range(num_prefix - 1, len(ids) - 1))
         logp = (self._model.logits(x) / self._sampling.temperature).log_softmax(-1)
         return logp.gather(1, self._tensor(ids[num_prefix:])[:, None])[:, 0].tolist()
+
+    def _read(self, pieces: list[Tensor], ids: abc.Sequence[int], part: range) -> Tensor:
+        """Read a part of tokens that have all positions of the pieces."""
+        own, adapted = self._tensor(ids[part.start : part.stop]), [(self._adapters[self._version], None)]
+        return self._model.read(pieces, [((0, len(ids)), part)], own, adapted)
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache. Raises ValueError if a request is being served."""
@@ -312,9 +306,9 @@ class NativeEngine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_tokens=self._scheduler.cache.num_occupied,
-            num_generated=self.num_generated,
-            num_counted=self.num_generated,
-            num_prefilled=self._num_prefilled,
+            num_generated=self._decoded.running,
+            num_counted=self._decoded.running,
+            num_prefilled=self._decoded.prefilled,
             num_preempted=self._scheduler.num_preempted,
             kv_capacity=self._scheduler.cache.budget,
             decoded=self._decoded,
@@ -335,28 +329,15 @@ class NativeEngine:
         missing = [(each.sequences[0], each.part) for each in admissions if each.part]
         missing.sort(key=lambda each: slots[each[0]])
         if missing:
-            parts = [(slots[sequence], part) for sequence, part in missing]
             ids = [id for sequence, part in missing for id in sequence.tokens[part.start : part.stop]]
-            sequences = [sequence for sequence, _ in missing]
-            adapted = self._adapted(sequences, [len(part) for _, part in missing])
-            self._compute(self._cache.pieces, parts, ids, adapted)
+            parts = [(slots[sequence], part) for sequence, part in missing]
+            adapted = self._adapted([sequence for sequence, _ in missing], [len(part) for _, part in missing])
+            self._model.read(self._cache.pieces, parts, self._tensor(ids), adapted)
         for each in admissions:
             source = each.sibling or each.sequences[0]
             for sequence in each.sequences:
                 if sequence is not source:
                     self._cache.copy(source, sequence, len(sequence.context))
-
-    def _compute(self, pieces: list[Tensor], parts: list[Extent], ids: list[int], adapted: Adapted) -> Tensor:
-        """Read tokens, and write their keys and values into slots of pieces. Returns the residual stream."""
-        positions = self._tensor([n for _, own in parts for n in own])
-        places = self._tensor([start + n for (start, _), own in parts for n in own])
-        attention: Attention = PrefillAttention(pieces, places, parts)
-        if self._varlen:
-            rows, lengths = [len(own) for _, own in parts], [own.stop for _, own in parts]
-            starts = [*(slot[0] for slot, _ in parts), len(pieces[0])]
-            slots = self._tensor([starts, [*lengths, 0], [0, *accumulate(rows)]]).int()
-            attention = VarlenAttention(pieces, places, slots, (max(rows), max(lengths)))
-        return self._model.forward(self._tensor(ids), positions, attention, adapted)
 
     def _adapted(self, sequences: list[Sequence], lengths: list[int]) -> Adapted:
         """The rows of each version, where each sequence has so many rows."""
@@ -402,44 +383,31 @@ class NativeEngine:
             if reason := self._stops.reason(sequence):
                 self._scheduler.finish(sequence)
                 self._finished.append(self._output(sequence, reason))
-        self.num_generated += len(lengths)
         self._decoded += DecodeSums(steps=int(bool(lengths)), running=len(lengths), positions=sum(lengths))
         return True
 
     def _logits(self, lengths: dict[Sequence, int]) -> Tensor:
         """Read the last token of sequences, in the order of the cache: [T, V], float32. `lengths`: theirs."""
-        num, slots, x = len(lengths), self._cache.slots(), None
-        adapted = self._adapted(list(lengths), [1] * num)
-        rows = self._graphs.rows(num) if self._graphs else num
-        # Rows without a sequence write to the position that is of none, and attend to it.
-        more = [0] * (rows + 1 - num)
-        starts = [slots[sequence][0] for sequence in lengths] + [self._cache.size for _ in more]
-        ids = [sequence.tokens[-1] for sequence in lengths] + more
-        inputs = self._inputs[:, : rows + 1]
-        inputs.copy_(self._tensor([ids, [length - 1 for length in lengths.values()] + more, starts]))
+        slots, x = self._cache.slots(), None
+        adapted = self._adapted(list(lengths), [1] * len(lengths))
+        parts = [(slots[each], range(length - 1, length)) for each, length in lengths.items()]
+        ids = self._tensor([each.tokens[-1] for each in lengths])
         if step := self._in_flight:
             row_of = {sequence: row for row, sequence in enumerate(step.sequences)}
             unread = self._tensor([row_of.get(sequence, -1) for sequence in lengths])
-            inputs[0, :num] = torch.where(unread < 0, inputs[0, :num], step.on_device.ids[unread])
+            ids = torch.where(unread < 0, ids, step.on_device.ids[unread])
         if self._graphs and not any(adapter for adapter, _ in adapted):
-            x = self._graphs(self._forward, rows, self._cache.size)
+            x = self._graphs(parts, ids)
         if x is None:
-            of_host = () if self._varlen else lengths.items()
-            parts = [(slots[each], range(length - 1, length)) for each, length in of_host]
-            x = self._forward(num, parts, adapted)
-        return self._model.logits(x[:num])
+            x = self._model.read(self._cache.pieces, parts, ids, adapted)
+        return self._model.logits(x)
 
-    def _forward(self, rows: int, parts: abc.Sequence[Extent] = (), adapted: Adapted = ()) -> Tensor:
-        """The residual stream after the first rows of the inputs, [rows, hidden]. `parts`: the rows as the
-        host knows them; `VarlenAttention` needs none."""
-        ids, positions, starts = self._inputs[:, :rows]
-        pieces, places = self._cache.pieces, starts + positions
-        attention: Attention = DecodeAttention(pieces, places, parts)
-        if self._varlen:
-            _, lengths, starts = self._inputs[:, : rows + 1]
-            slots = torch.stack((starts, lengths + 1, torch.arange(rows + 1, device=ids.device))).int()
-            attention = VarlenAttention(pieces, places, slots, (1, self._model.max_tokens))
-        return self._model.forward(ids, positions, attention, adapted)
+    def _moment(self) -> DeviceTime:
+        if self._model.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(self._model.device).record_event(event)
+        return event
 
     def _tensor(self, values: object) -> Tensor:
         return on_device(values, self._model.device)

@@ -7,9 +7,11 @@ because it is what differs between a prefill and a decode step.
 Suffixes: T tokens of a call, H query heads, K key-value heads, D head dimension, V vocabulary.
 """
 
-from collections import abc, defaultdict
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typing_extensions import override
 
 from tailrace.devices import for_fused_attention
@@ -38,10 +40,14 @@ Adapted = abc.Sequence[tuple["Lora", Tensor | None]]
 
 class Matrix:
     """The weight of a linear layer, [out, in]. A CPU computes few rows, as in decoding, at the speed of its
-    memory: a large matrix has a copy there in the layout of oneDNN, which is 1.7 times as fast on 16 rows."""
+    memory: a large matrix has a copy there in the layout of oneDNN, which is 1.7 times as fast on 16 rows.
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight, self.packed = weight, None
+    Args:
+        rows: of the layers that an adapter may name, the rows of each, in their order.
+    """
+
+    def __init__(self, weight: Tensor, rows: Mapping[str, int]) -> None:
+        self.weight, self.rows, self.packed = weight, rows, None
 
     def pack(self) -> None:
         """Take the new values of the weight."""
@@ -89,70 +95,70 @@ class Layer:
     gate_up: Matrix
     down: Matrix
 
-    def parts(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Views of the weights by their Hugging Face names in the block. `sizes`: the rows of q, k, v."""
-        gate, up = self.gate_up.weight.chunk(2)
-        parts = {
-            "input_layernorm.weight": self.input_norm,
-            "self_attn.o_proj.weight": self.out.weight,
-            "post_attention_layernorm.weight": self.post_norm,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": self.down.weight,
-        }
-        for kind, joined in (("weight", self.qkv.weight), ("bias", self.qkv_bias)):
-            if joined is not None:
-                parts |= {
-                    f"self_attn.{x}_proj.{kind}": part
-                    for x, part in zip("qkv", joined.split_with_sizes(sizes), strict=True)
-                }
-        if self.qk_norm is not None:
-            norms = self.qk_norm.split_with_sizes([size // self.qk_norm.shape[1] for size in sizes[:2]])
-            parts |= {f"self_attn.{x}_norm.weight": norm for x, norm in zip("qk", norms, strict=True)}
-        return parts
-
 
 class CausalLM:
-    """Weights and the forward pass. Made by `from_pretrained`. `max_tokens`: rotary embeddings are made for
-    positions below it; at most the model's context."""
+    """Weights of a Hugging Face folder, and the forward pass. Raises a ConfigError as `check_model`, and if
+    transformers refuses the config or the weights do not fit it. `max_tokens`: rotary embeddings are made
+    for positions below it; at most the model's context."""
 
-    def __init__(
-        self, config: PreTrainedConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.device, self._dtype = device, dtype
-        self.max_tokens = min(max_tokens, config.max_position_embeddings)
-        self._config, self._heads = config, (config.num_attention_heads, config.num_key_value_heads)
-        self._head_dim = _head_dim(config)
-        self._cos, self._sin = (x.to(device, dtype) for x in _rotations(config, self.max_tokens))
-        self._embedding = self._empty(config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        self._head = Matrix(self._embedding if tied else torch.empty_like(self._embedding))
-        self._last_norm = self._empty(config.hidden_size)
-        self._layers = [self._empty_layer() for _ in range(config.num_hidden_layers)]
-        self._weights = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._last_norm}
-        if not tied:
-            self._weights["lm_head.weight"] = self._head.weight
-        num_q, num_kv = (heads * self._head_dim for heads in self._heads)
-        for index, layer in enumerate(self._layers):
-            parts = layer.parts((num_q, num_kv, num_kv))
-            self._weights |= {f"model.layers.{index}.{name}": part for name, part in parts.items()}
-        storages = [weight.untyped_storage() for weight in self._weights.values()]
-        self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
-
-    @classmethod
-    def from_pretrained(
-        cls, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> "CausalLM":
-        """Load a Hugging Face folder. Raises a ConfigError as `check_model`, and if transformers refuses the
-        config or the weights do not fit it."""
+    def __init__(self, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         check_model(path)
+        self.device, self._dtype = device, dtype
+        self._weights: dict[str, Tensor] = {}
+        """Views of the memory of the weights, by their Hugging Face names."""
         try:
-            config = AutoConfig.from_pretrained(path)
-            model = cls(config, max_tokens=max_tokens, device=device, dtype=dtype)
+            self._allocate(AutoConfig.from_pretrained(path), max_tokens)
         except Exception as error:  # a value that `check_model` does not know
             raise folder_error(path, f"config.json cannot be used: {error}") from error
-        model._load_folder(path)
-        return model
+        storages = [weight.untyped_storage() for weight in self._weights.values()]
+        self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
+        self.restore(path)
+
+    def _allocate(self, config: PreTrainedConfig, max_tokens: int) -> None:
+        self._config, self._heads = config, (config.num_attention_heads, config.num_key_value_heads)
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.max_tokens = min(max_tokens, config.max_position_embeddings)
+        like, positions = torch.empty(0, dtype=self._dtype), torch.arange(self.max_tokens)[None]
+        rotations = LlamaRotaryEmbedding(config)(like, positions)
+        self._cos, self._sin = (x[0, :, None].to(self.device) for x in rotations)  # [max_tokens, 1, D]
+        self._sin[..., : self._head_dim // 2].neg_()
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        embedding = self._named({"model.embed_tokens.weight": vocabulary}, self._empty(vocabulary, hidden))
+        self._embedding, self._head = embedding, Matrix(embedding, {})
+        if not config.tie_word_embeddings:
+            head = self._named({"lm_head.weight": vocabulary}, torch.empty_like(embedding))
+            self._head = Matrix(head, {})
+        self._last_norm = self._named({"model.norm.weight": hidden}, self._empty(hidden))
+        self._layers = [self._layer(f"model.layers.{index}") for index in range(config.num_hidden_layers)]
+
+    def _layer(self, name: str) -> Layer:
+        hidden, mlp, dim = self._config.hidden_size, self._config.intermediate_size, self._head_dim
+        heads, num_kv = dict(zip("qk", self._heads, strict=True)), self._heads[1]
+        qkv = {f"{name}.self_attn.{x}_proj": num * dim for x, num in (heads | {"v": num_kv}).items()}
+        biases = {f"{layer}.bias": num for layer, num in qkv.items()}
+        norms = {f"{name}.self_attn.{x}_norm.weight": num for x, num in heads.items()}
+        has_bias, has_norm = (self._config.model_type == each for each in ("qwen2", "qwen3"))
+        return Layer(
+            input_norm=self._named({f"{name}.input_layernorm.weight": hidden}, self._empty(hidden)),
+            qkv=self._matrix(qkv, hidden),
+            qkv_bias=self._named(biases, self._empty(sum(qkv.values()))) if has_bias else None,
+            qk_norm=self._named(norms, self._empty(sum(self._heads), dim)) if has_norm else None,
+            out=self._matrix({f"{name}.self_attn.o_proj": hidden}, heads["q"] * dim),
+            post_norm=self._named({f"{name}.post_attention_layernorm.weight": hidden}, self._empty(hidden)),
+            gate_up=self._matrix({f"{name}.mlp.{each}_proj": mlp for each in ("gate", "up")}, hidden),
+            down=self._matrix({f"{name}.mlp.down_proj": hidden}, mlp),
+        )
+
+    def _matrix(self, rows: Mapping[str, int], num_in: int) -> Matrix:
+        weight = self._empty(sum(rows.values()), num_in)
+        if not _has_copy(weight):
+            weight = self._empty(num_in, len(weight)).T  # without a copy the faster layout for few rows
+        return Matrix(self._named({f"{layer}.weight": num for layer, num in rows.items()}, weight), rows)
+
+    def _named(self, rows: Mapping[str, int], joined: Tensor) -> Tensor:
+        """Name weights of so many rows each, which lie one after another in a tensor."""
+        self._weights |= zip(rows, joined.split_with_sizes([*rows.values()]), strict=True)
+        return joined
 
     def release(self) -> None:
         """Free the memory of the weights, until `restore`."""
@@ -161,14 +167,11 @@ class CausalLM:
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
-    def restore(self, path: Path, on_file: Callable[[], None]) -> None:
-        """Take the memory back, with the weights of a Hugging Face folder. Raises RuntimeError if there is
-        not enough memory, and a ConfigError if the folder does not have them any more."""
+    def restore(self, path: Path, on_file: Callable[[], None] = lambda: None) -> None:
+        """Take the memory, with the weights of a Hugging Face folder. Raises RuntimeError if there is not
+        enough memory, and a ConfigError if the folder does not have them."""
         for storage, size in self._storages.values():
             storage.resize_(size)
-        self._load_folder(path, on_file)
-
-    def _load_folder(self, path: Path, on_file: Callable[[], None] = lambda: None) -> None:
         tensors: dict[str, Tensor] = {}
         try:
             for file in weight_files(path):
@@ -182,12 +185,12 @@ class CausalLM:
         """[layers, 0, K, D], of the model's device and type."""
         return self._empty(self._config.num_hidden_layers, 0, self._heads[1], self._head_dim)
 
+    @cached_property
     def why_no_varlen(self) -> str:
         """Why this device does not compute `VarlenAttention` of the model's heads; empty if it does."""
         q, k = (self._empty(1, heads, self._head_dim) for heads in self._heads)
-        slots = torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32, device=self.device)
         try:
-            VarlenAttention((), slots, slots, (1, 1)).attend(q, k, k)
+            VarlenAttention.of((k,), torch.zeros(1, device=self.device), [((0, 1), range(1))]).attend(q, k, k)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         return ""
@@ -195,29 +198,10 @@ class CausalLM:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self._dtype)
 
-    def _matrix(self, num_out: int, num_in: int) -> Matrix:
-        weight = self._empty(num_out, num_in)
-        # Without a copy [in, out] is the faster layout for few rows.
-        return Matrix(weight if _has_copy(weight) else self._empty(num_in, num_out).T)
-
     def _matrices(self) -> Iterator[Matrix]:
         for layer in self._layers:
             yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
         yield self._head
-
-    def _empty_layer(self) -> Layer:
-        config, dim, num_rotated = self._config, self._head_dim, sum(self._heads)
-        hidden, qkv_size = config.hidden_size, (num_rotated + self._heads[1]) * dim
-        return Layer(
-            input_norm=self._empty(hidden),
-            qkv=self._matrix(qkv_size, hidden),
-            qkv_bias=self._empty(qkv_size) if config.model_type == "qwen2" else None,
-            qk_norm=self._empty(num_rotated, dim) if config.model_type == "qwen3" else None,
-            out=self._matrix(hidden, self._heads[0] * dim),
-            post_norm=self._empty(hidden),
-            gate_up=self._matrix(2 * config.intermediate_size, hidden),
-            down=self._matrix(hidden, config.intermediate_size),
-        )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite all weights, in place, from a Hugging Face state dict. Raises ValueError if a tensor is
@@ -236,24 +220,38 @@ class CausalLM:
         """Return what is added to matrices: scale B A for each adapted weight. Raises a ValueError if it is
         of no linear layer of this model, or of another shape, or a B is missing. `tensors`: A [rank, in] and
         B [out, rank], named as in drivers/trainer/adapter.py."""
-        suffix, joined = ".lora_A.weight", defaultdict[int, list[tuple[int, Tensor, Tensor]]](list)
-        for layer in (name.removesuffix(suffix) for name in tensors if name.endswith(suffix)):
-            a, b = tensors[f"{layer}{suffix}"], tensors.get(f"{layer}.lora_B.weight")
-            weight = self._weights.get(f"{layer}.weight") if layer.endswith("_proj") else None
-            if weight is None or b is None or (*weight.shape, len(a)) != (len(b), a.shape[1], b.shape[1]):
+        suffix_a, suffix_b = ".lora_A.weight", ".lora_B.weight"
+        layers = {name.removesuffix(suffix_a) for name in tensors if name.endswith(suffix_a)}
+        matrices, factors = list(self._matrices()), dict[Matrix, tuple[Tensor, Tensor]]()
+        shapes = {each: (num, m.weight.shape[1]) for m in matrices for each, num in m.rows.items()}
+        for layer in layers:
+            a, b = tensors[layer + suffix_a], tensors.get(layer + suffix_b)
+            if b is None or (*shapes.get(layer, ()), len(a)) != (len(b), a.shape[1], b.shape[1]):
                 raise ValueError(f"the adapter of {layer} is incomplete or of another model")
-            joined[_storage(weight)].append((weight.storage_offset() // weight.stride(0), a, scale * b))
-        matrices = (matrix for matrix in self._matrices() if _storage(matrix.weight) in joined)
-        return {matrix: self._factors(matrix, joined[_storage(matrix.weight)]) for matrix in matrices}
+        for matrix in matrices:
+            if own := [layer for layer in matrix.rows if layer in layers]:
+                a = torch.cat([tensors[layer + suffix_a] for layer in own])
+                nothing = {layer + suffix_b: a.new_empty(num, 0) for layer, num in matrix.rows.items()}
+                parts = [tensors.get(name, none) for name, none in nothing.items()]
+                b = scale * torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+                a, b = (factor.T.to(self.device, self._dtype).contiguous() for factor in (a, b))
+                factors[matrix] = a, b
+        return factors
 
-    def _factors(self, matrix: Matrix, parts: list[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Join those of the layers of a matrix. `parts`: the first row of each layer, its A and its B."""
-        a, start = torch.cat([a for _, a, _ in parts]), 0
-        joined = a.new_zeros(len(matrix.weight), len(a))
-        for row, _, b in parts:
-            joined[row : row + len(b), start : (start := start + b.shape[1])] = b
-        a, b = (factor.T.to(self.device, self._dtype).contiguous() for factor in (a, joined))
-        return a, b
+    def read(
+        self,
+        pieces: abc.Sequence[Tensor],
+        parts: abc.Sequence["Extent"],
+        ids: Tensor,
+        adapted: Adapted = (),
+    ) -> Tensor:
+        """Read tokens of sequences, [T] int64, and write their keys and values into slots of pieces. Returns
+        the residual stream, [T, hidden]."""
+        positions = [position for _, new in parts for position in new]
+        places = [start + position for (start, _), new in parts for position in new]
+        on = on_device([positions, places], self.device)
+        attention = SdpaAttention if self.why_no_varlen else VarlenAttention.of
+        return self.forward(ids, on[0], attention(pieces, on[1], parts), adapted)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: "Attention", adapted: Adapted = ()) -> Tensor:
         """The residual stream after the last block, [T, hidden], for int64 ids and positions, both [T]."""
@@ -295,28 +293,6 @@ def check_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) 
         raise ValueError(f"{num} weights are missing or of another shape: {named}")
 
 
-def _storage(weight: Tensor) -> int:
-    return weight.untyped_storage().data_ptr()
-
-
-def _head_dim(config: PreTrainedConfig) -> int:
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
-
-
-def _rotations(config: PreTrainedConfig, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of the rotary embedding, both [max_tokens, 1, D]."""
-    rope: dict[str, Any] = config.rope_parameters
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.float32) / _head_dim(config)
-        frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
-    else:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    angles = torch.arange(max_tokens)[:, None, None] * frequencies.float()
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
 @dataclass(slots=True)
 class Attention:
     """Attention of a call over slots of the cache, where it writes keys and values of the call first.
@@ -341,60 +317,51 @@ Extent = tuple[Slot, range]
 """Tokens of a sequence: its slot, and their positions in the sequence."""
 
 
-@dataclass(slots=True)
-class PrefillAttention(Attention):
-    """Causal attention of parts of sequences, one after another without padding, each to its own slot."""
-
-    parts: abc.Sequence[Extent]
-
-    @override
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        outs = []
-        queries = q.split_with_sizes([len(own) for _, own in self.parts])
-        for ((start, _), own), rows in zip(self.parts, queries, strict=True):
-            end, mask = start + own.stop, None
-            query, key, value = (x.transpose(0, 1)[None] for x in (rows, keys[start:end], values[start:end]))
-            if own.start:
-                mask = torch.ones(len(own), own.stop, dtype=torch.bool, device=q.device).tril(own.start)
-            fused = for_fused_attention(query, key, value)
-            out = F.scaled_dot_product_attention(query, *fused, mask, is_causal=mask is None, enable_gqa=True)
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
-
-
-class DecodeAttention(Attention):
-    """One new position for each of T sequences. Those whose slots of one capacity follow one another are
-    computed together."""
+class SdpaAttention(Attention):
+    """Causal attention by torch's scaled_dot_product_attention. Sequences with one new token each, whose
+    slots of one capacity follow one another, are computed together; others one after another."""
 
     def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Extent]) -> None:
         super().__init__(pieces, places)
-        self._runs: list[tuple[slice, Slot, int, Tensor | None]] = []
-        first = 0
-        for end in range(1, len(parts) + 1):
-            slot = start, capacity = parts[first][0]
-            if end < len(parts) and parts[end][0] == (start + (end - first) * capacity, capacity):
-                continue
-            lengths, mask = [own.stop for _, own in parts[first:end]], None
-            if min(lengths) < (longest := max(lengths)):
-                used = on_device(lengths, places.device)[:, None, None, None]
-                beyond = torch.arange(longest, device=places.device) >= used
+        self._runs: list[tuple[slice, Slot, int, int, Tensor | None]] = []
+        row = 0
+        for _, numbered in groupby(enumerate(parts), _neighbours):
+            slots, news = zip(*(part for _, part in numbered), strict=True)
+            (start, capacity), new, mask = slots[0], news[0], None
+            lengths, rows = [own.stop for own in news], slice(row, row := row + len(news) * len(new))
+            longest = max(lengths)
+            if (len(new) == 1 and min(lengths) < longest) or (len(new) > 1 and new.start):
+                starts = torch.arange(start, start + len(news) * capacity, capacity, device=places.device)
+                positions = (places[rows].view(len(news), -1) - starts[:, None])[:, None, :, None]
+                beyond = torch.arange(longest, device=places.device) > positions
                 zeros = pieces[0].new_zeros(beyond.shape)
-                mask = zeros.masked_fill_(beyond, float("-inf"))  # [n, 1, 1, longest]
-            self._runs.append((slice(first, end), slot, longest, mask))
-            first = end
+                mask = zeros.masked_fill_(beyond, float("-inf"))  # [sequences, 1, new tokens, longest]
+            self._runs.append((rows, slots[0], len(news), longest, mask))
 
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         _, num_kv, dim = keys.shape
         outs = []
-        for rows, (start, capacity), longest, mask in self._runs:
-            # The query heads that share a key-value head are passed as several queries of one head.
-            query = q[rows].view(-1, num_kv, q.shape[1] // num_kv, dim)
-            of_run = slice(start, start + len(query) * capacity)
-            key, value = (x[of_run].view(-1, capacity, num_kv, dim)[:, :longest] for x in (keys, values))
+        for rows, (start, capacity), num, longest, mask in self._runs:
+            query, slots = q[rows], slice(start, start + num * capacity)
+            key, value = (x[slots].view(num, capacity, num_kv, dim)[:, :longest] for x in (keys, values))
             key, value = key.transpose(1, 2), value.transpose(1, 2)
-            outs.append(F.scaled_dot_product_attention(query, key, value, mask).flatten(1, 2))
+            if len(query) == num:
+                # The query heads that share a key-value head are passed as several queries of one head.
+                query = query.view(num, num_kv, -1, dim)
+                outs.append(F.scaled_dot_product_attention(query, key, value, mask).flatten(1, 2))
+            else:
+                query, causal = query.transpose(0, 1)[None], mask is None
+                fused = for_fused_attention(query, key, value)
+                out = F.scaled_dot_product_attention(query, *fused, mask, is_causal=causal, enable_gqa=True)
+                outs.append(out[0].transpose(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _neighbours(numbered: tuple[int, Extent]) -> Slot | int:
+    """Equal for neighbouring slots of one capacity with one new token each."""
+    number, ((start, capacity), new) = numbered
+    return (start - number * capacity, capacity) if len(new) == 1 else number
 
 
 @dataclass(slots=True)
@@ -405,6 +372,14 @@ class VarlenAttention(Attention):
 
     slots: Tensor
     longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Extent]) -> "Attention":
+        """That of tokens as the host knows them."""
+        rows, lengths = [len(new) for _, new in parts], [new.stop for _, new in parts]
+        starts = [*(start for (start, _), _ in parts), len(pieces[0])]
+        slots = [starts, [*lengths, 0], [0, *accumulate(rows)]]
+        return cls(pieces, places, on_device(slots, places.device).int(), (max(rows), max(lengths)))
 
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

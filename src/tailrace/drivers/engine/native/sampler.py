@@ -6,6 +6,7 @@ the tokens of a request do not depend on the other requests of a batch, the repl
 computed on the device of the logits.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,7 +84,11 @@ def draw(
     most = logits.amax(-1, keepdim=True)
     weights = (logits - most).exp_()
     log_total = most + weights.sum(-1, keepdim=True).log_()
-    for (top_k, top_p), numbers in _rows_by_truncation(sampling).items():
+    truncated = defaultdict[tuple[int, float], list[int]](list)
+    for row, each in enumerate(sampling):
+        if each.top_k > 0 or each.top_p < 1.0:
+            truncated[each.top_k, each.top_p].append(row)
+    for (top_k, top_p), numbers in truncated.items():
         rows = on_device(numbers, device)
         weights[rows] = _truncate(weights[rows], top_k, top_p)
     ids = _choose_in_blocks(weights, uniforms[:, None])
@@ -123,24 +128,14 @@ def _choose(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return ids, within.clamp_(0.0, 1.0 - 2.0**-53)
 
 
-def _rows_by_truncation(sampling: Sequence[SamplingParams]) -> dict[tuple[int, float], list[int]]:
-    found: dict[tuple[int, float], list[int]] = {}
-    for row, each in enumerate(sampling):
-        if each.top_k > 0 or each.top_p < 1.0:
-            found.setdefault((each.top_k, each.top_p), []).append(row)
-    return found
-
-
-def _truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all tokens that top_k or top_p exclude."""
-    if 0 < top_k < probs.shape[-1]:
-        probs = probs.masked_fill(probs < probs.topk(top_k).values[:, -1:], 0.0)
-    return _nucleus(probs, top_p) if top_p < 1.0 else probs
-
-
-def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Zero all but the likeliest tokens that together reach top_p (Holtzman et al. 2020)."""
-    ranked, order = probs.sort(stable=True, dim=-1, descending=True)
-    before = ranked.cumsum(-1) - ranked
-    ranked.masked_fill_(before >= top_p * ranked.sum(-1, keepdim=True), 0.0)
-    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+def _truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zero all tokens but the likeliest: top_k of them (0: all), and of these as many as together reach top_p
+    (Holtzman et al. 2020)."""
+    if 0 < top_k < weights.shape[-1]:
+        weights = weights.masked_fill(weights < weights.topk(top_k).values[:, -1:], 0.0)
+    if top_p < 1.0:
+        ranked, order = weights.sort(stable=True, dim=-1, descending=True)
+        before = ranked.cumsum(-1) - ranked
+        ranked.masked_fill_(before >= top_p * ranked.sum(-1, keepdim=True), 0.0)
+        weights = torch.zeros_like(weights).scatter_(-1, order, ranked)
+    return weights

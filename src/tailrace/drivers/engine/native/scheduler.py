@@ -5,7 +5,7 @@ admission. A context that is longer than a step may compute is computed in parts
 the others; those that came later wait for it.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -40,22 +40,19 @@ class Scheduler:
 
     def __init__(self, cache: Cache | States, settings: NativeEngineSettings) -> None:
         self.cache = cache
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
         self.num_preempted = 0
         self.partial: Sequence | None = None
         """The last one that runs, if only a part of its context, `_num_filled` positions, is in the cache."""
         self._num_filled = 0
         self._settings = settings
-        self._ids: set[str] = set()
-        """Ids of all sequences that wait or run."""
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence to the waiting ones. Raises ValueError if one with its id waits or runs."""
-        if sequence.id in self._ids:
+        if sequence.id in self.waiting or sequence.id in self.running:
             raise ValueError(f"request {sequence.id!r} is already being served; abort it first")
-        self._ids.add(sequence.id)
-        self.waiting.append(sequence)
+        self.waiting[sequence.id] = sequence
 
     def admit(self, version_of: Callable[[Sequence], int]) -> list[Admitted]:
         """Give slots to waiting sequences, up to the limits on sequences, cache and prefill. The weights of
@@ -67,7 +64,7 @@ class Scheduler:
             admissions[version_of(sequence), (*sequence.context,)] = Admitted([sequence], None, part)
             budget -= len(part)
         while self.waiting and not self.partial and len(self.running) < self._settings.max_num_seqs:
-            sequence = self.waiting[0]
+            sequence = next(iter(self.waiting.values()))
             if not self.cache.has_room(sequence):
                 break
             resumed, version = self.cache.resume(sequence), version_of(sequence)
@@ -84,7 +81,7 @@ class Scheduler:
                     admission = admissions[context] = Admitted([], sibling, part)
                 self.cache.add(sequence)
                 admission.sequences.append(sequence)
-            self.waiting.popleft()
+            del self.waiting[sequence.id]
             sequence.prompt_version = None if resumed else version
             self.running[sequence.id] = sequence
         return list(admissions.values())
@@ -110,13 +107,18 @@ class Scheduler:
 
     def _unschedule(self, sequence: Sequence) -> None:
         self.cache.remove(self._stopped(sequence))
-        self.waiting.appendleft(sequence)
+        self.waiting[sequence.id] = sequence
+        self.waiting.move_to_end(sequence.id, last=False)
 
     def _stopped(self, sequence: Sequence) -> Sequence:
         del self.running[sequence.id]
         if sequence is self.partial:
             self.partial, self._num_filled = None, 0
         return sequence
+
+    def sequences(self) -> list[Sequence]:
+        """All sequences that run or wait."""
+        return [*self.running.values(), *self.waiting.values()]
 
     def renew(self, *, keep: bool) -> None:
         """Let sequences without a pin wait again, in order, so that new weights compute their contexts.
@@ -129,19 +131,12 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence."""
-        self._ids.remove(sequence.id)
         self.cache.remove(self._stopped(sequence))
 
     def abort(self, id: str) -> Sequence | None:
         """Remove a sequence and suspend its keys and values; None if there is none with this id."""
-        waiting = (each for each in self.waiting if each.id == id)
-        if (sequence := self.running.get(id) or next(waiting, None)) is None:
-            return None
-        self._ids.remove(id)
-        if id not in self.running:
-            self.waiting.remove(sequence)
-        elif sequence is self.partial:
-            self.cache.remove(self._stopped(sequence))
-        else:
-            self.cache.suspend(self._stopped(sequence))
+        if (sequence := self.running.get(id)) is None:
+            return self.waiting.pop(id, None)
+        leave = self.cache.remove if sequence is self.partial else self.cache.suspend
+        leave(self._stopped(sequence))
         return sequence

@@ -1,7 +1,6 @@
 """Models that the embedded engine can run. Imports no torch."""
 
 from pathlib import Path
-from typing import Any
 
 from tailrace.model_folder import check_files, folder_error, read_config, rope_section
 
@@ -25,12 +24,8 @@ def check_model(path: Path) -> None:
 def not_fused(path: Path) -> str:
     """The first feature of the model that `CausalLM` does not compute, in words; empty: it computes all.
     Raises as `read_config`."""
-    return next(iter(_unsupported(read_config(path))), "")
-
-
-def _unsupported(config: dict[str, Any]) -> list[str]:
-    model_type = config.get("model_type")
-    rope = rope_section(config)
+    config = read_config(path)
+    model_type, rope = config.get("model_type"), rope_section(config)
     rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
     windowed = config.get("use_sliding_window", model_type == "mistral")
     found = {
@@ -41,4 +36,4 @@ def _unsupported(config: dict[str, Any]) -> list[str]:
         "attention_bias": model_type != "qwen2" and config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
     }
-    return [feature for feature, present in found.items() if present]
+    return next((feature for feature, present in found.items() if present), "")
