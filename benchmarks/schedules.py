@@ -33,8 +33,8 @@ not repeated; the planner always is.
 
 --race asks only the first question, of the bounds 1 and 3. A candidate is left out if it is predicted, as the
 planner does, to take 1.1 times as long as another one of its schedule. Results accumulate in FILE
-(results/race-SEED.json): a cluster that it has is not measured again, but for the schedules that --only
-names, separated by ";".
+(results/race-SEED.json): what it has of a cluster is not measured again. --only names schedules, separated
+by ";"; those that a cluster lacks are measured.
 """
 
 import math
@@ -489,12 +489,13 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
     if unknown := {*only} - {*SCHEDULES, *OURS}:
         raise SystemExit(f"--only {';'.join(unknown)}: there is no such schedule")
     for each in range(number):
-        if each < len(found) and not only:
+        names = [name for name in only if each >= len(found) or name not in found[each][f"lag {max(RACED)}"]]
+        if each < len(found) and not names:
             continue
         words, problem = fitting(each, seed)
         if each < len(found) and found[each]["cluster"] != words:
             raise SystemExit(f"{path}: set-up {each} is {found[each]['cluster']}, not {words}; name another")
-        classes = fastest(problem, only)
+        classes = fastest(problem, names)
         if each < len(found):
             classes = {name: found[each][name] | classes[name] for name in classes}
         found[each:] = [{"cluster": words, **classes}, *found[each + 1 :]]
