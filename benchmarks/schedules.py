@@ -489,7 +489,8 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
     if unknown := {*only} - {*SCHEDULES, *OURS}:
         raise SystemExit(f"--only {';'.join(unknown)}: there is no such schedule")
     for each in range(number):
-        names = [name for name in only if each >= len(found) or name not in found[each][f"lag {max(RACED)}"]]
+        known = found[each].get(f"lag {max(RACED)}", {}) if each < len(found) else {}
+        names = [name for name in only if name not in known]
         if each < len(found) and not names:
             continue
         words, problem = fitting(each, seed)
