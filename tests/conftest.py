@@ -1,11 +1,11 @@
-"""Which tests are slow, which files begin first, what was imported to collect them, and how many examples
-hypothesis draws.
+"""Which tests are slow, which files begin first, what was imported to collect them, what garbage collection
+skips, and how many examples hypothesis draws.
 
 Its presence lets the tests import the helpers that stand beside it.
 """
 
+import gc
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import pytest
 from helpers.small_run import write_small_run
 
 TESTS = Path(__file__).parent
-SLOW = ("benchmarks", "reproductions")
+SLOW = ("benchmarks/", "reproductions/")
 """Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
 LONG = (
+    "ledger/test_books_close.py",
     "drivers/commands/test_train.py",
     "drivers/workers/test_transports.py",
     "drivers/workers/test_process.py",
@@ -38,7 +39,6 @@ LONG = (
     "drivers/commands/test_failing_runs.py",
     "extras/diagnose/test_diagnose.py",
     "rollout/test_members.py",
-    "ledger/test_books_close.py",
 )
 """Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one
 that began last would leave the other core idle."""
@@ -47,7 +47,6 @@ with suppress(ModuleNotFoundError):  # `make install-check` has pytest alone
     from hypothesis import settings
 
     settings.register_profile("few", max_examples=60)
-    settings.register_profile("many", max_examples=300)
     settings.load_profile("few")
 
 
@@ -56,18 +55,16 @@ IMPORTED = pytest.StashKey[frozenset[str]]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[IMPORTED] = frozenset(sys.modules)
+    gc.freeze()  # the modules and the tests live to the end: each full collection would visit them again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = {path: path.relative_to(TESTS).as_posix() for path in {item.path for item in items}}
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in SLOW:
+        if names[item.path].startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-    items.sort(key=place)
-
-
-def place(item: pytest.Item, long: Sequence[str] = LONG) -> int:
-    name = item.path.relative_to(TESTS).as_posix()
-    return long.index(name) if name in long else len(long)
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(names[item.path], len(LONG)))
 
 
 @pytest.fixture

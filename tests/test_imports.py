@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -120,7 +121,13 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+LINES = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax of every module. They are not parsed to collect the tests."""
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def names_imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -148,9 +155,11 @@ def room_of(module: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first in ("drivers", "extras") else first
 
 
-EDGES = sorted({(name, other) for name, tree in TREES.items() for other in modules_imported(ast.walk(tree))})
-"""Every import between two files, those inside functions included."""
-LINES = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+@cache
+def edges() -> list[tuple[str, str]]:
+    """Every import between two files, those inside functions included."""
+    found = {(name, other) for name, tree in trees().items() for other in modules_imported(ast.walk(tree))}
+    return sorted(found)
 
 
 def is_inside(module: str, allowed: str) -> bool:
@@ -164,7 +173,7 @@ def lines_reached(roots: Iterable[str]) -> int:
         name = left.pop()
         if name not in reached:
             reached.add(name)
-            left += [other for importer, other in EDGES if importer == name]
+            left += [other for importer, other in edges() if importer == name]
     return sum(LINES[name] for name in reached)
 
 
@@ -177,14 +186,14 @@ def test_a_room_imports_only_what_its_table_allows(room: str) -> None:
     allowed = GROUND | ROOMS.get(room, set()) | {room}
     forbidden = {
         (importer, other)
-        for importer, other in EDGES
+        for importer, other in edges()
         if room_of(importer) == room and room_of(other) not in allowed
     }
     assert forbidden - KNOWN_PRODUCTS == set()
 
 
 def test_the_heart_and_the_drivers_import_no_product_but_the_known_ones() -> None:
-    found = {(importer, other) for importer, other in EDGES if room_of(other) in EXTRAS}
+    found = {(importer, other) for importer, other in edges() if room_of(other) in EXTRAS}
     assert {edge for edge in found if room_of(edge[0]) not in EXTRAS} == KNOWN_PRODUCTS
 
 
@@ -192,7 +201,7 @@ def test_the_heart_and_the_drivers_import_no_product_but_the_known_ones() -> Non
 def test_a_kind_of_this_package_is_a_class_of_it(kind: str) -> None:
     """Kinds are named by strings, which no type checker reads."""
     module, _, name = BUILT_IN[kind].partition(":")
-    assert name in set(types_defined(TREES[module.removeprefix("tailrace.")]))
+    assert name in set(types_defined(trees()[module.removeprefix("tailrace.")]))
 
 
 def test_the_rooms_have_an_order() -> None:
@@ -202,7 +211,7 @@ def test_the_rooms_have_an_order() -> None:
 def test_no_file_imports_itself_through_others() -> None:
     """Imports inside functions count, too."""
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
-    for importer, other in EDGES:
+    for importer, other in edges():
         graph[importer].add(other)
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
 
@@ -242,7 +251,7 @@ def questions_after_a_kind(tree: ast.Module) -> Iterator[int]:
 
 
 def test_what_a_kind_knows_is_asked_of_the_kind_and_not_of_its_class() -> None:
-    found = {name: lines for name, tree in TREES.items() if (lines := [*questions_after_a_kind(tree)])}
+    found = {name: lines for name, tree in trees().items() if (lines := [*questions_after_a_kind(tree)])}
     assert sum(map(len, found.values())) <= MAX_QUESTIONS, found
 
 
@@ -255,7 +264,7 @@ def test_pytorch_is_the_only_compiler() -> None:
     compilers = {"numba", "llvmlite", "cython", "jax", "triton"}
     found = {
         (name, top)
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for top in (each.partition(".")[0] for each in names_imported(ast.walk(tree)))
         if top in compilers
     }
@@ -265,11 +274,13 @@ def test_pytorch_is_the_only_compiler() -> None:
 def test_only_workers_on_a_cluster_import_ray() -> None:
     importers = {
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if "ray" in {each.partition(".")[0] for each in names_imported(ast.walk(tree))}
     }
     assert importers == {"extras.cluster.ray"}
-    assert {importer for importer, other in EDGES if other == "extras.cluster.ray"} == {"extras.cluster.kind"}
+    assert {importer for importer, other in edges() if other == "extras.cluster.ray"} == {
+        "extras.cluster.kind"
+    }
 
 
 def test_the_architecture_page_names_every_room_and_every_root_file() -> None:
@@ -311,5 +322,5 @@ def types_defined(tree: ast.Module) -> Iterator[str]:
 
 
 def test_a_class_or_type_alias_has_a_name_of_its_own_in_the_package() -> None:
-    defined = Counter(name for tree in TREES.values() for name in types_defined(tree) if not name.isupper())
+    defined = Counter(name for tree in trees().values() for name in types_defined(tree) if not name.isupper())
     assert {name for name, count in defined.items() if count > 1} == set()

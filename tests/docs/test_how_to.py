@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.page_runs import DOCS, commands, indented, run, run_commands, write_files
+from helpers.page_runs import DOCS, commands, indented, run_here, write_files
 
 YOUR_OWN_RUN = "start/your-own-run.md"
 PAGES = [
@@ -60,23 +60,24 @@ max_tokens = 1024
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("how_to")
     write_files(YOUR_OWN_RUN, folder)
-    run(folder, "-m", "tailrace.cli", "train", "run.toml", "--output-dir", "runs/first")
+    run_here(folder, "train run.toml --output-dir runs/first")
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_in_their_order(folder: Path, page: str) -> None:
-    run_commands(page, folder)
+    for command in commands(page):
+        run_here(folder, command)
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_first_run_run_in_their_order(tmp_path: Path) -> None:
     first, *others = commands("start/first-run.md")
     assert first == "quickstart --output-dir runs/quickstart"
-    run(tmp_path, "-m", "tailrace.cli", *first.split(), "--run.rounds", "2")
+    run_here(tmp_path, f"{first} --run.rounds 2")
     for command in others:
-        run(tmp_path, "-m", "tailrace.cli", *command.split())
+        run_here(tmp_path, command)
     summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
     assert summary["rounds"] == 2
 
@@ -86,8 +87,7 @@ def test_the_indented_commands_of_the_planner_s_page_run_in_their_order(folder: 
     (folder / "cluster.toml").write_text(CLUSTER)
     for command in indented("how-to/plan-a-cluster.md"):
         if command not in ELSEWHERE:
-            words = command.replace("runs/one", "runs/first").replace("LOG", "runs/first").split()
-            run(folder, "-m", "tailrace.cli", *words)
+            run_here(folder, command.replace("runs/one", "runs/first").replace("LOG", "runs/first"))
     assert (folder / "planned.toml").exists() and (folder / "fitted.toml").exists()
 
 
@@ -101,7 +101,7 @@ def test_the_schedule_of_the_page_is_simulated_and_trained(folder: Path) -> None
         .replace("groups_per_round = 4\n", "")
     )
     for command in indented("how-to/write-a-schedule.md"):
-        run(folder, "-m", "tailrace.cli", *command.replace("run.toml", "mine.toml").split())
+        run_here(folder, command.replace("run.toml", "mine.toml"))
 
 
 def test_each_indented_command_is_run_or_has_a_reason() -> None:

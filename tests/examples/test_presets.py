@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import datasets
 import pytest
 
 from helpers.page_runs import save_model
@@ -32,6 +31,8 @@ SOLVED = [
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
     """Both examples beside the data in the form in which `save_to_disk` leaves them."""
+    import datasets  # most of a second, which other processes of the tests need not spend
+
     for name in MODELS:
         shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("rows"))
     split = datasets.Dataset.from_list(SOLVED * 8)

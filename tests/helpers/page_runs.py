@@ -6,11 +6,14 @@ Only sizes are changed: the model is a tiny random one with a BPE tokenizer, and
 import re
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tailrace.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = {
@@ -113,7 +116,7 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def run_commands(page: str, folder: Path) -> None:
-    """Run the commands of a page in their order."""
-    for command in commands(page):
-        run(folder, "-m", "tailrace.cli", *command.split())
+def run_here(folder: Path, command: str) -> None:
+    """Run a command in a folder, in this process, whose fork server has imported torch already."""
+    with chdir(folder):
+        assert main(command.split()) == 0, command

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -209,8 +210,12 @@ WRITES = st.sampled_from([0.0, 0.2, 1.0])
 """Seconds in which a checkpoint is written."""
 
 
-@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS, WRITES)
+FIXED = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+drawn = given(schedules(), RUNS, ALGORITHMS, WORLDS, DEATHS, KILLS, BOOKS, WRITES)
+
+
+@FIXED
+@drawn
 def test_the_books_close_in_every_world(
     schedule: partial,  # type: ignore[type-arg]
     run: RunSettings,
@@ -223,7 +228,7 @@ def test_the_books_close_in_every_world(
 ) -> None:
     if schedule.keywords.get("response_speculation", 1.0) > 1 or algorithm.filter != "none":
         run = change(run, groups=GroupSettings())  # its groups are races; or it filters those of one member
-    drawn: dict[int, int] = {}
+    lives: dict[int, int] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kill in [*kills, None]:
@@ -244,7 +249,7 @@ def test_the_books_close_in_every_world(
             assert regenerated(outcome.events) == []
             books = read_ledger(book.store)
             assert set(books.groups) == set(range(books.run.num_drawn)), "a prompt was lost"
-            assert drawn.items() <= (drawn := _lives_of(books)).items(), "a prompt was drawn twice"
+            assert lives.items() <= (lives := _lives_of(books)).items(), "a prompt was drawn twice"
             if schedule.func.__name__ in ON_POLICY:
                 _check_on_policy(outcome, books)
             if schedule.func.__name__ in PINNED:
@@ -263,6 +268,11 @@ def test_the_books_close_in_every_world(
     assert isinstance(witness, Witness)
     trained = [training.id for training in books.trainings.values() if training.undone is None]
     assert sorted(trained) == sorted(witness.trained)
+
+
+test_the_books_close_in_hundreds_of_worlds = pytest.mark.slow(
+    settings(FIXED, max_examples=300)(drawn(test_the_books_close_in_every_world.hypothesis.inner_test))
+)
 
 
 class Witness(SlowDisk):

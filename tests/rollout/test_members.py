@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from scipy.stats import qmc
 
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Book, Outcome, change, simulate, worlds
 from tailrace.config import RunConfig, config_of
@@ -72,6 +71,8 @@ def share_of_first_below(law: Law, k: int, tokens: float) -> float:
 
 @cache
 def quantiles() -> Any:
+    from scipy.stats import qmc  # half a second, which other processes of the tests need not spend
+
     return qmc.Sobol(d=12, scramble=True, seed=0).random(PAIRS)
 
 

@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hub_server import TOKEN, HubServer, hub_server
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
+from huggingface_hub.utils import disable_progress_bars
 
 from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
@@ -18,6 +19,10 @@ from tailrace.cli import main
 from tailrace.config import RunConfig
 from tailrace.drivers.commands.intervals import wilson
 from tailrace.extras.hub.card import base_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of httpx
+Push = Callable[..., tuple[int, str, str]]
+"""The exit code, and what was printed on both streams."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,22 @@ def push(run: Path, endpoint: str, *words: str, token: str = TOKEN) -> "subproce
     mine |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [sys.executable, "-m", "tailrace.cli", "push", str(run), *(words or ("me/sums",))]
     return subprocess.run(command, env=os.environ | mine, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def push_here(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Push:
+    """In this process, with what huggingface_hub has read of its environment."""
+    disable_progress_bars()
+
+    def push_here(endpoint: str, *words: str, token: str = TOKEN) -> tuple[int, str, str]:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run.parent / "hf" / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", token)
+        code = main(["push", str(run), *(words or ("me/sums",))])
+        return code, *capsys.readouterr()
+
+    return push_here
 
 
 def test_a_model_and_its_card_come_to_the_hub_in_one_commit(run: Path, hub: HubServer) -> None:
@@ -65,14 +86,14 @@ def test_a_model_and_its_card_come_to_the_hub_in_one_commit(run: Path, hub: HubS
     assert 'name = "rolloutpipe"' in card.text and str(run.parent) not in card.text
 
 
-def test_pushing_again_changes_the_same_repository(run: Path, hub: HubServer) -> None:
-    assert [push(run, hub.url).returncode for _ in range(2)] == [0, 0]
+def test_pushing_again_changes_the_same_repository(hub: HubServer, push_here: Push) -> None:
+    assert [push_here(hub.url)[0] for _ in range(2)] == [0, 0]
     assert (hub.commits, len(hub.objects), set(hub.repos)) == (2, 1, {"me/sums"})
 
 
-def test_the_card_is_shown_without_a_hub(run: Path) -> None:
-    done = push(run, "http://127.0.0.1:9", "me/sums", "--dry-run", token="")
-    assert done.returncode == 0 and done.stdout.startswith("---\n") and "# sums\n" in done.stdout
+def test_the_card_is_shown_without_a_hub(push_here: Push) -> None:
+    code, out, _ = push_here("http://127.0.0.1:9", "me/sums", "--dry-run", token="")
+    assert code == 0 and out.startswith("---\n") and "# sums\n" in out
 
 
 @pytest.mark.parametrize(
@@ -102,20 +123,20 @@ def test_the_card_is_shown_without_a_hub(run: Path) -> None:
     ids=["no token", "wrong token", "repository", "commit", "weights"],
 )
 def test_a_hub_that_refuses_is_one_message(
-    run: Path, hub: HubServer, refuses: tuple[str, int] | None, token: str, code: int, problem: str
+    hub: HubServer, push_here: Push, refuses: tuple[str, int] | None, token: str, code: int, problem: str
 ) -> None:
     hub.refuses = refuses
-    done = push(run, hub.url, token=token)
-    assert done.returncode == code and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    ended, out, err = push_here(hub.url, token=token)
+    assert ended == code and out == ""
+    (line,) = err.splitlines()
     assert re.search(problem, line)
     assert hub.repos.get("me/sums", {}) == {}
 
 
-def test_a_hub_that_cannot_be_reached_is_one_message(run: Path) -> None:
-    done = push(run, "http://127.0.0.1:9")
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1
+def test_a_hub_that_cannot_be_reached_is_one_message(push_here: Push) -> None:
+    code, _, err = push_here("http://127.0.0.1:9")
+    (line,) = err.splitlines()
+    assert code == 1
     assert "me/sums: http://127.0.0.1:9 cannot be reached (" in line and "check the network" in line
 
 

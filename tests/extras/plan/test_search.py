@@ -9,7 +9,7 @@ from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.candidates import Candidate, Work
 from tailrace.extras.plan.plan import Floor, Measured, Problem
-from tailrace.extras.plan.search import reasons, search
+from tailrace.extras.plan.search import Plan, reasons, search
 from tailrace.sim.settings import (
     SimClusterSettings,
     SimEngineSettings,
@@ -32,8 +32,12 @@ PROBLEM = Problem(
 )
 
 
-def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_the_count() -> None:
-    plan = search(PROBLEM)
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search(PROBLEM)
+
+
+def test_the_choice_is_the_fastest_of_all_candidates_and_nothing_is_lost_from_the_count(plan: Plan) -> None:
     sims, excluded = PROBLEM.candidates()
     measured = [PROBLEM.measure(candidate, sim, PROBLEM.steps) for candidate, sim in sims.items()]
     fair = [each for each in measured if abs(each.figures["length_bias"]) <= 0.02]
@@ -66,11 +70,11 @@ def test_a_limit_that_no_candidate_meets_says_how_many_it_excludes() -> None:
         search(problem)
 
 
-def test_the_whole_search_measures_every_candidate_over_all_steps() -> None:
+def test_the_whole_search_measures_every_candidate_over_all_steps(plan: Plan) -> None:
     told: list[str] = []
-    plan = search(replace(PROBLEM, progress=told.append), whole=True)
-    assert plan.pruned == 0 and len(told) == len(PROBLEM.candidates()[0])
-    assert plan.best.step_s == search(PROBLEM).best.step_s
+    whole = search(replace(PROBLEM, progress=told.append), whole=True)
+    assert whole.pruned == 0 and len(told) == len(PROBLEM.candidates()[0])
+    assert whole.best.step_s == plan.best.step_s
     assert "1 measured, best so far" in told[1] and "s left in this pass" in told[1]
 
 
@@ -79,9 +83,9 @@ def test_the_whole_search_measures_every_candidate_over_all_steps() -> None:
     [({"max_mean_lag": 0.3}, "lag_mean", -0.3), ({"min_ess": 0.9999}, "ess_mean", 0.9999)],
 )
 def test_a_limit_on_what_was_learnt_from_excludes_the_faster_candidates_above_it(
-    limit: dict[str, float], figure: str, least: float
+    plan: Plan, limit: dict[str, float], figure: str, least: float
 ) -> None:
-    free, limited = search(PROBLEM).best, search(replace(PROBLEM, **limit))  # type: ignore[arg-type]
+    free, limited = plan.best, search(replace(PROBLEM, **limit))  # type: ignore[arg-type]
     sign = -1 if least < 0 else 1
     assert sign * free.figures[figure] < least <= min(sign * each.figures[figure] for each in limited.ranking)
     assert free.step_s < limited.best.step_s

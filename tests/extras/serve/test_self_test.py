@@ -36,6 +36,12 @@ SAMPLING = SamplingSettings(max_completion_tokens=256)
 CONTEXT = 400
 DTYPES: tuple[DTYPE, ...] = ("float32", "bfloat16")
 every_pair = pytest.mark.parametrize(("served_dtype", "trained_dtype"), list(product(DTYPES, DTYPES)))
+faulty = pytest.mark.parametrize(
+    ("folder", "served_dtype"),
+    [("tiny", "float32"), ("tiny", "bfloat16"), ("smollm2", "bfloat16")],
+    indirect=["folder"],
+)
+"""Servers with a fault. In float32 the limits are narrow: the real model shows what the tiny one does."""
 
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
@@ -136,7 +142,7 @@ def without_a_tensor(model: PreTrainedModel) -> None:
     model.get_parameter("model.layers.1.self_attn.o_proj.weight").zero_()
 
 
-@pytest.mark.parametrize("served_dtype", DTYPES)
+@faulty
 @pytest.mark.parametrize("change", [another_seed, without_a_tensor])
 def test_a_server_with_other_weights_is_refused(
     servers: dict[DTYPE, str],
@@ -155,7 +161,7 @@ def test_a_server_with_other_weights_is_refused(
         checked(servers, served_dtype, folder, trainer(tmp_path))
 
 
-@pytest.mark.parametrize("served_dtype", DTYPES)
+@faulty
 def test_log_probs_at_another_temperature_are_refused(
     servers: dict[DTYPE, str], folder: Path, served_dtype: DTYPE
 ) -> None:
@@ -163,7 +169,7 @@ def test_log_probs_at_another_temperature_are_refused(
         checked(servers, served_dtype, folder, trainer(folder / "float32", temperature=0.8))
 
 
-@pytest.mark.parametrize("served_dtype", DTYPES)
+@faulty
 def test_log_probs_of_the_next_token_are_refused(
     servers: dict[DTYPE, str], folder: Path, served_dtype: DTYPE
 ) -> None:
