@@ -76,7 +76,13 @@ def test_another_model_gives_advantages_and_rewards_may_stand_beside_it(tmp_path
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [  # tests/rollout/test_reference_stage.py has every schedule in virtual time
+        pytest.param(name, marks=() if name in ("serial", "tailrace") else pytest.mark.slow)
+        for name in SCHEDULES
+    ],
+)
 def test_a_schedule_trains_on_the_log_probs_of_the_teacher_and_its_ledger_balances(
     schedule: str, tmp_path: Path, other: Path
 ) -> None:
