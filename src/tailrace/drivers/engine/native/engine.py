@@ -267,7 +267,11 @@ class NativeEngine:
             pieces = [piece.new_empty(len(ids), *piece.shape[1:]) for piece in self._cache.pieces]
             self._read(pieces, ids, range(num_prefix - 1))
             cold = self._logprobs_after(pieces, num_prefix, ids)
-            warm = self._logprobs_after(self._scored[cached], num_prefix, ids) if cached else cold
+            warm = cold
+            if cached:
+                both = zip(self._scored[cached], pieces, strict=True)
+                reused = [torch.cat((old[: num_prefix - 1], new[num_prefix - 1 :])) for old, new in both]
+                warm = self._logprobs_after(reused, num_prefix, ids)
         self._scored = {sequence: pieces}
         return warm, cold
 
