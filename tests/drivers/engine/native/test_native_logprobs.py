@@ -86,12 +86,13 @@ def test_bfloat16_stays_near_float32(make_engine, models):
 
 
 @pytest.mark.parametrize("num_prefix", [1, 5])
-def test_a_shorter_or_longer_sequence_is_scored_with_the_prefix_of_the_last_one(
+def test_a_shorter_or_longer_sequence_is_probed_with_the_prefix_of_the_last_one(
     make_engine, models, num_prefix
 ):
     engine, ids = make_engine(), random_ids(3, 40)
     for length in (20, 40, 12):
-        warm, cold = engine.score(ids[:length], num_prefix)
+        warm, cold = engine.probe(ids[:length], num_prefix)
+        assert engine.score(ids[:length], num_prefix) == cold
         expected = reference(models["qwen3"][1], ids[:num_prefix], ids[num_prefix:length])
         for logprobs in (warm, cold):
             torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)

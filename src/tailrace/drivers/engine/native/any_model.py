@@ -189,9 +189,12 @@ class AnyEngine(NativeEngine):
         return torch.stack([logits[each] for each in lengths])
 
     @override
-    def score(self, ids: Many[int], num_prefix: int) -> tuple[list[float], list[float]]:
+    def score(self, ids: Many[int], num_prefix: int) -> list[float]:
         with torch.inference_mode():
-            logprobs = self._model.logprobs(ids, self._sampling.temperature)[num_prefix - 1 :].tolist()
+            return self._model.logprobs(ids, self._sampling.temperature)[num_prefix - 1 :].tolist()
+
+    def probe(self, ids: Many[int], num_prefix: int) -> tuple[list[float], list[float]]:
+        logprobs = self.score(ids, num_prefix)
         return logprobs, logprobs
 
 

@@ -133,7 +133,7 @@ class NativeEngine:
         self.refused: list[str] = []
         """Ids of requests whose version it does not have, at first or any more. Its owner takes them."""
         self._in_flight: InFlight | None = None
-        self._scored: dict[Sequence, list[Tensor]] = {}  # the prefix that `score` computed last
+        self._probed: dict[Sequence, list[Tensor]] = {}  # the prefix that `probe` computed last
         self._last_step_s: float | None = None
         """End of the last step, if the engine was not idle since."""
         self._prefill: tuple[DeviceTime, DeviceTime] | None = None
@@ -254,26 +254,35 @@ class NativeEngine:
                     self.refused.append(sequence.id)
             self._scheduler.renew(keep=kv == "keep")
             if kv == "recompute":
-                self._scored = {}
+                self._probed = {}
         return outputs
 
-    def score(self, ids: abc.Sequence[int], num_prefix: int) -> tuple[list[float], list[float]]:
-        """Log-probs of the tokens after a prefix: with the prefix of the last call where a request would find
-        it in the cache, and with the prefix computed. No request notices it."""
+    def score(self, ids: abc.Sequence[int], num_prefix: int) -> list[float]:
+        """Log-probs of the tokens after a prefix. No request notices it."""
+        with torch.inference_mode(), attention_kernels():
+            return self._logprobs_after(self._pieces_of(ids, num_prefix), num_prefix, ids)
+
+    def probe(self, ids: abc.Sequence[int], num_prefix: int) -> tuple[list[float], list[float]]:
+        """The log-probs of `score`: with the prefix of the last probe where a request would find it in the
+        cache, and with the prefix computed."""
         sequence = Sequence("", list(ids[:num_prefix]), num_prefix, 0, self._sampling)
-        cached = sibling_of(sequence, self._version, self._scored)
+        cached = sibling_of(sequence, self._version, self._probed)
         sequence.prompt_version = self._version
         with torch.inference_mode(), attention_kernels():
-            pieces = [piece.new_empty(len(ids), *piece.shape[1:]) for piece in self._cache.pieces]
-            self._read(pieces, ids, range(num_prefix - 1))
-            cold = self._logprobs_after(pieces, num_prefix, ids)
-            warm = cold
+            pieces = self._pieces_of(ids, num_prefix)
+            warm = cold = self._logprobs_after(pieces, num_prefix, ids)
             if cached:
-                both = zip(self._scored[cached], pieces, strict=True)
+                both = zip(self._probed[cached], pieces, strict=True)
                 reused = [torch.cat((old[: num_prefix - 1], new[num_prefix - 1 :])) for old, new in both]
                 warm = self._logprobs_after(reused, num_prefix, ids)
-        self._scored = {sequence: pieces}
+        self._probed = {sequence: pieces}
         return warm, cold
+
+    def _pieces_of(self, ids: abc.Sequence[int], num_prefix: int) -> list[Tensor]:
+        """Keys and values of all tokens before the last one of a prefix, with room for the others."""
+        pieces = [piece.new_empty(len(ids), *piece.shape[1:]) for piece in self._cache.pieces]
+        self._read(pieces, ids, range(num_prefix - 1))
+        return pieces
 
     def _logprobs_after(self, pieces: list[Tensor], num_prefix: int, ids: abc.Sequence[int]) -> list[float]:
         x = self._read(pieces, ids, range(num_prefix - 1, len(ids) - 1))
@@ -294,7 +303,7 @@ class NativeEngine:
             if self._graphs:
                 self._graphs.clear()
             self._scheduler.cache.release()
-            self._scored, self._adapters, self._version = {}, {0: {}}, 0
+            self._probed, self._adapters, self._version = {}, {0: {}}, 0
             self._model.release()
         torch.cuda.empty_cache()  # without CUDA it does nothing
 

@@ -366,7 +366,7 @@ def _neighbours(numbered: tuple[int, Extent]) -> Slot | int:
 
 @dataclass(slots=True)
 class VarlenAttention(Attention):
-    """Both of the others by one kernel of a GPU, which reads the slots' places and lengths on the device.
+    """Causal attention by one kernel of a GPU, which reads the slots' places and lengths on the device.
     `slots`: [3, S + 1] int32. Of S sequences the first position of the slot, ascending, with one more; the
     tokens, the new ones included; and the first row, with one more. `longest`: the most rows and tokens."""
 
