@@ -315,7 +315,7 @@ def test_what_a_lag_costs_in_samples_is_what_the_study_measured() -> None:
     for lag, times in measured.items():
         by_cost.setdefault(next(cost for most, cost in LAG_COSTS.items() if lag <= most), []).append(times)
     assert len(by_cost) == 3
-    limits = {"as many": (0.75, 1.2), "1.3 to 1.5": (1.25, 1.55), "1.7 times": (1.65, 1.75)}
+    limits = {"as many": (0.75, 1.2), "1.3 to 1.5": (1.25, 1.55), "1.6 to 1.7": (1.55, 1.75)}
     for cost, found in by_cost.items():
         low, high = next(limit for words, limit in limits.items() if cost.startswith(words))
         assert low <= min(found) and max(found) <= high, (cost, found)
