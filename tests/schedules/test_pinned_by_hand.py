@@ -76,12 +76,15 @@ def test_dora_gives_an_older_version_its_share_of_the_engines() -> None:
 
 def test_dora_keeps_one_of_four_engines_for_a_quarter_of_the_requests() -> None:
     """Groups 1 to 3 end at 10 s and train 66 s. At 76 s version 0 has two requests, on engine-0 and engine-1,
-    and three groups come: Round(4 * 2 / 8) = 1. engine-0 keeps its own request and gets the other."""
+    and three groups come: Round(4 * 2 / 8) = 1. engine-0 keeps its own request and gets the other. Group 6
+    waits on the two engines that have version 1, until engine-1 opens with it."""
     schedule = partial(dora, groups_per_step=3, groups_in_flight=4, staleness=1, rebalance_s=1000.0)
     outcome = run(schedule, engines=4, lengths={0: 100}, rounds=2)
     assert requests(outcome, 0)[2:] == [(76, 1, "engine-0", 76)]
     assert [place for *place, _ in requests(outcome, 4)] == [[76, 0, "engine-2"], [76, 1, "engine-3"]]
-    assert [place for *place, _ in requests(outcome, 6)] == [[76, 0, "engine-2"], [76, 1, "engine-3"]]
+    assert [place for *place, _ in requests(outcome, 6)] == [
+        [76, 0, "engine-2"], [76, 1, "engine-3"], [77, 0, "engine-1"], [77, 1, "engine-1"],
+    ]  # fmt: skip
 
 
 def test_dora_leaves_an_older_version_the_engines_whose_caches_its_requests_need() -> None:
@@ -121,16 +124,27 @@ def test_dora_draws_prompts_for_the_idle_slots_of_an_older_version() -> None:
     assert spans(outcome)[5] == [Span(0, 10)]
 
 
+def test_dora_draws_no_prompts_for_slots_whose_cache_is_full() -> None:
+    """As in the trace before, but an engine has 120 positions, of which group 0 fills 110. Group 5 comes when
+    it has ended."""
+    schedule = partial(dora, groups_per_step=2, groups_in_flight=3, staleness=1, rebalance_s=1000.0)
+    outcome = run(schedule, slots=4, lengths={0: 100}, rounds=2, kv_tokens=120)
+    assert published(outcome)[0] == 54
+    assert requests(outcome, 5) == [(65, 0, "engine-1", 0), (65, 1, "engine-1", 0)]
+    assert sum(usage.num_preempted for usage in outcome.usages) == 1
+
+
 @pytest.mark.parametrize(
     ("trigger", "divided_s"),
-    [({}, []), ({"rebalance_s": 50.0}, [(50, 0, 1)]), ({"kv_pressure": 0.5}, [(57, 0, 1)])],
+    [({}, []), ({"rebalance_s": 50.0}, [(50, 0, 1)]), ({"kv_pressure": 0.5}, [(57, 0, 1), (82, 4, 1)])],
 )
 def test_dora_divides_the_engines_on_a_timer_and_at_a_full_kv_cache(
     trigger: dict[str, float], divided_s: list[tuple[float, int, int]]
 ) -> None:
     """At 32 s version 0 keeps two of three engines for four requests, and version 1 gets one for groups 3, 4.
     Group 2 ends at 45 s. From then on one engine is the share of version 0: Round(3 * 2 / 6) = 1. The timer
-    sees it at 50 s. engine-2 holds 4 * (t - 31) of 200 positions, more than half at 57 s."""
+    sees it at 50 s. engine-2 holds 4 * (t - 31) of 200 positions, more than half at 57 s. At 82 s it has no
+    room for the last of its four requests, which moves to engine-1: that has version 1 and is idle."""
     words = {"groups_per_step": 1, "groups_in_flight": 3, "staleness": 3}
     words |= {"rebalance_s": 1000.0, "kv_pressure": 1.0}  # type: ignore[dict-item]
     lengths: dict[int | tuple[int, int], int] = {0: 100, 2: 45} | dict.fromkeys(range(3, 9), 60)

@@ -131,6 +131,12 @@ class Usage(msgspec.Struct, frozen=True):
             self.decoded + other.decoded,
         )
 
+    def num_fitting(self, slots: int) -> int:
+        """Requests that fit on an engine of so many slots, if all have the mean length of those that run."""
+        if not self.kv_capacity or not self.kv_tokens or not self.num_running:
+            return slots
+        return min(slots, self.num_running * self.kv_capacity // self.kv_tokens)
+
 
 class Arrival(msgspec.Struct, frozen=True):
     """Check of an engine's weights: its answer to the probe of a publication (proof.py). Differences are

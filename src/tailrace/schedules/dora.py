@@ -4,14 +4,14 @@
     K versions; the window moves on when the oldest has no group left     Window, staleness = K - 1
     Algorithm 1: 1. top-up, on the newest version first                   run.pool.launch
     2. DP_w = Round(DP_total R_w / sum R) engines for version w           divide
-    3. the others load the newest version, their requests move            run.pull
+    3. the others load the newest version, their requests move            run.pull, spread
     4. prompts for the idle slots of older versions                       oldest_to_begin, divide
     triggers: an update, a timer, a full KV cache                         run.every
 
 Engines load the newest version only, so a version keeps those whose KV caches its requests fill. A sample
 gets its version when it begins; the paper tags prompts that wait. All steps have as many groups, so the
 trainer waits earlier for those that are due. A KV cache moves with its request, without prefill, in
-simulations only; no cache is copied to the host's memory.
+simulations only; no cache is copied to the host's memory. A slot is idle only if the KV cache has room, too.
 """
 
 from collections import Counter
@@ -44,6 +44,7 @@ async def dora(
     def rebalance() -> None:
         missing = max(0, min(groups_in_flight - len(run.pool), window.room))
         num_idle = divide(run, missing * run.group_size)
+        spread(run)
         run.pool.launch(run.prompts(missing))
         run.pool.launch(run.prompts(max(0, min(num_idle // run.group_size, window.room))))
 
@@ -75,7 +76,7 @@ def divide(run: Run, num_new: int) -> int:
             num_kept = max(round(share), ceil(sum(map(kv_share, older))), min(own[version], 1))
             older.sort(key=lambda engine: -len(run.serving(engine)))
             run.pull(older[num_kept:])
-            num_idle += sum(engine.slots for engine in older[:num_kept]) - own[version]
+            num_idle += sum(each.usage().num_fitting(each.slots) for each in older[:num_kept]) - own[version]
     return min(num_idle, sum(engine.slots for engine in engines) - unfinished - num_new)
 
 
@@ -84,6 +85,18 @@ def of_one_version(run: Run) -> dict[int, list[Engine]]:
     engines = [engine for engine in run.engines if engine.state == "open" and run.served(engine)]
     versions = sorted({run.served(engine)[-1] for engine in engines})
     return {each: [engine for engine in engines if run.served(engine)[-1] == each] for each in versions}
+
+
+def spread(run: Run) -> None:
+    """Requests that wait for room in a KV cache move to engines of their version that have some."""
+    for engines in of_one_version(run).values():
+        free = {each: each.usage().num_fitting(each.slots) - len(run.serving(each)) for each in engines}
+        for source in engines:
+            for sample in run.serving(source)[::-1][: max(0, -free[source])]:
+                target = max(engines, key=free.__getitem__)
+                if free[target] > 0:
+                    free[target] -= 1
+                    run.move(sample, target)
 
 
 def kv_share(engine: Engine) -> float:
