@@ -1,8 +1,8 @@
 # make quickstart   a small model learns, then serial races rolloutpipe: two cores, no GPU, a few minutes
 # make real         a real model of 135M parameters learns sums: two cores, 8 GiB, no GPU, a quarter of an hour
 # make real-gemma   Gemma 3 270M on the same, served by the forward pass of transformers
-# make test         the tests of every change: less than six minutes
-# make test-slow    tests of benchmarks and reproductions, a browser, many ranks, random worlds by the hundred
+# make test         the tests of every change: four minutes
+# make test-slow    tests of benchmarks and reproductions, a browser, workers that fail, transfers, many ranks, random worlds by the hundred
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes

@@ -14,8 +14,26 @@ import pytest
 from helpers.small_run import write_small_run
 
 TESTS = Path(__file__).parent
-SLOW = ("benchmarks/", "reproductions/")
-"""Folders whose tests `make test` leaves to `make test-slow`: scripts beside the package."""
+SLOW = (
+    "benchmarks/",
+    "reproductions/",
+    "drivers/commands/test_failing_runs.py",
+    "drivers/commands/test_pinned_live.py",
+    "drivers/commands/test_restarts.py",
+    "drivers/commands/test_signals.py",
+    "drivers/commands/test_slow_rewards.py",
+    "drivers/trainer/test_fsdp.py",
+    "drivers/workers/test_resident_memory.py",
+    "drivers/workers/test_trainer_group.py",
+    "drivers/workers/test_transports.py",
+    "extras/diagnose/test_diagnose.py",
+    "extras/http/test_http_generations.py",
+    "extras/plan/test_plan_from_a_run.py",
+    "extras/plan/test_search.py",
+    "extras/serve/test_served_contract.py",
+)
+"""Folders and files whose tests `make test` leaves to `make test-slow`: scripts beside the package, whole
+runs with workers that fail, transfers, many ranks, the memory of processes, all candidates of the planner."""
 LONG = (
     "ledger/test_books_close.py",
     "drivers/commands/test_train.py",

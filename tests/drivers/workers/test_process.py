@@ -429,6 +429,7 @@ def test_libraries_that_would_read_other_variables_are_not_forked(monkeypatch: p
     assert process_module._method() == "spawn"
 
 
+@pytest.mark.slow  # two fork servers import torch
 def test_a_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(
     tmp_path: Path, execute: Execute
 ) -> None:
@@ -493,6 +494,7 @@ assert sys.modules["__main__"].SCRIPT_IS_WHOLE
 """
 
 
+@pytest.mark.slow  # its script imports torch twice
 def test_a_script_without_a_guard_runs_once_and_ends_though_a_worker_lives(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("SCRIPT_IS_WHOLE = True\n" + SCRIPT)
