@@ -46,12 +46,8 @@ def noise_stream(seed: int) -> int:
 
 
 def noise(streams: Tensor, indices: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), [T] float64, one for each token.
-
-    Args:
-        streams: [T] int64, the `noise_stream` of each completion's seed.
-        indices: [T] int64, of the tokens in their completions, from 0.
-    """
+    """Uniform numbers in [0, 1), [T] float64, of the `noise_stream` of each completion's seed and the index
+    of the token in the completion, from 0: [T] int64."""
     return _shifted(_mix(streams + (indices + 1) * _GOLDEN), 11).double() * 2.0**-53
 
 
@@ -71,40 +67,38 @@ class Drawn(NamedTuple):
 def draw(
     logits: Tensor, uniforms: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
 ) -> Drawn:
-    """Draw one token from each row.
+    """Draw one token from each row, by its own sampling parameters.
 
     Args:
         logits: [T, V], float32.
         uniforms: [T], float64, in [0, 1).
-        sampling: [T]
         greedy: the rows that get their most likely token.
     """
     device = logits.device
-    logits = logits / on_device([each.temperature for each in sampling], device, logits.dtype)[:, None]
-    most = logits.amax(-1, keepdim=True)
-    weights = (logits - most).exp_()
-    log_total = most + weights.sum(-1, keepdim=True).log_()
+    if any(each.temperature != 1.0 for each in sampling):
+        logits = logits / on_device([each.temperature for each in sampling], device, logits.dtype)[:, None]
+    weights = whole = logits.softmax(-1)
     truncated = defaultdict[tuple[int, float], list[int]](list)
     for row, each in enumerate(sampling):
         if each.top_k > 0 or each.top_p < 1.0:
             truncated[each.top_k, each.top_p].append(row)
     for (top_k, top_p), numbers in truncated.items():
         rows = on_device(numbers, device)
-        weights[rows] = _truncate(weights[rows], top_k, top_p)
+        weights = weights.index_copy(0, rows, _truncate(weights[rows], top_k, top_p))
     ids = _choose_in_blocks(weights, uniforms[:, None])
     if greedy:
         rows = on_device(greedy, device)
         ids[rows] = logits[rows].argmax(-1, keepdim=True)
-    return Drawn(ids[:, 0], (logits.gather(1, ids) - log_total)[:, 0])
+    return Drawn(ids[:, 0], whole.gather(1, ids).log_()[:, 0])
 
 
 def _choose_in_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Choose from a large vocabulary: first a block, then one of its tokens. Cumulative sums in float64 over
-    all tokens would take the larger part of a draw."""
+    """Choose a block, then one of its tokens: float64 sums over a large vocabulary would take too long."""
     if weights.shape[1] <= MIN_BLOCKS * BLOCK:
         return _choose(weights, uniforms)[0]
-    blocks = F.pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
-    block, within = _choose(blocks.sum(-1, dtype=torch.float64), uniforms)
+    short = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, short)) if short else weights).view(len(weights), -1, BLOCK)
+    block, within = _choose(blocks.sum(-1), uniforms)
     chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
     return (block * BLOCK + _choose(chosen, within)[0]).clamp_(max=weights.shape[1] - 1)
 
