@@ -212,9 +212,9 @@ class Router:
             return []
         oldest = self.oldest_to_begin(sample.group)
         recent = [n for n in is_open if versions[n][-1] >= oldest and self.newest not in versions[n]]
-        return [n for n in recent if self.num_free(n) and self._num_begun[n] < self.batch]
+        return [n for n in recent if self._num_free(n) and self._num_begun[n] < self.batch]
 
-    def num_free(self, number: int) -> int:
+    def _num_free(self, number: int) -> int:
         """The slots of an engine that are free, and for which its KV cache has room; 0 if it is not open."""
         if self._loads.shares[number] == inf:
             return 0
@@ -222,7 +222,7 @@ class Router:
         return max(0, engine.usage().num_fitting(engine.slots) - self._loads.requests[number])
 
     def _room(self, numbers: Iterable[int]) -> int:
-        return sum(map(self.num_free, numbers))
+        return sum(map(self._num_free, numbers))
 
     def move(self, sample: Sample, number: int | None) -> None:
         """Move a request to another engine: its own gives it back."""

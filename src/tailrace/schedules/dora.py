@@ -88,7 +88,8 @@ def of_one_version(run: Run) -> dict[int, list[Engine]]:
 
 
 def spread(run: Run) -> None:
-    """Requests that wait for room in a KV cache move to engines of their version that have some."""
+    """Requests that wait for room in a KV cache, those that came last, move to engines of their version that
+    have some."""
     for engines in of_one_version(run).values():
         free = {each: each.usage().num_fitting(each.slots) - len(run.serving(each)) for each in engines}
         for source in engines:
