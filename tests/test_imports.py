@@ -89,28 +89,30 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_850
-MAX_REACH = {"heart": 11_007, "train": 28_589, "whole": 48_714}
-"""Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package."""
+MAX_REACH = {"heart": 11_030, "train": 28_900, "whole": 49_100}
+"""Lines that a part reaches: the schedules in virtual time; `tailrace train`; the whole package. Ceilings are
+round and fall. Those of today allow for the borders (folders, ports, restarts, evaluations): 400 lines."""
 MAX_PRODUCT_LINES = {
-    "extras.audit": 304,
-    "extras.agents": 734,
-    "extras.cluster": 557,
-    "extras.diagnose": 305,
-    "extras.http": 2_446,
-    "extras.hub": 202,
-    "extras.init": 174,
-    "extras.judges": 1_083,
-    "extras.openenv": 205,
-    "extras.plan": 2_571,
-    "extras.quickstart": 23,
-    "extras.sandbox": 798,
-    "extras.serve": 1_758,
-    "extras.sft": 253,
-    "extras.tinker": 1_541,
-    "extras.trackers": 130,
-    "extras.verifiers": 384,
-    "extras.view": 1_860,
+    "extras.audit": 350,
+    "extras.agents": 750,
+    "extras.cluster": 600,
+    "extras.diagnose": 350,
+    "extras.http": 2_450,
+    "extras.hub": 250,
+    "extras.init": 200,
+    "extras.judges": 1_100,
+    "extras.openenv": 250,
+    "extras.plan": 2_600,
+    "extras.quickstart": 50,
+    "extras.sandbox": 800,
+    "extras.serve": 1_850,
+    "extras.sft": 300,
+    "extras.tinker": 1_600,
+    "extras.trackers": 150,
+    "extras.verifiers": 400,
+    "extras.view": 1_900,
 }
+"""Lines of each product, to the next 50."""
 
 
 def modules() -> dict[str, Path]:
