@@ -1,6 +1,7 @@
 """The tables and figures of learning.py, from its files of results."""
 
 import json
+import tomllib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import sqrt
@@ -8,14 +9,20 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from claims import CLAIMS
 from common import EXAMPLES
-from studies import STUDIES
+from studies import STUDIES, Study
 
 FORMAT = 1
 """Version of the files of results."""
 RESULTS = EXAMPLES.parent / "benchmarks" / "results" / "learning"
 PAGE = RESULTS.with_suffix(".md")
 FIGURES = EXAMPLES.parent / "docs" / "images"
+ANSWERS = EXAMPLES.parent / "docs" / "why" / "results.md"
+MARKS = ("<!-- made by benchmarks/learning.py --report -->\n", "<!-- end -->\n")
+"""Between them the report writes the answers to the questions of claims.py."""
+MODELS = {"quickstart": "live, 0.4M", "tools": "live, 0.2M", "long_tail": "live, 135M, one CPU core"}
+"""How a run is measured, by the name of its config."""
 CURVE = (
     "samples",
     "generated",
@@ -46,9 +53,20 @@ INTRODUCTION = """\
 
 Made by `python benchmarks/learning.py --report` from the files in `learning/`, one a run.
 `benchmarks/studies.py` has the settings. ±: the half-width of a 95% interval over the seeds (Student's t).
-Runs of one seed have the same prompts, so the difference to the first row is taken seed by seed. "Samples to
-0.7": trained until the mean reward of 512 samples was so high, of the seeds that came there.
+Runs of one seed have the same prompts, so a difference of two runs is taken seed by seed. "Samples to 0.7":
+trained until the mean reward of 512 samples was so high, of the seeds that came there. It is a multiple of a
+32nd of the run's samples: runs of different lengths do not compare in it.
+
+The second table of a study has a verdict on each run. *Agrees*: the interval of the difference lies within
+the margin. *Less*, *more*: it excludes zero. A run is compared with the first one of its settings, with the
+one that `studies.py` names, and in flight with conventional where the mean lags differ by at most 15%. Of a
+hundred intervals five exclude zero by chance. *Best*: the highest accuracy of any run of the task. *Untuned*:
+no setting was searched for any schedule.
 """
+COMPARED = {"accuracy": "accuracy", "all": "mean reward", "second half": "reward, second half"}
+"""The figures that have verdicts: columns of a summary, and their names."""
+ALIKE = 0.15
+"""Largest relative difference of two mean lags that count as equal."""
 COLUMNS = ("seeds", "accuracy", "less the first", "reward, first quarter", "last quarter", "all")
 COLUMNS += ("less the first", "samples to 0.7", "ESS", "lag, mean", "lag, largest")
 COLUMNS += ("wasted", "generated a trained sample", "length")
@@ -57,6 +75,9 @@ MASKED = ("masked", "of each tenth")
 
 Result = dict[str, Any]
 Row = dict[str, float]
+Runs = dict[str, list[Result]]
+Figures = dict[str, dict[int, Row]]
+"""The summaries of the runs of a study, by schedule and seed."""
 
 
 def read_result(path: Path) -> Result:
@@ -79,10 +100,10 @@ def read_result(path: Path) -> Result:
     return found
 
 
-def read_all(results: Path) -> dict[str, dict[str, list[Result]]]:
+def read_all(results: Path) -> dict[str, Runs]:
     """The runs by study and schedule, in the order of studies.py and of the seeds."""
     found = [read_result(path) for path in sorted(results.glob("*.json"))]
-    runs: dict[str, dict[str, list[Result]]] = {name: {} for name in STUDIES}
+    runs: dict[str, Runs] = {name: {} for name in STUDIES}
     for name, study in STUDIES.items():
         for schedule in study.schedules:
             those = [each for each in found if (each["study"], each["schedule"]) == (name, schedule)]
@@ -95,9 +116,9 @@ def read_all(results: Path) -> dict[str, dict[str, list[Result]]]:
     return runs
 
 
-def runs_of(runs: dict[str, dict[str, list[Result]]], name: str) -> dict[str, list[Result]]:
+def runs_of(runs: dict[str, Runs], name: str) -> Runs:
     """The runs that a study shares, and its own."""
-    found: dict[str, list[Result]] = {}
+    found: Runs = {}
     for other, schedules in STUDIES[name].shared.items():
         found |= {schedule: runs[other][schedule] for schedule in schedules if schedule in runs[other]}
     return found | runs[name]
@@ -147,6 +168,7 @@ def summary(run: Result, samples: float | None = None) -> Row:
         "accuracy": [each for at, each in run["evaluations"] if at <= total][-1],
         "reward, first quarter": over(curve, "reward", 0, total / 4),
         "last quarter": over(curve, "reward", total * 3 / 4, total),
+        "second half": over(curve, "reward", total / 2, total),
         "all": over(curve, "reward", 0, total),
         "length": over(curve, "length", 0, total),
     }
@@ -174,31 +196,145 @@ def shown(values: Sequence[float], *, share: bool = False, sign: bool = False) -
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [["schedule", *columns], ["---"] * (len(columns) + 1), *rows]
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("|" + "|".join(f" {each} " for each in line) + "|" for line in lines)
 
 
-def part(name: str, runs: dict[str, list[Result]]) -> str:
+def samples_of(runs: Runs) -> int:
+    """The trained samples of the shortest run."""
+    return min(run["samples"] for found in runs.values() for run in found)
+
+
+def figures_of(runs: Runs) -> Figures:
+    """The figures of the first samples of each run, as many as the shortest run has."""
+    number = samples_of(runs)
+    return {
+        schedule: {run["seed"]: summary(run, number if run["samples"] > number else None) for run in found}
+        for schedule, found in runs.items()
+    }
+
+
+def paired(figures: Figures, schedule: str, against: str, column: str) -> list[float]:
+    """A figure less that of another run, for each seed that both have."""
+    one, other = figures[schedule], figures[against]
+    return [one[seed][column] - other[seed][column] for seed in sorted(one.keys() & other.keys())]
+
+
+def verdict(differences: Sequence[float], margin: float) -> str:
+    """The words that an interval allows."""
+    if len(differences) < 2:
+        return "fewer than two seeds: none"
+    low, high = (fmean(differences) + sign * interval(differences) for sign in (-1, 1))
+    if max(-low, high) <= margin:
+        return f"agrees within {margin}"
+    if low > 0 or high < 0:
+        return "more" if low > 0 else "less"
+    return f"no difference seen; a loss of up to {-low:.3f} is not excluded"
+
+
+def pairs(study: Study, runs: Runs, figures: Figures) -> list[tuple[str, str]]:
+    """The runs that are compared, each with the other one."""
+    names = list(runs)
+    settings = {name: found[0]["settings"] for name, found in runs.items()}
+    first = {name: next(each for each in names if settings[each] == settings[name]) for name in names}
+    found = {(name, first[name] if first[name] != name else names[0]): None for name in names}
+    found |= {pair: None for pair in study.against.items() if {*pair} <= runs.keys()}
+    rounds = [name for name in names if runs[name][0]["parameters"].get("steps_per_round", 1) > 1]
+    lag = {name: fmean(row.get("lag, mean", 0.0) for row in each.values()) for name, each in figures.items()}
+    for other in rounds:
+        for name in (each for each in names if each not in rounds and settings[each] == settings[other]):
+            if abs(lag[name] - lag[other]) <= ALIKE * max(lag[name], lag[other]):
+                found[name, other] = None
+    return [pair for pair in found if pair[0] != pair[1]]
+
+
+def conditions(runs: Sequence[Result], samples: int, best: dict[str, float], margin: str) -> str:
+    """The task, its ceiling, the samples, steps and learning rates of two runs, and the margin."""
+    task = tomllib.loads((EXAMPLES.parent / runs[0]["config"]).read_text(encoding="utf-8"))
+    steps, rates = [], []
+    for run in runs:
+        settings, schedule = run["settings"], run["parameters"]
+        groups = schedule.get("groups_per_step") or schedule["groups_per_round"]
+        members = settings.get("run.groups.keep") or settings.get("run.group_size", task["run"]["group_size"])
+        steps.append(f"{samples // (groups * int(members)):,}")
+        rate = settings.get("trainer.learning_rate", task["trainer"]["learning_rate"])
+        rates.append(f"{float(schedule.get('learning_rate', rate)):.0e}".replace("e-0", "e-"))
+    step, rate = (" and ".join(dict.fromkeys(each)) for each in (steps, rates))
+    config = runs[0]["config"]
+    task_name = f"{Path(config).name}, best {best[config]:.2f}"
+    return f"{task_name}; {samples:,} samples, {step} steps at {rate}; untuned; {margin}"
+
+
+def best_of(runs: dict[str, Runs]) -> dict[str, float]:
+    """The highest accuracy of any run, by config."""
+    found: dict[str, float] = {}
+    for run in (run for study in runs.values() for each in study.values() for run in each):
+        reached = [accuracy for _, accuracy in run.get("evaluations", [])]
+        found[run["config"]] = max([found.get(run["config"], 0.0), *reached])
+    return found
+
+
+def verdicts(name: str, runs: Runs, best: dict[str, float]) -> str:
+    """The table of the verdicts of a study."""
+    study, figures, rows = STUDIES[name], figures_of(runs), []
+    margin = f"margin {study.margin} chosen {study.margin_named}"
+    for schedule, against in pairs(study, runs, figures):
+        cells = [f"`{schedule}`", f"`{against}`", str(len(paired(figures, schedule, against, "all")))]
+        for column in COMPARED:
+            values = paired(figures, schedule, against, column)
+            cells += [shown(values, sign=True), verdict(values, study.margin)]
+        two = [runs[schedule][0], runs[against][0]]
+        rows.append([*cells, conditions(two, samples_of(runs), best, margin)])
+    columns = [each for what in COMPARED.values() for each in (what, "verdict")]
+    return table(["schedule", "less", "seeds", *columns, "conditions"], rows)
+
+
+def answers(runs: dict[str, Runs]) -> str:
+    """The table of the questions of claims.py whose runs are there."""
+    best, rows = best_of(runs), []
+    for claim in CLAIMS:
+        study, found = STUDIES[claim.study], runs_of(runs, claim.study)
+        if not {claim.schedule, claim.against} <= found.keys():
+            continue
+        two = [found[claim.schedule][0], found[claim.against][0]]
+        values = paired(figures_of(found), claim.schedule, claim.against, claim.figure)
+        margin = study.margin if claim.figure in COMPARED else 0.0
+        named = f"margin {margin} chosen {study.margin_named}" if margin else "no margin"
+        regime = conditions(two, samples_of(found), best, named)
+        measured = f"{MODELS[study.config.stem]}, {len(values)} seeds"
+        figure = COMPARED.get(claim.figure, claim.figure)
+        answer = [figure, shown(values, sign=True), verdict(values, margin), measured, regime]
+        rows.append([claim.question, *answer, f"`python benchmarks/learning.py {claim.study}`"])
+    columns = ["question", "figure", "difference", "verdict", "measured", "conditions", "command"]
+    return table(columns, rows) + "\n"
+
+
+def answered(page: str, runs: dict[str, Runs]) -> str:
+    """The text of a page with the present answers between its marks."""
+    before, begin, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise SystemExit(
+            f"{ANSWERS.name}: it has no place for the answers; add the lines {' and '.join(MARKS)}"
+        )
+    return f"{before}{begin}\n{answers(runs)}\n{end}{after}"
+
+
+def part(name: str, runs: Runs, best: dict[str, float]) -> str:
     """The section of a study."""
     study = STUDIES[name]
-    lengths = {run["samples"] for found in runs.values() for run in found}
-    number = min(lengths) if len(lengths) > 1 else None
     lines = [f"## {name}", study.claim + "."]
     if study.runner == "kl":
         return "\n\n".join([*lines, divergence_table(runs)])
-    rows = []
-    figures = {
-        schedule: {run["seed"]: summary(run, number) for run in found} for schedule, found in runs.items()
-    }
-    first = next(iter(figures.values()))
+    rows, figures = [], figures_of(runs)
+    first = next(iter(figures))
     masks = MASKED if any("masked" in run for found in runs.values() for run in found) else ()
     for schedule, found in figures.items():
         cells, before = [f"`{schedule}`", str(len(found))], ""
         for column in COLUMNS[1:]:
             values = [row[column] for row in found.values() if column in row]
             if column == "less the first":
-                both = found.keys() & first.keys() if found is not first else {}
-                values = [found[seed][before] - first[seed][before] for seed in sorted(both)]
+                values = paired(figures, schedule, first, before) if schedule != first else []
             cell = shown(values, share=column == "wasted", sign=column == "less the first")
             fewer = column == "samples to 0.7" and 0 < len(values) < len(found)
             cells.append(f"{cell} ({len(values)} seeds)" if fewer else cell)
@@ -206,10 +342,11 @@ def part(name: str, runs: dict[str, list[Result]]) -> str:
         if masks:
             cells += masked_cells([run["masked"] for run in runs[schedule] if "masked" in run])
         rows.append(cells)
-    samples = f"{number or next(iter(runs.values()))[0]['samples']:,} trained samples"
+    samples = f"{samples_of(runs):,} trained samples"
     machine = "quiet" if all(run["machine"]["quiet"] for each in runs.values() for run in each) else "busy"
     lines.append(f"{samples}, {study.config.name}, {HELD} held-out prompts; the machine was {machine}.")
-    return "\n\n".join([*lines, table((*COLUMNS, *masks), rows)])
+    compared = [verdicts(name, runs, best)] if len(runs) > 1 else []
+    return "\n\n".join([*lines, table(["schedule", *COLUMNS, *masks], rows), *compared])
 
 
 def masked_cells(found: Sequence[Result]) -> list[str]:
@@ -223,10 +360,13 @@ def masked_cells(found: Sequence[Result]) -> list[str]:
 HELD = "1,024"
 
 
-def divergence_table(runs: dict[str, list[Result]]) -> str:
+def divergence_table(runs: Runs) -> str:
     """KL in nats a token to on-policy, for each start and lag g; "late": from t_1 on."""
+    from kl_study import switch_positions
+
     kinds = {"old": "old weights", "kept": "mixed, cache kept", "recomputed": "mixed, recomputed"}
-    columns = ["start", "g", "seeds", *kinds.values(), "kept over old", "recomputed over old"]
+    columns = ["schedule", "start", "g", "updates in a mean response", "seeds", *kinds.values()]
+    columns += ["kept over old", "recomputed over old"]
     columns += ["late: kept over old", "late: recomputed over old"]
     rows = []
     for name, found in runs.items():
@@ -238,26 +378,32 @@ def divergence_table(runs: dict[str, list[Result]]) -> str:
                 for late in ("", ", late"):
                     for kind in ("kept", "recomputed"):
                         cells.append(shown([row[kind + late] / row["old" + late] for row in of]))
-                rows.append([name, start, str(lag), str(len(found)), *cells])
+                tokens = fmean(run["divergences"][start]["tokens"] for run in found)
+                places = switch_positions(lag, found[0]["parameters"]["length"])
+                updates = sum(place < tokens for place in places)
+                rows.append([name, start, str(lag), str(updates), str(len(found)), *cells])
     return table(columns, rows)
 
 
-def text(runs: dict[str, dict[str, list[Result]]]) -> str:
+def text(runs: dict[str, Runs]) -> str:
     """The page of all studies that have results."""
-    parts = [part(name, found) for name in STUDIES if runs[name] and (found := runs_of(runs, name))]
+    best = best_of(runs)
+    parts = [part(name, found, best) for name in STUDIES if runs[name] and (found := runs_of(runs, name))]
     return "\n\n".join([INTRODUCTION.strip(), *parts]) + "\n"
 
 
-def write(results: Path, page: Path, figures: Path) -> None:
-    """Write the page of the tables, and the figures that pages of docs/ show."""
+def write(results: Path, page: Path, figures: Path, questions: Path) -> None:
+    """Write the page of the tables, the answers in the page of the questions, and the figures that pages of
+    docs/ show."""
     runs = read_all(results)
     page.write_text(text(runs), encoding="utf-8")
+    questions.write_text(answered(questions.read_text(encoding="utf-8"), runs), encoding="utf-8")
     for name, study in STUDIES.items():
         if runs[name] and study.figure:
             draw(name, runs_of(runs, name), figures / f"learning_{name}.png")
 
 
-def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
+def draw(name: str, runs: Runs, path: Path) -> None:
     """The figure of a study."""
     import matplotlib as mpl
 
@@ -265,12 +411,10 @@ def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
     from matplotlib import pyplot as plt
     from PIL import Image
 
-    kl, lags, peer = STUDIES[name].runner == "kl", name == "lagcurve", STUDIES[name].runner == "trl"
+    kl, lags = STUDIES[name].runner == "kl", name == "lagcurve"
     shape, size = ((len(runs), 3), (11, 3.2 * len(runs))) if kl else ((1, 2), (11, 4))
     figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", sharey=not lags, squeeze=False)
-    if peer:
-        draw_minutes(axes[0], runs)
-    elif lags:
+    if lags:
         draw_lags(axes[0], runs)
     elif kl:
         draw_divergences(axes, runs)
@@ -283,7 +427,7 @@ def draw(name: str, runs: dict[str, list[Result]], path: Path) -> None:
     Image.open(path).quantize(64).save(path, optimize=True)  # few colours: a third of the bytes
 
 
-def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
+def draw_curves(axes: Any, runs: Runs, right: str) -> None:
     """The reward over trained samples, with its interval, and over what else a schedule takes."""
     for name, found in runs.items():
         curves = [run["curve"] for run in found]
@@ -306,31 +450,7 @@ def draw_curves(axes: Any, runs: dict[str, list[Result]], right: str) -> None:
     axes[1].set(xlabel=labels[right])
 
 
-WINDOW = 512
-"""Samples of a mean reward in the figure of `trl`."""
-
-
-def draw_minutes(axes: Any, runs: dict[str, list[Result]]) -> None:
-    """The mean reward of the last WINDOW samples, and the accuracy (circles), over trained samples and over
-    minutes of training."""
-    for name, found in runs.items():
-        color, label = None, name
-        for run in found:
-            curve = run["curve"]
-            ends, minutes = curve["samples"], [each / 60 for each in curve["seconds"]]
-            rewards = [over(curve, "reward", max(0, end - WINDOW), end) for end in ends]
-            for each, at in zip(axes, (ends, minutes), strict=True):
-                (line,) = each.plot(at, rewards, color=color, label=label, linewidth=1.2)
-                color, label = line.get_color(), None
-                of = dict(zip([0, *ends], [0, *at], strict=True))
-                marks = [(of[samples], accuracy) for samples, accuracy in run["evaluations"] if samples in of]
-                each.plot(*zip(*marks, strict=True), color=color, marker="o", markersize=5, linestyle="")
-    quiet = all(run["machine"]["quiet"] for found in runs.values() for run in found)
-    axes[0].set(xlabel="trained samples", ylabel="reward; circles: held-out accuracy", ylim=(0, 1))
-    axes[1].set(xlabel=f"minutes of training on one core{'' if quiet else ' of a busy machine'}")
-
-
-def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
+def draw_lags(axes: Any, runs: Runs) -> None:
     """Accuracy, and mean reward, after equal samples over the mean lag."""
     from matplotlib import colormaps
 
@@ -345,7 +465,7 @@ def draw_lags(axes: Any, runs: dict[str, list[Result]]) -> None:
         each.set_xscale("symlog", linthresh=1)
 
 
-def draw_divergences(axes: Any, runs: dict[str, list[Result]]) -> None:
+def draw_divergences(axes: Any, runs: Runs) -> None:
     """KL to on-policy over the lag: a row each L, a column each start."""
     labels = {"old": "old weights", "kept": "mixed, cache kept", "recomputed": "mixed, cache recomputed"}
     for row, (name, found) in zip(axes, runs.items(), strict=True):

@@ -37,6 +37,12 @@ class Study(NamedTuple):
     """The run whose model teaches those that distil; empty: none does."""
     runner: Runner = "tailrace"
     """Who measures: tailrace, kl_study.py or TRL (trl_grpo.py)."""
+    against: dict[str, str] = {}
+    """Runs that are compared with another run than the first one of their settings, too."""
+    margin: float = 0.02
+    """Difference of accuracy or mean reward within which two runs agree. The default is the smallest effect
+    on accuracy that a source claims: APRIL's +2.1 points."""
+    margin_named: Literal["before the runs", "after the runs"] = "before the runs"
 
     def settings_of(self, name: str) -> dict[str, str]:
         return {**self.settings, **self.own.get(name, {})}
@@ -87,6 +93,8 @@ STUDIES = {
         samples=20_480,
         evaluations=10,
         figure=True,
+        against=dict.fromkeys(("G=8", "G=16", "G=32", "G=64", "pipelinerl", "pipelinerl H=256"), "G=1"),
+        margin_named="after the runs",
     ),
     "diverge": Study(
         "PipelineRL, Fig. 10: G = 64 diverges",
@@ -94,6 +102,7 @@ STUDIES = {
         conventional(1, 64, 32, label="G={} 4e-4") | {"pipelinerl 4e-4": {**IN_FLIGHT, **BLOCK}},
         samples=20_480,
         shared={"lag": ("G=1", "G=32", "G=64", "pipelinerl")},
+        margin_named="after the runs",
     ),
     "kl": Study(
         "PipelineRL, Fig. 7: sequences of mixed policies stay close to on-policy, those of a lag g do "
@@ -104,17 +113,20 @@ STUDIES = {
         evaluations=0,
         figure=True,
         runner="kl",
+        margin_named="after the runs",
     ),
     "april": Study(
         "APRIL, Tables 2 and 5 to 7: accuracy +2.1% on average",
         {},
         {"serial": {"name": "serial", **WHOLE, "groups_per_step": 32}, "april": APRIL}  # one step a round
         | {f"april age {age}": {**APRIL, "staleness": age} for age in (1, 2, 5)},
+        margin_named="after the runs",
     ),
     "order": Study(
         "RolloutPipe, 5.3: converges as serial does, although short groups are trained first",
         {"trainer.learning_rate": "2e-4"},
         {name: {"name": name, **WHOLE, "groups_per_step": 4} for name in ("serial", "rolloutpipe")},
+        margin_named="after the runs",
     ),
     "rollpacker": Study(
         "RollPacker, Fig. 8: validation as without tail batching",
@@ -126,6 +138,7 @@ STUDIES = {
             "tailbatch both": {"name": "tailbatch", **SIXTEEN, **BOTH},
             "rollpacker both": {"name": "rollpacker", **SIXTEEN, **BOTH},
         },
+        margin_named="after the runs",
     ),
     "lagcurve": Study(
         "What a step of lag costs in samples",
@@ -149,6 +162,7 @@ STUDIES = {
         evaluations=2,
         figure=True,
         shared={"lag": ("G=1", "G=8", "G=16", "G=32", "G=64", "pipelinerl", "pipelinerl H=256")},
+        margin_named="after the runs",
     ),
     "masked": Study(
         "A bound on lag that masks stale tokens, and waits for none, learns as much from as many samples",
@@ -167,6 +181,15 @@ STUDIES = {
             "lag": ("G=1", "pipelinerl"),
             "lagcurve": ("tailrace 1", "tailrace 4", "pipelinerl H=32"),
         },
+        against={
+            "tailrace 1 masked": "tailrace 1",
+            "tailrace 1 masked, twice in flight": "tailrace 1",
+            "tailrace 4 masked": "tailrace 4",
+            "tailrace 4 masked, twice in flight": "tailrace 4",
+            "pipelinerl H=32, 4 masked": "pipelinerl H=32",
+            "pipelinerl, 8 masked": "pipelinerl",
+        },
+        margin_named="after the runs",
     ),
     "kv": Study(
         "PipelineRL, 5.1: a stale cache does no harm",
@@ -180,6 +203,7 @@ STUDIES = {
         REINFORCE,
         {f"pipelinerl {baseline}": {**IN_FLIGHT, **BLOCK} for baseline in ("mean", "value")},
         own={"pipelinerl value": {"algorithm.advantage": "gae", "trainer.critic_learning_rate": "1e-3"}},
+        margin_named="after the runs",
     ),
     "distillation": Study(
         "On-policy distillation (2306.13649; 2606.22600): a trained model teaches a fresh one in fewer "
@@ -189,6 +213,7 @@ STUDIES = {
         evaluations=32,
         own={"distillation": {"algorithm.name": "distillation"}},
         teacher="GRPO",
+        margin_named="after the runs",
     ),
     "episodes": Study(
         "PipelineRL, 7: agents may gain most",
@@ -243,6 +268,7 @@ STUDIES = {
         evaluations=2,
         config=EXAMPLES / "smollm2" / "long_tail.toml",
         checkpoints=8,
+        margin_named="after the runs",
     ),
     "trl": Study(
         "The same model, task and samples in TRL's GRPOTrainer",
@@ -252,7 +278,7 @@ STUDIES = {
         evaluations=1,
         config=EXAMPLES / "smollm2" / "long_tail.toml",
         shared={"real": ("serial",)},  # one device in turn: no other schedule can be faster than serial there
-        figure=True,
         runner="trl",
+        margin_named="after the runs",
     ),
 }
