@@ -248,8 +248,8 @@ def pairs(study: Study, runs: Runs, figures: Figures) -> list[tuple[str, str]]:
     return [pair for pair in found if pair[0] != pair[1]]
 
 
-def conditions(runs: Sequence[Result], samples: int, best: dict[str, float], margin: str) -> str:
-    """The task, its ceiling, the samples, steps and learning rates of two runs, and the margin."""
+def conditions(runs: Sequence[Result], samples: int) -> str:
+    """The trained samples, optimizer steps and learning rates of runs of one task."""
     task = tomllib.loads((EXAMPLES.parent / runs[0]["config"]).read_text(encoding="utf-8"))
     steps, rates = [], []
     for run in runs:
@@ -260,9 +260,7 @@ def conditions(runs: Sequence[Result], samples: int, best: dict[str, float], mar
         rate = settings.get("trainer.learning_rate", task["trainer"]["learning_rate"])
         rates.append(f"{float(schedule.get('learning_rate', rate)):.0e}".replace("e-0", "e-"))
     step, rate = (" and ".join(dict.fromkeys(each)) for each in (steps, rates))
-    config = runs[0]["config"]
-    task_name = f"{Path(config).name}, best {best[config]:.2f}"
-    return f"{task_name}; {samples:,} samples, {step} steps at {rate}; untuned; {margin}"
+    return f"{samples:,} samples in {step} steps at {rate}"
 
 
 def best_of(runs: dict[str, Runs]) -> dict[str, float]:
@@ -278,20 +276,22 @@ def verdicts(name: str, runs: Runs, best: dict[str, float]) -> str:
     """The table of the verdicts of a study."""
     study, figures, rows = STUDIES[name], figures_of(runs), []
     margin = f"margin {study.margin} chosen {study.margin_named}"
+    config = next(iter(runs.values()))[0]["config"]
+    task = f"{study.config.name}, best {best[config]:.2f}"
     for schedule, against in pairs(study, runs, figures):
         cells = [f"`{schedule}`", f"`{against}`", str(len(paired(figures, schedule, against, "all")))]
         for column in COMPARED:
             values = paired(figures, schedule, against, column)
             cells += [shown(values, sign=True), verdict(values, study.margin)]
-        two = [runs[schedule][0], runs[against][0]]
-        rows.append([*cells, conditions(two, samples_of(runs), best, margin)])
+        regime = conditions([runs[schedule][0], runs[against][0]], samples_of(runs))
+        rows.append([*cells, f"{task}; {regime}; untuned; {margin}"])
     columns = [each for what in COMPARED.values() for each in (what, "verdict")]
     return table(["schedule", "less", "seeds", *columns, "conditions"], rows)
 
 
 def answers(runs: dict[str, Runs]) -> str:
-    """The table of the questions of claims.py whose runs are there."""
-    best, rows = best_of(runs), []
+    """The table of the claims of claims.py whose runs are there."""
+    rows = []
     for claim in CLAIMS:
         study, found = STUDIES[claim.study], runs_of(runs, claim.study)
         if not {claim.schedule, claim.against} <= found.keys():
@@ -299,13 +299,12 @@ def answers(runs: dict[str, Runs]) -> str:
         two = [found[claim.schedule][0], found[claim.against][0]]
         values = paired(figures_of(found), claim.schedule, claim.against, claim.figure)
         margin = study.margin if claim.figure in COMPARED else 0.0
-        named = f"margin {margin} chosen {study.margin_named}" if margin else "no margin"
-        regime = conditions(two, samples_of(found), best, named)
-        measured = f"{MODELS[study.config.stem]}, {len(values)} seeds"
-        figure = COMPARED.get(claim.figure, claim.figure)
-        answer = [figure, shown(values, sign=True), verdict(values, margin), measured, regime]
-        rows.append([claim.question, *answer, f"`python benchmarks/learning.py {claim.study}`"])
-    columns = ["question", "figure", "difference", "verdict", "measured", "conditions", "command"]
+        regime = conditions(two, samples_of(found))
+        measured = f"{MODELS[study.config.stem]}, {len(values)} seeds, {regime}"
+        figure = f"{COMPARED.get(claim.figure, claim.figure)}: `{claim.schedule}` less `{claim.against}`"
+        answer = [figure, shown(values, sign=True), verdict(values, margin), measured]
+        rows.append([claim.words, *answer, f"`python benchmarks/learning.py {claim.study}`"])
+    columns = ["claim", "figure", "difference", "verdict", "measured", "command"]
     return table(columns, rows) + "\n"
 
 
