@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py STUDY [--seeds 5] [--samples N] [--only NAME,NAME] [--results DIR]
                                   [--folder DIR]
-    python benchmarks/learning.py --report [--results DIR] [--page FILE] [--figures DIR] [--answers FILE]
+    python benchmarks/learning.py --report [--results DIR] [--page FILE] [--figures DIR] [--pages DIR]
 
 The studies, their settings and the claims that they ask about are in studies.py:
 
@@ -33,8 +33,8 @@ reward over samples, does not depend on how busy the machine is, but for schedul
 rates of engine and trainer. Seconds do: `machine` says what share of it other processes had.
 
 The report writes the tables of benchmarks/results/learning.md, means over the seeds with the half-widths of
-95% intervals (Student's t), the verdicts on all runs, the answers to the questions of claims.py in
-docs/why/results.md, and the figures that docs/ shows.
+95% intervals (Student's t), and the verdicts on all runs; into docs/why/results.md what decides on the claims
+of claims.py, into docs/why/staleness.md what lag costs; and the figures that docs/ shows.
 """
 
 import json
@@ -52,7 +52,7 @@ from typing import Any
 
 import learning_report
 from common import EXAMPLES, run
-from learning_report import ANSWERS, CURVE, FIGURES, FORMAT, PAGE, RESULTS, read_result
+from learning_report import CURVE, FIGURES, FORMAT, PAGE, PAGES, RESULTS, read_result
 from studies import STUDIES, Study
 from tailrace.api import load_config, train
 from tailrace.config import RunConfig
@@ -293,10 +293,10 @@ def main(
     report: bool = False,
     page: Path = PAGE,
     figures: Path = FIGURES,
-    answers: Path = ANSWERS,
+    pages: Path = PAGES,
 ) -> None:
     if report:
-        learning_report.write(results, page, figures, answers)
+        learning_report.write(results, page, figures, pages)
         return
     names = chosen(study, only)
     samples = samples or STUDIES[study].samples

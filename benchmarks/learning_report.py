@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,9 +18,11 @@ FORMAT = 1
 RESULTS = EXAMPLES.parent / "benchmarks" / "results" / "learning"
 PAGE = RESULTS.with_suffix(".md")
 FIGURES = EXAMPLES.parent / "docs" / "images"
-ANSWERS = EXAMPLES.parent / "docs" / "why" / "results.md"
+PAGES = EXAMPLES.parent / "docs" / "why"
 MARKS = ("<!-- made by benchmarks/learning.py --report -->\n", "<!-- end -->\n")
-"""Between them the report writes the answers to the questions of claims.py."""
+"""Between them the report writes a table: verdicts on claims (results.md), what lag costs (staleness.md)."""
+LAGS = {"lag up to 1": 1.0, "lag up to 4": 4.0, "longer lag": inf}
+"""Largest mean lags of the schedules that are shown together."""
 MODELS = {"quickstart": "live, 0.4M", "tools": "live, 0.2M", "long_tail": "live, 135M, one CPU core"}
 """How a run is measured, by the name of its config."""
 CURVE = (
@@ -308,15 +310,52 @@ def answers(runs: dict[str, Runs]) -> str:
     return table(columns, rows) + "\n"
 
 
-def answered(page: str, runs: dict[str, Runs]) -> str:
-    """The text of a page with the present answers between its marks."""
-    before, begin, rest = page.partition(MARKS[0])
+def costs(runs: dict[str, Runs]) -> str:
+    """The table of what lag costs against one step a round: shares of the reward, and accuracy."""
+    found, base = runs_of(runs, "lagcurve"), "G=1"
+    if base not in found:
+        return ""
+    figures, longer, kinds = figures_of(found), figures_of(runs["lag"]), {}
+    means = {
+        name: {
+            column: fmean(row[column] for row in each.values())
+            for column in ("lag, mean", "all", "second half")
+        }
+        for name, each in figures.items()
+    }
+    for name in sorted(means.keys() - {base}, key=lambda name: means[name]["lag, mean"]):
+        is_rounds = found[name][0]["parameters"]["name"] == "conventional"
+        lag = next(lag for lag, most in LAGS.items() if means[name]["lag, mean"] <= most)
+        kinds.setdefault(f"`conventional`, {name}" if is_rounds else f"others, {lag}", []).append(name)
+    rows = []
+    for kind, names in sorted(kinds.items(), key=lambda each: each[0][0]):  # letters come after a backtick
+        cells = [
+            " to ".join(dict.fromkeys(f"{means[name]['lag, mean']:.0f}" for name in (names[0], names[-1])))
+        ]
+        for column in ("all", "second half"):
+            shares = sorted(f"{1 - means[name][column] / means[base][column]:4.0%}" for name in names)
+            cells.append(" to ".join(dict.fromkeys(share.strip() for share in (shares[0], shares[-1]))))
+        for each in (figures, longer):
+            lost = [paired(each, name, base, "accuracy") for name in names if {name, base} <= each.keys()]
+            said = [
+                f"{-fmean(values):.3f}" if verdict(values, 0) == "less" else "none seen" for values in lost
+            ]
+            cells.append(", ".join(dict.fromkeys(said)))
+        rows.append([kind, *cells])
+    columns = ["schedules", "mean lag", "less reward, 4,096 samples", "their second half", "less accuracy"]
+    return table([*columns, "after 20,480"], rows) + "\n"
+
+
+TABLES = {"results.md": answers, "staleness.md": costs}
+
+
+def filled(page: Path, runs: dict[str, Runs]) -> str:
+    """The text of a page with its present table between the marks."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not end:
-        raise SystemExit(
-            f"{ANSWERS.name}: it has no place for the answers; add the lines {' and '.join(MARKS)}"
-        )
-    return f"{before}{begin}\n{answers(runs)}\n{end}{after}"
+        raise SystemExit(f"{page}: it has no place for a table; add the lines {' and '.join(MARKS)}")
+    return f"{before}{begin}\n{TABLES[page.name](runs)}\n{end}{after}"
 
 
 def part(name: str, runs: Runs, best: dict[str, float]) -> str:
@@ -391,12 +430,12 @@ def text(runs: dict[str, Runs]) -> str:
     return "\n\n".join([INTRODUCTION.strip(), *parts]) + "\n"
 
 
-def write(results: Path, page: Path, figures: Path, questions: Path) -> None:
-    """Write the page of the tables, the answers in the page of the questions, and the figures that pages of
-    docs/ show."""
+def write(results: Path, page: Path, figures: Path, pages: Path) -> None:
+    """Write the page of the tables, and the tables and figures of the pages of docs/."""
     runs = read_all(results)
     page.write_text(text(runs), encoding="utf-8")
-    questions.write_text(answered(questions.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    for name in TABLES:
+        (pages / name).write_text(filled(pages / name, runs), encoding="utf-8")
     for name, study in STUDIES.items():
         if runs[name] and study.figure:
             draw(name, runs_of(runs, name), figures / f"learning_{name}.png")

@@ -121,7 +121,7 @@ class PlanSettings(Settings):
     max_lag: int | None = Field(default=None, ge=0)
     """Largest age of a trained token, in optimizer steps. None: no limit."""
     max_mean_lag: float = Field(default=4.0, ge=0)
-    """Largest mean age. Default: up to it learning lost nothing in docs/why/results.md."""
+    """Largest mean age. Default: up to it 4,096 samples lost at most 8% of reward (docs/why/staleness.md)."""
     min_ess: float = Field(default=0.9, ge=0, le=1)
     """Least effective sample size, as a share; predicted with sim.trainer.drift."""
     max_length_bias: float = Field(default=0.02, ge=0)

@@ -8,7 +8,7 @@ import pytest
 
 import learning_report
 from learning import POINTS, curve_of, file_of, head, is_measured, learn, main, result_of
-from learning_report import PAGE, RESULTS, interval, read_all, read_result, samples_to, shown, summary
+from learning_report import interval, read_all, read_result, samples_to, shown, summary, verdict
 from studies import STUDIES, Study
 from tailrace.config import load_config
 from tailrace.drivers.assembly.schedule import resolve
@@ -88,6 +88,43 @@ def test_an_interval_is_that_of_students_t() -> None:
     assert shown([0.25, 0.35]) == "0.300 ±0.635"
 
 
+def test_a_verdict_says_no_more_than_its_interval() -> None:
+    assert verdict([0.01, 0.0104], 0.02) == "agrees within 0.02"  # although it excludes zero
+    assert [verdict([sign * 0.3, sign * 0.31], 0.02) for sign in (1, -1)] == ["more", "less"]
+    assert verdict([-0.1, 0.1], 0.02) == "no difference seen; a loss of up to 1.271 is not excluded"
+    assert verdict([0.3], 0.02) == "fewer than two seeds: none"
+
+
+def compared(page: str) -> list[tuple[str, str, str]]:
+    """Each run of the second table of a page, the other one, and their seeds."""
+    rows = [line.split("|") for line in page.partition("| schedule | less | seeds |")[2].splitlines()]
+    return [(row[1].strip(" `"), row[2].strip(" `"), row[3].strip()) for row in rows if len(row) == 12][1:]
+
+
+def test_every_run_of_a_study_has_a_verdict_also_when_seeds_are_missing(tmp_path: Path) -> None:
+    whole = [result("masked", "tailrace 1 masked", seed, [0.5 + seed / 9]) for seed in range(3)]
+    others = [result("lagcurve", "tailrace 1", seed, [0.25]) for seed in (1, 2)]
+    others.append(result("masked", "pipelinerl, 8 masked", 5, [0.25]))
+    page = learning_report.text(read_all(written(tmp_path, *whole, *others)))
+    rows = [("tailrace 1 masked", "tailrace 1", "2"), ("pipelinerl, 8 masked", "tailrace 1", "0")]
+    assert compared(page.partition("## masked")[2]) == rows
+    assert "64 samples in 4 steps at 2e-4; untuned; margin 0.02 chosen after the runs" in page
+
+
+def test_runs_are_compared_at_equal_settings_and_at_equal_mean_lag(tmp_path: Path) -> None:
+    lags = {("lag", "G=16"): 7.5, ("lag", "pipelinerl"): 7.8, ("diverge", "G=1 4e-4"): 0.0}
+    runs = [result(*name, 0, [0.5]) for name in [*lags, ("diverge", "G=64 4e-4")]]
+    for run, lag in zip(runs, [*lags.values(), 31.0], strict=True):
+        run["curve"]["lag"] = [lag]
+    page = learning_report.text(read_all(written(tmp_path, *runs)))
+    assert compared(page.partition("## diverge")[0]) == [
+        ("G=16", "pipelinerl", "1"),
+        ("pipelinerl", "G=16", "1"),
+    ]
+    rows = [("G=1 4e-4", "pipelinerl", "1"), ("G=64 4e-4", "G=1 4e-4", "1")]
+    assert compared(page.partition("## diverge")[2]) == rows
+
+
 def test_a_run_that_has_a_file_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +199,13 @@ def test_a_report_has_a_section_for_each_study_with_results_and_the_figures_that
     runs = [result(*name, seed, [0.2, 0.4 + seed / 5]) for name in names for seed in (0, 1)]
     page, figures = tmp_path / "page.md", tmp_path / "figures"
     figures.mkdir()
-    learning_report.write(written(tmp_path, *runs), page, figures)
+    for name in learning_report.TABLES:
+        (tmp_path / name).write_text("Before\n{}{}After\n".format(*learning_report.MARKS), encoding="utf-8")
+    learning_report.write(written(tmp_path, *runs), page, figures, tmp_path)
+    claims = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert (
+        "| RolloutPipe, 5.3: converges as `serial` | accuracy: `rolloutpipe` less `serial` | +0.000" in claims
+    )
     assert "## order\n" in page.read_text(encoding="utf-8") and "## april\n" not in page.read_text(
         encoding="utf-8"
     )
@@ -171,12 +214,6 @@ def test_a_report_has_a_section_for_each_study_with_results_and_the_figures_that
         in page.read_text(encoding="utf-8")
     )
     assert [path.name for path in figures.iterdir()] == ["learning_lag.png"]
-
-
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == learning_report.text(read_all(RESULTS)), (
-        "python benchmarks/learning.py --report"
-    )
 
 
 def test_runs_of_another_study_are_shown_where_they_are_shared(tmp_path: Path) -> None:
