@@ -328,7 +328,7 @@ def costs(runs: dict[str, Runs]) -> str:
         lag = next(lag for lag, most in LAGS.items() if means[name]["lag, mean"] <= most)
         kinds.setdefault(f"`conventional`, {name}" if is_rounds else f"others, {lag}", []).append(name)
     rows = []
-    for kind, names in sorted(kinds.items(), key=lambda each: each[0][0]):  # letters come after a backtick
+    for kind, names in sorted(kinds.items(), key=lambda each: each[0][0], reverse=True):  # others first
         cells = [
             " to ".join(dict.fromkeys(f"{means[name]['lag, mean']:.0f}" for name in (names[0], names[-1])))
         ]
