@@ -43,6 +43,11 @@ class SampleId(NamedTuple):
     attempt: int
     number: int
 
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it belongs to an evaluation, whose prompts have negative numbers."""
+        return self.prompt < 0
+
     def __str__(self) -> str:
         return f"{self.prompt}.{self.attempt}/{self.number}"
 

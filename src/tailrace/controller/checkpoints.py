@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -173,13 +173,16 @@ class Evaluations:
     ledger: Ledger
     recorder: Recorder
     checkpoints: Checkpoints
+    arrived: Callable[[], Awaitable[None]]
+    """Waits until engines have loaded what they are loading."""
 
     async def run_if_due(self, round: int, *, last: bool) -> None:
-        """Evaluate if an evaluation is due at the top of a round."""
+        """Evaluate the published version if an evaluation is due at the top of a round."""
         parts, settings = self.parts, self.settings
         every = settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
+        await self.arrived()
         asked = (parts.held_out, settings.eval_prompts, settings.seed, round)
         samples = held_out_samples(*asked, **settings.eval_sampling, skipped=self.recorder.emit)
         try:

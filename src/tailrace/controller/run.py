@@ -243,7 +243,8 @@ class Run:
             start=start,
         )
         self._evaluations = Evaluations(
-            parts, settings, self.router, self._ledger, recorder, self.checkpoints
+            *(parts, settings, self.router, self._ledger, recorder, self.checkpoints),
+            arrived=self._update.arrived,
         )
         self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
         self._beside = [
@@ -421,7 +422,7 @@ class Run:
         Args:
             to: None: every engine. "idle": each takes the newest weights when it has no request. Else only
                 these, at least one; the others keep their weights. Of pinned samples, an engine gives back
-                those whose version it will not serve any more.
+                those whose version it will not serve any more. Evaluations wait for an engine of the newest.
             kv: whether engines keep or recompute the KV cache of requests in flight. A number: they keep it
                 while the drift since they last recomputed it is below, in nats a token. The drift is a sum
                 over optimizer steps: the KL of the behaviour policy to the current one over the tokens of the

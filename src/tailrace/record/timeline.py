@@ -38,7 +38,7 @@ class ServedRequest(Interval, frozen=True):
 
     @property
     def is_evaluation(self) -> bool:
-        return self.sample.prompt < 0
+        return self.sample.is_held_out
 
     @property
     def is_response(self) -> bool:

@@ -55,7 +55,8 @@ class Anchors:
 
     def limit_s(self, sample: Sample, case: int, settings: TimeoutSettings) -> float:
         """Return the time limit of a test case of a response: min(max(T_min, lambda T_anchor), T_max)."""
-        anchors_s = [] if _is_evaluation(sample) else self.longest_s.get(_key(sample), [])
+        # Rows of the evaluation set have numbers of their own.
+        anchors_s = [] if sample.id.is_held_out else self.longest_s.get(_key(sample), [])
         if case >= len(anchors_s) or not settings.adaptive:
             return settings.max_s
         return min(max(settings.min_s, settings.factor * anchors_s[case]), settings.max_s)
@@ -64,7 +65,7 @@ class Anchors:
     def limit(self, sample: Sample, case: int, settings: TimeoutSettings) -> Iterator[TimeLimit]:
         """Yield the time limit of a test case that runs inside. Correct responses meanwhile lower it."""
         limit = TimeLimit(self.limit_s(sample, case, settings))
-        if _is_evaluation(sample):
+        if sample.id.is_held_out:
             yield limit
             return
         key, entry = (_key(sample), case), (limit, settings)
@@ -78,7 +79,7 @@ class Anchors:
 
     def observe(self, sample: Sample, seconds: Sequence[float]) -> None:
         """Record a correct response. `seconds`: of each of its test cases."""
-        if _is_evaluation(sample):
+        if sample.id.is_held_out:
             return
         key = _key(sample)
         known_s = self.longest_s.get(key, [])
@@ -91,8 +92,3 @@ class Anchors:
 def _key(sample: Sample) -> int:
     row = sample.prompt.row_number
     return sample.prompt.index if row is None else row
-
-
-def _is_evaluation(sample: Sample) -> bool:
-    """Rows of the evaluation set have numbers of their own."""
-    return sample.id.prompt < 0

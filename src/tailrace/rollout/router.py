@@ -248,8 +248,8 @@ class Router:
         before = self.versions[number] if self.engines[number].state == "open" else ()
         self.versions[number] = with_version(before, version, max(1, self.pinned))
         self._num_begun[number] = 0
+        self.changed.fire()
         if self.pinned:
-            self.changed.fire()
             self.on_changed()
 
     async def _serve_turn(self, sample: Sample) -> None:
@@ -260,7 +260,7 @@ class Router:
             while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
-            self._num_begun[number] += not sample.spans
+            self._num_begun[number] += not (sample.spans or sample.id.is_held_out)
             if source and source is not engine:
                 engine.take_over(sample, source)
             sample.engine = engine.name
@@ -299,16 +299,19 @@ class Router:
             source = engine if outcome == "moved" else None
 
     def _choose_engine(self, sample: Sample, target: int | None) -> int | None:
-        """Return the number of the engine for a sample; None: no engine is open. `target`: where it moves.
-        Raises a VersionGone if no engine serves the version of a pinned sample any more."""
+        """Return the number of the engine for a sample; None: it waits for one that is open. A held-out sample
+        waits for one of the newest version. `target`: where it moves. Raises a VersionGone if no engine serves
+        the version of a pinned sample any more."""
         least, shares = self._loads.least_loaded(), self._loads.shares
         last = self._numbers.get(sample.engine or "")
-        if self.pinned:
+        if self.pinned or sample.id.is_held_out:
             version = self.version_of(sample)
             able = self._of_version(version)
             if not able and sample.spans:
                 raise VersionGone(f"no engine serves version {version} any more")
-            able = able if sample.spans or self._room(able) else self._older(sample) or able
+            if not sample.spans and not self._room(able):
+                waits = self.pinned and sample.id.is_held_out and len(able) < self.num_open
+                able = [] if waits else self._older(sample) or able
             least = min(able, key=shares.__getitem__, default=None)
             if least is None or shares[least] == inf:
                 return None
