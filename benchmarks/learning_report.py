@@ -4,14 +4,15 @@ import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import inf, sqrt
+from math import inf
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from claims import CLAIMS
 from common import EXAMPLES
 from studies import STUDIES, Study
+from tailrace.drivers.commands.intervals import half_width
 
 FORMAT = 1
 """Version of the files of results."""
@@ -128,11 +129,7 @@ def runs_of(runs: dict[str, Runs], name: str) -> Runs:
 
 def interval(values: Sequence[float]) -> float:
     """Half the width of the 95% interval of the mean; 0 with one value."""
-    from scipy.stats import t
-
-    if len(values) < 2:
-        return 0.0
-    return float(t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+    return half_width(values) if len(values) > 1 else 0.0
 
 
 def over(

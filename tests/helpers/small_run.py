@@ -19,7 +19,7 @@ SMALL_RUN = """
 rounds = 3
 group_size = 2
 eval_every = 3
-eval_prompts = 8
+eval_prompts = 4
 checkpoint_every = 1
 keep_checkpoints = 0
 

@@ -40,6 +40,21 @@ def test_each_usable_prompt_has_as_many_samples_as_asked_with_noise_of_their_own
     assert [sample.prompt.index for sample in samples] == [1, 1, 1, 3, 3, 3]
 
 
+class FewRows:
+    """Two rows in epochs, and between them prompts that have no rows."""
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(index, [index], row_number=None if index % 3 == 2 else index % 3)
+
+
+def test_a_row_of_the_data_is_evaluated_once_and_what_has_no_rows_has_no_end() -> None:
+    async def drawn(n: int) -> list[Sample]:
+        return held_out_samples(FewRows(), n, seed=0, attempt=0, per_prompt=2)
+
+    assert [sample.prompt.index for sample in asyncio.run(drawn(9))] == [0, 0, 1, 1, 2, 2, 5, 5, 8, 8]
+    assert len(asyncio.run(drawn(2))) == 4
+
+
 def test_rows_without_a_usable_prompt_are_told() -> None:
     skipped: list[RowSkipped] = []
     samples_of(attempt=0, skipped=skipped.append)

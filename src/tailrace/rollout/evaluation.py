@@ -38,6 +38,7 @@ def held_out_samples(
     skipped: Callable[[RowSkipped], None] = lambda skipped: None,
 ) -> list[Sample]:
     """Samples of each of the first n usable prompts, whose indices are negative: training uses the others.
+    A row that comes again in these is left out, so fewer rows than n have fewer samples.
 
     Args:
         attempt: number of the evaluation; another one has other sampling noise.
@@ -47,8 +48,8 @@ def held_out_samples(
         skipped: is told of each row without a usable prompt.
     """
     samples: list[Sample] = []
-    index = 0
-    while len(samples) < n * per_prompt:
+    rows, index, num_usable = set[int | None](), 0, 0
+    while num_usable < n:
         try:
             group = Group(prompts[index], per_prompt, [], num_launched=per_prompt)
         except BadRow as bad:
@@ -56,6 +57,10 @@ def held_out_samples(
             continue
         finally:
             index += 1
+        num_usable += 1
+        if group.prompt.row_number in rows:
+            continue
+        rows |= {group.prompt.row_number} - {None}
         ids = [SampleId(-index, attempt, number) for number in range(per_prompt)]
         first = 0 if greedy else attempt * per_prompt  # the noise of samples that no other evaluation has
         seeds = [noise_seed(seed, id._replace(number=first + id.number)) for id in ids]

@@ -299,9 +299,9 @@ class Router:
             source = engine if outcome == "moved" else None
 
     def _choose_engine(self, sample: Sample, target: int | None) -> int | None:
-        """Return the number of the engine for a sample; None: it waits for one that is open. A held-out sample
-        waits for one of the newest version. `target`: where it moves. Raises a VersionGone if no engine serves
-        the version of a pinned sample any more."""
+        """Return the number of the engine for a sample; None: it waits for one that is open, and a held-out
+        sample for one of the newest version. `target`: where it moves. Raises a VersionGone if no engine
+        serves the version of a pinned sample any more."""
         least, shares = self._loads.least_loaded(), self._loads.shares
         last = self._numbers.get(sample.engine or "")
         if self.pinned or sample.id.is_held_out:

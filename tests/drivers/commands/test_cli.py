@@ -14,7 +14,7 @@ from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import check_live
-from tailrace.drivers.commands.evaluate import evaluated_config, gain_over, interval, rewards_by_prompt
+from tailrace.drivers.commands.evaluate import evaluated_config, gain_over
 from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.record.events import EvaluatedSample
@@ -178,11 +178,11 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     assert main(["eval", str(trained), "--json", str(result), "--algorithm.kl_coef", "0.1"]) == 0
     numbers = json.loads(result.read_text())
     checkpoint = RunFolder(trained).newest_checkpoint()
-    assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (8, str(checkpoint), True)
+    assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (4, str(checkpoint), True)
     assert 0.0 <= numbers["accuracy"] <= 12.0
     weights, accuracy, *shown = capsys.readouterr().out.splitlines()
     assert weights == f"weights   {checkpoint}"
-    assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 8 held-out prompts, greedy, ")
+    assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 4 held-out prompts, greedy, ")
     low, high = numbers["interval"]
     assert low <= numbers["accuracy"] <= high and f"95% interval {low:.3f} to {high:.3f}; " in accuracy
     assert [line.startswith("Sample | Reward ") for line in shown] == [True] * 3
@@ -194,10 +194,10 @@ def test_eval_says_what_a_run_has_gained_over_its_base_and_takes_a_number_of_pro
     """The base model against itself gains nothing, prompt by prompt."""
     result, config = tmp_path / "eval.json", load_config(trained / "config.toml")
     assert config.model
-    words = ["--base", "--model", str(config.model.path), "--prompts", "5", "--samples", "2"]
+    words = ["--base", "--model", str(config.model.path), "--prompts", "3", "--samples", "2"]
     assert main(["eval", str(trained), "--json", str(result), *words]) == 0
     numbers, out = json.loads(result.read_text()), capsys.readouterr().out.splitlines()
-    assert (numbers["num_samples"], numbers["greedy"]) == (10, False)
+    assert (numbers["num_samples"], numbers["greedy"]) == (6, False)
     assert numbers["base"] == numbers["accuracy"]
     gain = f"gain      +0.000 ±0.000 over the base model ({numbers['base']:.4f})"
     assert out[2] == f"{gain}: so many prompts show no difference"
@@ -213,19 +213,31 @@ def evaluation(*rewards: float, per_prompt: int = 1) -> Evaluation:
     return Evaluation(sum(rewards) / len(rewards), len(rewards), tuple(samples))
 
 
-def test_the_interval_of_an_accuracy_is_that_of_its_prompts() -> None:
-    """Wilson's of 8 of 10 (0.490 to 0.943) and 10 of 10; of other rewards that of the prompts' mean."""
-    assert interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.490, 0.943), abs=1e-3)
-    assert interval([1.0] * 10) == pytest.approx((0.722, 1.0), abs=1e-3)
-    low, high = interval(rewards_by_prompt(evaluation(1.0, 3.0, 2.0, 4.0, per_prompt=2)))  # prompts 2 and 3
-    assert (low, high) == pytest.approx((2.5 - 0.98, 2.5 + 0.98))
+def test_eval_counts_each_row_once_however_many_prompts_are_asked_for(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data have four held-out rows. One prompt alone has no interval."""
+    results = []
+    for asked in ("4", "192", "1"):
+        result = tmp_path / f"{asked}.json"
+        assert main(["eval", str(trained), "--prompts", asked, "--json", str(result)]) == 0
+        results.append(json.loads(result.read_text()))
+    assert results[1] == results[0] and results[0]["num_samples"] == 4
+    assert (results[2]["num_samples"], results[2]["interval"]) == (1, None)
+    out, err = capsys.readouterr()
+    accuracies = [line for line in out.splitlines() if line.startswith("accuracy")]
+    assert "over 4 held-out prompts" in accuracies[1]
+    assert "over 1 held-out prompts, greedy, one prompt: no interval; " in accuracies[2]
+    assert err.count("run.eval_prompts = 192: ") == 1 and err.count("the data have 4 held-out rows") == 1
 
 
 def test_a_gain_is_taken_prompt_by_prompt() -> None:
     """Each prompt gains 0.5 or 0.6: as sure as two means that far apart among other prompts are not."""
     base = evaluation(0.0, 10.0, 20.0, 30.0)
-    assert gain_over(base, evaluation(0.5, 10.6, 20.5, 30.6)) == "+0.550 ±0.057 over the base model (15.0000)"
+    assert gain_over(base, evaluation(0.5, 10.6, 20.5, 30.6)) == "+0.550 ±0.092 over the base model (15.0000)"
     assert gain_over(base, evaluation(0.5, 9.5, 20.5, 29.5)).endswith("so many prompts show no difference")
+    alone = gain_over(evaluation(0.0), evaluation(0.5))
+    assert alone == "+0.500 over the base model (0.0000): one prompt: no interval"
 
 
 def test_a_checkpoint_is_evaluated_by_its_name(trained: Path) -> None:

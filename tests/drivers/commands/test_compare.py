@@ -14,11 +14,12 @@ from helpers.small_run import write_small_run
 from tailrace import clock
 from tailrace.cli import main
 from tailrace.config import load_config
-from tailrace.drivers.assembly.folder import recorder_of
+from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.running import ComparedSchedule, run_trial
 from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.drivers.commands.compare import LAG_COSTS, Comparison, in_turn
-from tailrace.drivers.commands.compare_runs import verdict
+from tailrace.drivers.commands.compare_runs import figures_of, verdict
+from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.commands.tables import print_table
 from tailrace.errors import RewardBroken, RewardFailed
 from tailrace.extras.view.run import open_runs
@@ -362,23 +363,34 @@ def test_a_terminal_of_forty_columns_shows_the_whole_comparison() -> None:
 
 
 def run_row(**figures: float) -> Row:
-    return {"reward": 0.5, "step_s": 2.0, "num_samples": 128} | figures
+    return {"reward": 0.5, "step_s": 2.0} | figures
 
 
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
         (
-            {"a": run_row(accuracy=0.2), "b": run_row(accuracy=0.8, step_s=3.0)},
+            {
+                "a": run_row(accuracy=0.2, low=0.1, high=0.3),
+                "b": run_row(accuracy=0.8, low=0.7, high=0.9, step_s=3.0),
+            },
             "b has the higher held-out accuracy: 0.800, a 0.200. A step of a took the least time, 2.00 "
             "s; the "
             "most 1.50 times that.",
         ),
         (
-            {"a": run_row(accuracy=0.79), "b": run_row(accuracy=0.8)},
+            {
+                "a": run_row(accuracy=0.79, low=0.7, high=0.852),
+                "b": run_row(accuracy=0.8, low=0.722, high=0.9),
+            },
             "b has the higher held-out accuracy: 0.800, a 0.790, which may be chance: their 95% "
             "intervals go from "
             "0.722 and to 0.852. A step took equally long, 2.00 s.",
+        ),
+        (
+            {"a": run_row(accuracy=0.2), "b": run_row(accuracy=0.8, low=0.7, high=0.9)},
+            "b has the higher held-out accuracy: 0.800, a 0.200, whose spread is not known. A step took "
+            "equally long, 2.00 s.",
         ),
         (
             {"a": run_row(reward=0.25), "b": run_row(accuracy=0.8)},
@@ -398,6 +410,13 @@ def run_row(**figures: float) -> Row:
 )
 def test_finished_runs_are_told_apart_by_accuracy_then_by_reward(runs: dict[str, Row], said: str) -> None:
     assert verdict(runs) == said
+
+
+def test_a_finished_run_has_the_interval_of_its_last_evaluation(trained: Path) -> None:
+    folder = RunFolder(trained)
+    figures, estimate = figures_of(folder), recorded_estimate(folder.samples, 1)
+    assert estimate and estimate.mean == pytest.approx(figures["accuracy"])
+    assert (figures["low"], figures["high"]) == estimate.interval
 
 
 def test_finished_runs_of_one_name_are_compared_with_the_keys_that_differ(

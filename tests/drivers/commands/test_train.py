@@ -213,9 +213,9 @@ def test_an_exported_model_may_be_edited_but_for_its_weights_and_says_so(
 def test_the_config_of_a_run_that_was_changed_is_refused_and_an_override_is_not(killed_copy: Path) -> None:
     config = killed_copy / "config.toml"
     text = config.read_text()
-    assert "eval_prompts = 8\n" in text
-    config.write_text(text.replace("eval_prompts = 8\n", "eval_prompts = 9\n"))
-    with pytest.raises(ConfigError, match=r"eval_prompts = 9: .*config\.toml was changed: the run has 8"):
+    assert "eval_prompts = 4\n" in text
+    config.write_text(text.replace("eval_prompts = 4\n", "eval_prompts = 9\n"))
+    with pytest.raises(ConfigError, match=r"eval_prompts = 9: .*config\.toml was changed: the run has 4"):
         evaluated_config(killed_copy, None, {})
     config.write_text(text)
     assert evaluated_config(killed_copy, None, {"run.eval_prompts": "9"}).run.eval_prompts == 9
@@ -500,6 +500,11 @@ def test_settings_that_a_person_should_look_at_are_named_before_anything_starts(
     assert rate == f"tailrace: warning: trainer.learning_rate = 0.05: {usual} lower it"
     assert rows.startswith("tailrace: warning: schedule.groups_per_round = 70: the data have ")
     assert rows.endswith("so a row is drawn several times; lower it, or give more rows")
+    assert main([*words, "--run.eval_prompts", "128"]) == 0
+    held_out, *others = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert others == digits
+    few = "the data have 4 held-out rows, and each is evaluated once; lower it, or give more rows"
+    assert held_out == f"tailrace: warning: run.eval_prompts = 128: {few}"
 
 
 def test_a_run_stops_when_evaluations_gain_no_more_and_names_its_best_checkpoint(

@@ -1,5 +1,6 @@
 """`tailrace push` against a server with the hub's routes: real sockets, the real huggingface_hub."""
 
+import json
 import os
 import re
 import shutil
@@ -17,8 +18,8 @@ from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
 from tailrace.cli import main
 from tailrace.config import RunConfig
-from tailrace.drivers.commands.intervals import wilson
-from tailrace.extras.hub.card import base_model
+from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.extras.hub.card import base_model, card_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of httpx
 Push = Callable[..., tuple[int, str, str]]
@@ -80,7 +81,7 @@ def test_a_model_and_its_card_come_to_the_hub_in_one_commit(run: Path, hub: HubS
     assert rows["data"] == "rows: rows.jsonl"
     assert (rows["optimizer steps"], rows["trained samples"]) == ("2", "8")
     assert rows["tailrace"] == __version__
-    assert "8 prompts, greedy, at step 2" in rows["held-out accuracy"]
+    assert "(4 prompts, greedy, at step 2)" in rows["held-out accuracy"]
     tokens = {key: int(n.replace(",", "")) for key, n in rows.items() if key.startswith("tokens ")}
     assert tokens.pop("tokens generated") == sum(tokens.values()) > 0
     assert 'name = "rolloutpipe"' in card.text and str(run.parent) not in card.text
@@ -173,6 +174,17 @@ def test_a_base_model_of_the_hub_has_its_id(run: Path) -> None:
         assert base_model(RunConfig.model_validate(least | {"model": {"path": path}})) == name
 
 
-def test_the_interval_is_that_of_wilson() -> None:
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+def test_a_card_has_the_interval_of_the_rewards_that_the_run_recorded(run: Path) -> None:
+    """The mean of four prompts is 0.5, of which Wilson's interval of a share would be 0.150 to 0.850."""
+    path = run / "samples" / "eval" / "round_000001.jsonl"
+    told = path.read_text()
+    try:
+        lines = [json.loads(line) for line in told.splitlines()]
+        rewards = zip(lines, (0.4, 0.5, 0.5, 0.6), strict=True)
+        path.write_text("".join(json.dumps(line | {"reward": reward}) + "\n" for line, reward in rewards))
+        shown = "95% interval 0.370 to 0.630 (4 prompts, greedy, at step 2)"
+        assert shown in str(card_of(RunFolder(run), "a/b"))
+        path.write_text(lines[0]["id"])
+        assert "held-out accuracy" in (card := str(card_of(RunFolder(run), "a/b"))) and "interval" not in card
+    finally:
+        path.write_text(told)

@@ -316,7 +316,10 @@ def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
     for name, accuracy in (("one", 0.8), ("other", 0.81)):
         folder = write_run(tmp_path / name)
         first, *others = (folder / "metrics.jsonl").read_text().splitlines()
-        rows[name] = json.loads(first) | {"eval/accuracy": accuracy, "eval/num_samples": 64.0}
+        rows[name] = json.loads(first) | {"eval/accuracy": accuracy, "eval/num_samples": 5.0}
+        (folder / "samples" / "eval").mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"id": f"-{n}.0/0", "reward": accuracy + 0.01 * (n - 3)}) for n in range(1, 6))
+        (folder / "samples" / "eval" / f"round_{rows[name]['round']:06d}.jsonl").write_text("\n".join(lines))
         (folder / "metrics.jsonl").write_text("\n".join([json.dumps(rows[name]), *others, ""]))
     with served(tmp_path / "one", tmp_path / "other") as address:
         tab = Tab(browser, address)
@@ -324,6 +327,13 @@ def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
         assert tab.page.locator(".best").count() == 0
         tab.page.evaluate("""tailrace.runs[1].figures.evaluations[0].low = 0.95, tailrace.overview.draw()""")
         assert tab.page.locator("#comparison .best").all_inner_texts() == ["0.810"]
+        assert tab.errors == []
+        tab.page.close()
+    (path,) = (tmp_path / "one" / "samples" / "eval").iterdir()
+    path.write_text(path.read_text().partition("\n")[0])
+    with served(tmp_path / "one") as address:
+        tab = Tab(browser, address)
+        assert "one prompt: no interval; first 0.8" in tab.page.locator("body").inner_text()
         assert tab.errors == []
         tab.page.close()
 

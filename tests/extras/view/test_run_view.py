@@ -78,7 +78,7 @@ def test_long_curves_keep_the_lowest_and_the_highest_value() -> None:
     rows: list[Row] = [
         {"step": n + 1, "wall_time": n, "loss": n % 10, "samples/trained": 1} for n in range(10 * MAX_POINTS)
     ]
-    curves = Curves(rows)
+    curves = Curves(rows, Path("none"))
     assert [curves.x["step"][at] for at in (0, 1, -1)] == [10, 20, 10 * MAX_POINTS]
     mean, low, high = curves.of("loss")
     assert (len(mean), set(mean), set(low), set(high)) == (MAX_POINTS, {4.5}, {0}, {9})

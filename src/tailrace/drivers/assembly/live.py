@@ -93,7 +93,8 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
     tokenizer = load_tokenizer(config.model.path)
     check_episodes(config, tokenizer)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
-    usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), 1)
+    num_evaluated = config.run.eval_prompts if config.run.eval_every else 1
+    held_out = usable_prompts(_open_prompts(config, tokenizer, config.run.seed, "eval"), num_evaluated)
     first = usable_prompts(prompts, CHECKED_ROWS)
     if tag := OPEN_TAG.search(first[0].opened):
         say(f"prompts end with {tag[0]!r}: completions lack it, and rewards get it as completion_prefix")
@@ -105,7 +106,9 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
     check_host(config.host, engine=config.engine, weights=config.weights)
     key, num_groups = max(map(most_groups, schedules), key=lambda each: each[1], default=("", 0))
     measured = usable_prompts(prompts, max(MEASURED_PROMPTS, min(num_groups, MOST_MEASURED)))
-    remarks = [*_learning_rate(config), *_repeated_rows(measured[:num_groups], key, num_groups)]
+    drawn = "rows to train on, so a row is drawn several times"
+    remarks = [*_learning_rate(config), *_repeated_rows(measured[:num_groups], f"schedule.{key}", drawn)]
+    remarks += _repeated_rows(held_out, "run.eval_prompts", "held-out rows, and each is evaluated once")
     for remark in remarks:
         say(f"warning: {remark}")
     overlaps = any(trains_while_generating(config, schedule) for schedule in schedules)
@@ -136,11 +139,10 @@ def _learning_rate(config: RunConfig) -> Iterator[str]:
         yield f"trainer.learning_rate = {rate:g}: {often}; if rewards fall or entropy collapses, lower it"
 
 
-def _repeated_rows(prompts: Sequence[Prompt], key: str, num_groups: int) -> Iterator[str]:
-    rows = {prompt.row_number for prompt in prompts} - {None}
-    if rows and len(rows) < len(prompts):
-        many = f"the data have {len(rows)} rows to train on, so a row is drawn several times"
-        yield f"schedule.{key} = {num_groups}: {many}; lower it, or give more rows"
+def _repeated_rows(prompts: Sequence[Prompt], key: str, what: str) -> Iterator[str]:
+    rows = [prompt.row_number for prompt in prompts if prompt.row_number is not None]
+    if len({*rows}) < len(rows):
+        yield f"{key} = {len(prompts)}: the data have {len({*rows})} {what}; lower it, or give more rows"
 
 
 def check_policy(config: RunConfig, machine: Machine | None = None) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tailrace.config import changed_keys
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
-from tailrace.drivers.commands.intervals import wilson
+from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.errors import ConfigError
 from tailrace.record.figures import QUALITIES, TIMES, Row, evaluations_of, over_steps, steps_of
 from tailrace.record.metrics import read_rows
@@ -44,8 +44,11 @@ def figures_of(folder: RunFolder) -> Row:
     figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
     figures |= {"steps": totals.steps, "reward": totals.reward.last}
     figures |= {"step_s": over_steps(steps_of(rows), "time/step")}
-    evaluated = evaluations_of(rows)[-1:]
-    return figures | {key: row[f"eval/{key}"] for row in evaluated for key in ("accuracy", "num_samples")}
+    for row in evaluations_of(rows)[-1:]:
+        figures["accuracy"] = row["eval/accuracy"]
+        if (estimate := recorded_estimate(folder.samples, row["round"])) and estimate.interval:
+            figures["low"], figures["high"] = estimate.interval
+    return figures
 
 
 def verdict(runs: Mapping[str, Row]) -> str:
@@ -56,11 +59,9 @@ def verdict(runs: Mapping[str, Row]) -> str:
     text = f"{best} has the higher {FIGURES[key][0]}: {high:.3f}, {second} {low:.3f}"
     if f"{high:.3f}" == f"{low:.3f}":
         text = f"{best} and {second} have the same {FIGURES[key][0]}: {high:.3f}"
-    elif key == "accuracy" and 0.0 <= low <= high <= 1.0:
-        ends = [wilson(runs[name][key], int(runs[name]["num_samples"])) for name in (best, second)]
-        if ends[0][0] <= ends[1][1]:
-            ranges = f"from {ends[0][0]:.3f} and to {ends[1][1]:.3f}"
-            text += f", which may be chance: their 95% intervals go {ranges}"
+    elif key == "accuracy" and all("low" in runs[name] for name in (best, second)):
+        if (least := runs[best]["low"]) <= (most := runs[second]["high"]):
+            text += f", which may be chance: their 95% intervals go from {least:.3f} and to {most:.3f}"
     else:
         text += ", whose spread is not known"
     fast, slow = (pick(runs, key=lambda name: runs[name]["step_s"]) for pick in (min, max))

@@ -22,7 +22,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
 from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
-from tailrace.drivers.commands.intervals import half_width, interval
+from tailrace.drivers.commands.intervals import by_prompt, estimate_of, half_width
 from tailrace.drivers.commands.tables import check_output, open_console
 from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
@@ -66,13 +66,10 @@ def run(
     result, *others = map(_result, (config, *bases))
     assert config.model
     console = open_console()
-    prompts, how = config.run.eval_prompts, "greedy" if config.run.eval_greedy else "sampled"
-    n = prompts * config.run.eval_samples
-    low, high = interval(rewards_by_prompt(result))
+    n, how = len(result.samples), "greedy" if config.run.eval_greedy else "sampled"
+    estimate = estimate_of(_rewards(result))
     console.print(f"weights   {config.model.path}")
-    accuracy = (
-        f"{result.accuracy:.4f} over {prompts} held-out prompts, {how}, 95% interval {low:.3f} to {high:.3f}"
-    )
+    accuracy = f"{result.accuracy:.4f} over {estimate.num_prompts} held-out prompts, {how}, {estimate}"
     console.print(f"accuracy  {accuracy}; {result.num_tokens / n:.1f} tokens each", soft_wrap=False)
     for other in others:
         console.print(f"gain      {gain_over(other, result)}", soft_wrap=False)
@@ -86,7 +83,7 @@ def run(
     if json_path:
         numbers = {
             "accuracy": result.accuracy,
-            "interval": [low, high],
+            "interval": estimate.interval,
             "base": others[0].accuracy if others else None,
             "num_samples": n,
             "num_tokens": result.num_tokens,
@@ -99,26 +96,28 @@ def run(
 
 def _result(config: RunConfig) -> Evaluation:
     begin_start(config)
-    without_learning = {"algorithm": AlgorithmSettings()}  # no reference, no critic
-    config = check_live(config.model_copy(update=without_learning)).config
+    changes = {
+        "algorithm": AlgorithmSettings(),  # no reference, no critic
+        "run": config.run.model_copy(update={"eval_every": 1}),
+    }
+    config = check_live(config.model_copy(update=changes)).config
     with TemporaryDirectory() as scratch:
         return clock.run(_evaluate(config, Path(scratch)), virtual=False)
 
 
-def rewards_by_prompt(result: Evaluation) -> list[float]:
-    """The mean reward of each prompt."""
-    rewards: dict[int, list[float]] = {}
-    for sample in result.samples:
-        rewards.setdefault(sample.id.prompt, []).append(sample.reward)
-    return [fmean(each) for each in rewards.values()]
+def _rewards(result: Evaluation) -> list[tuple[object, float]]:
+    """The prompt and the reward of each sample."""
+    return [(sample.id.prompt, sample.reward) for sample in result.samples]
 
 
 def gain_over(base: Evaluation, result: Evaluation) -> str:
     """Say what the same prompts gain over the base model."""
-    pairs = zip(rewards_by_prompt(result), rewards_by_prompt(base), strict=True)
-    gains = [mine - theirs for mine, theirs in pairs]
-    half = half_width(gains)
-    over = f"{fmean(gains):+.3f} ±{half:.3f} over the base model ({base.accuracy:.4f})"
+    pairs = zip(by_prompt(_rewards(result)), by_prompt(_rewards(base)), strict=True)
+    gains = [fmean(mine) - fmean(theirs) for mine, theirs in pairs]
+    over = f"over the base model ({base.accuracy:.4f})"
+    if len(gains) == 1:
+        return f"{gains[0]:+.3f} {over}: one prompt: no interval"
+    half, over = half_width(gains), f"{fmean(gains):+.3f} ±{half_width(gains):.3f} {over}"
     return over if abs(fmean(gains)) > half else f"{over}: so many prompts show no difference"
 
 

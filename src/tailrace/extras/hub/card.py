@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tailrace import __version__
 from tailrace.config import RunConfig
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.commands.intervals import wilson
+from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
@@ -50,7 +50,7 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
         "data": _data_name(config),
         "optimizer steps": f"{step:,}",
         "trained samples": f"{num_samples:,}",
-        "held-out accuracy": _accuracy(config, evaluated[-1]) if evaluated else "not evaluated",
+        "held-out accuracy": _accuracy(folder, config, evaluated[-1]) if evaluated else "not evaluated",
         **{f"tokens {fate}": f"{n:,}" for fate, n in _fates(summary["tokens"])},
         "tailrace": __version__,
     }
@@ -82,13 +82,12 @@ def _fates(tokens: dict[str, Any]) -> Iterator[tuple[str, int]]:
         yield from ((f"{fate} {reason}".strip(), count) for reason, count in counts.items())
 
 
-def _accuracy(config: RunConfig, row: Row) -> str:
-    accuracy, n = row["eval/accuracy"], config.run.eval_prompts
-    how = f"{n} prompts, {'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
-    if not 0 <= accuracy <= 1:
-        return f"{accuracy:.3f} ({how})"
-    low, high = wilson(accuracy, n)
-    return f"{accuracy:.3f}, 95% interval {low:.3f} to {high:.3f} ({how})"
+def _accuracy(folder: RunFolder, config: RunConfig, row: Row) -> str:
+    accuracy = f"{row['eval/accuracy']:.3f}"
+    how = f"{'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
+    if (estimate := recorded_estimate(folder.samples, row["round"])) is None:
+        return f"{accuracy} ({how})"
+    return f"{accuracy}, {estimate} ({estimate.num_prompts} prompts, {how})"
 
 
 def _eval_result(config: RunConfig, row: Row) -> EvalResult:

@@ -3,11 +3,12 @@ highest value of its steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tailrace.drivers.commands.intervals import wilson
+from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.record.figures import Row, steps_of
 
 MAX_POINTS = 1_000
@@ -16,9 +17,9 @@ DIGITS = 5
 
 
 class Curves:
-    """The optimizer steps and evaluations in the rows of a run."""
+    """The optimizer steps and evaluations in the rows of a run. `samples`: its folder of samples."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], samples: Path) -> None:
         self._steps = steps_of(rows)
         self.names = list(dict.fromkeys(name for row in self._steps for name in row))
         positions = _positions(rows)
@@ -28,7 +29,7 @@ class Curves:
         lasts = [*(self._firsts[1:] - 1).tolist(), *([num - 1] if num else [])]
         self.x = {name: _short(steps[at][name] for at in lasts) for name in (positions[-1] if rows else ())}
         placed = zip(rows, positions, strict=True)
-        self.evaluations = [_evaluation(row, at) for row, at in placed if "eval/accuracy" in row]
+        self.evaluations = [_evaluation(row, at, samples) for row, at in placed if "eval/accuracy" in row]
 
     def of(self, name: str) -> Sequence[Sequence[float | None]]:
         """Return the points of a figure: the mean of its steps, and if they are several the lowest and the
@@ -58,10 +59,11 @@ def _positions(rows: Sequence[Row]) -> list[dict[str, float]]:
     return found
 
 
-def _evaluation(row: Row, at: Mapping[str, float]) -> dict[str, Any]:
-    accuracy, n = row["eval/accuracy"], row.get("eval/num_samples", 0.0)
-    low, high = wilson(accuracy, int(n)) if n and 0.0 <= accuracy <= 1.0 else (accuracy, accuracy)
-    return {**at, "accuracy": accuracy, "low": low, "high": high, "n": n}
+def _evaluation(row: Row, at: Mapping[str, float], samples: Path) -> dict[str, Any]:
+    estimate = recorded_estimate(samples, row["round"])
+    low, high = (estimate and estimate.interval) or (None, None)
+    n = estimate and estimate.num_prompts
+    return {**at, "accuracy": row["eval/accuracy"], "low": low, "high": high, "n": n}
 
 
 def _short(values: Iterable[float]) -> list[float | None]:

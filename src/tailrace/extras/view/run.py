@@ -83,7 +83,7 @@ class RunView:
 
     def _curves(self) -> Curves:
         rows, _ = self._rows()
-        return self._derived("curves", (len(rows), id(rows)), lambda: Curves(rows))
+        return self._derived("curves", (len(rows), id(rows)), lambda: Curves(rows, self._folder / "samples"))
 
     def _summary(self) -> Summary:
         return Summary(earlier=self._rows()[0])

@@ -101,7 +101,7 @@ class Overview {
     const rewards = last("reward"), steps = last("time/step"), tokens = last("perf/tokens_per_s");
     if (rewards.length) tile("reward", format(+mean(rewards).toPrecision(3)), `from ${format(+rewards[0].toPrecision(3))}; best ${format(+Math.max(...rewards).toPrecision(3))}`, rewards, colour("blue"));
     const measured = figures.evaluations.at(-1);
-    if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}${sampling(run)}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
+    if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low !== null ? `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}` : measured.n === 1 ? "one prompt: no interval" : "no interval"}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}${sampling(run)}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
     if (steps.length) tile("seconds a step", duration(mean(steps)), `mean of ${Math.min(NUM_LAST, steps.length)} steps`, steps, colour("muted"));
     if (tokens.length) tile("trained tokens/s", format(Math.round(mean(tokens))), `length ${format(Math.round(mean(last("completions/mean_length"))))} tokens`, tokens, colour("muted"));
     const busy = record?.shares.filter((each) => each.lane === "trainer" && ["gradients", "step"].includes(each.cause));
