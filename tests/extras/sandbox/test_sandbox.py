@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -266,6 +267,23 @@ def test_a_sandbox_that_does_not_start_its_program_says_why(monkeypatch: pytest.
         ConfigError, match=r"^reward.sandbox = 'none': no program can be run: no such thing; "
     ):
         asyncio.run(Sandbox("none", SETTINGS).check())
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("place", [shutil.copy, lambda source, target: Path(target).symlink_to(source)])
+def test_bubblewrap_may_lie_in_any_folder_of_the_path(
+    monkeypatch: pytest.MonkeyPatch, place: Callable[[str, str], object]
+) -> None:
+    """Where no usual folder has one."""
+    with TemporaryDirectory(dir="/var") as folder:
+        os.chmod(folder, 0o755)
+        for tool in map(shutil.which, ("bwrap", "setpriv")):
+            place(str(tool), f"{folder}/{Path(str(tool)).name}")
+        monkeypatch.setenv("PATH", folder)
+        monkeypatch.setitem(module._ENVIRONMENT, "PATH", "/nowhere")
+        asyncio.run(Sandbox("bubblewrap", SETTINGS).check())
+        (ended,) = run_all("print(1)")
+    assert (ended.end, ended.output) == ("exited", b"1\n")
 
 
 def test_bubblewrap_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

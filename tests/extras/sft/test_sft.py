@@ -182,6 +182,29 @@ def test_a_killed_run_ends_as_one_that_was_not(config: Path) -> None:
     assert all(torch.equal(ours[name], others[name]) for name in others)
 
 
+@pytest.mark.slow
+def test_a_resumed_run_takes_the_next_rows_also_without_its_metrics(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every third row has no response."""
+    rows = [{"prompt": f"{n} + 1 =\n"} | ({"response": f"{n + 1}"} if n % 3 else {}) for n in range(90)]
+    write_rows(config, rows)
+    assert sft(config, "--sft.steps", "8", out="whole") == 0
+    assert sft(config, out="cut") == 0
+    whole = [row for row in metrics(config, "whole") if row["step"] > 4 and "loss" in row]
+    lines = (config.parent / "cut" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    changed = "".join(lines).replace('"rows/drawn":', '"rows/drawn":1')
+    for out, kept in {"deleted": "", "short": "".join(lines[:2]), "changed": changed}.items():
+        shutil.copytree(config.parent / "cut", config.parent / out)
+        (path := config.parent / out / "metrics.jsonl").write_text(kept)
+        if not kept:
+            path.unlink()
+        capsys.readouterr()
+        assert sft(config, "--sft.steps", "8", "--resume", out=out) == 0
+        assert f"{path} does not tell the rows of the first 4 steps" in capsys.readouterr().err
+        assert [row for row in metrics(config, out) if row["step"] > 4 and "loss" in row] == whole
+
+
 def test_rows_that_cannot_be_trained_are_counted_and_said_before_the_start(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,8 @@ class Sandbox:
     def __init__(self, kind: SandboxKind, settings: CodeSettings) -> None:
         self._settings = settings
         self._is_isolated = kind == "bubblewrap"
-        self._files = _files() if self._is_isolated else []
+        self._tools = check_installed() if self._is_isolated else []
+        self._files = _files(self._tools) if self._is_isolated else []
 
     async def run(self, job: Mapping[str, Any], stdin: str, limit: TimeLimit) -> Execution:
         """Run a program. Raises a SandboxFailed if the program was not started.
@@ -230,9 +231,9 @@ class Sandbox:
         if not self._is_isolated:
             return list(inside)
         private_tmp = ("--perms", "1777", "--size", str(self._settings.tmp_mib * 2**20), "--tmpfs", "/tmp")
-        is_root = os.geteuid() == 0
+        is_root, bwrap = os.geteuid() == 0, self._tools[0]
         isolated = [
-            *("bwrap", *(("--bind", "/tmp", "/tmp") if is_root else private_tmp)),
+            *(bwrap, *(("--bind", "/tmp", "/tmp") if is_root else private_tmp)),
             *(*self._files, "--proc", "/proc"),  # Python may lie below /tmp
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"),
             *(word for item in _ENVIRONMENT.items() for word in ("--setenv", *item)),
@@ -243,10 +244,10 @@ class Sandbox:
         if not is_root:
             return [*isolated, "--info-fd", str(info), "--", *inside]
         return [
-            *("bwrap", *private_tmp, *self._files, "--bind", "/proc", "/proc", "--unshare-pid"),
+            *(bwrap, *private_tmp, *self._files, "--bind", "/proc", "/proc", "--unshare-pid"),
             *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--die-with-parent"),
             *("--info-fd", str(info), "--"),
-            *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+            *(self._tools[1], f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
             *(*isolated, "--", *inside),
         ]
 
@@ -378,12 +379,15 @@ async def _drain(stream: asyncio.StreamReader) -> None:
         pass
 
 
-def check_installed() -> None:
-    """Raises a ConfigError if bubblewrap is not installed."""
+def check_installed() -> list[str]:
+    """Return the paths of the programs that make a sandbox. Raises a ConfigError if one is not installed."""
     remedy = "install bubblewrap, or set it to 'none', which runs the programs without isolation"
+    tools = []
     for tool in ("bwrap", *(("setpriv",) if os.geteuid() == 0 else ())):
-        if shutil.which(tool) is None:
+        if (found := shutil.which(tool)) is None:
             raise ConfigError("reward.sandbox", "bubblewrap", f"there is no program {tool!r} here", remedy)
+        tools.append(str(Path(found).resolve()))
+    return tools
 
 
 def _python() -> str:
@@ -392,8 +396,9 @@ def _python() -> str:
     return str(path.parent.resolve() / path.name if ".." in path.parts else path)
 
 
-def _files() -> list[str]:
-    """Return the arguments of bwrap that show what Python needs, read-only, and nothing else."""
+def _files(tools: Sequence[str]) -> list[str]:
+    """Return the arguments of bwrap that show these programs and what Python needs, read-only, and nothing
+    else."""
     words = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -404,6 +409,7 @@ def _files() -> list[str]:
     prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix)}
     prefixes |= {prefix.resolve() for prefix in prefixes} | {Path(sys.executable).resolve().parents[1]}
     prefixes = {prefix for prefix in prefixes if ".." not in prefix.parts}
+    prefixes |= {Path(tool) for tool in tools}  # as root, one sandbox starts the other
     shown = [path for path in sorted(prefixes) if not path.is_relative_to("/usr")]
     # bwrap would make parents that only their owner can enter.
     for parent in sorted({parent for path in shown for parent in path.parents if len(parent.parts) > 1}):

@@ -5,7 +5,7 @@ is REINFORCE with an advantage of 1 for each given response: -A log pi, normalis
 packing, LoRA, ranks, replicas, the optimizer and its checkpoints are those of `tailrace train`.
 
 A step is a round of its own in metrics.jsonl and in the names of checkpoints. Which rows a step took follows
-from the metrics, so a killed run repeats what it lost.
+from its number and the data, so a killed run repeats what it lost. The metrics only save counting them again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,6 +117,12 @@ async def _train(
     earlier = (steps_of(read_rows(folder.metrics)) or [{}])[-1]
     drawn, num_skipped = (int(earlier.get(name, 0)) for name in ("rows/drawn", "rows/skipped"))
     step = _step_of(newest) if newest else 0
+    if step and (earlier.get("step") != step or drawn - num_skipped != step * settings.rows_per_step):
+        say(f"{folder.metrics} does not tell the rows of the first {step} steps: they are counted again")
+        drawn = num_skipped = 0
+        for _ in range(step):
+            _, drawn, skipped = rows.take(drawn, settings.rows_per_step)
+            num_skipped += skipped.total()
     with closing(MetricsWriter(folder.metrics)) as metrics:
         async with open_trainer(config, folder.path, tokenizer) as opened:
             trainer = cast(RemoteTrainer, opened)
