@@ -10,8 +10,8 @@ from tailrace.contracts.reward import Rewards
 from tailrace.controller import checkpoints
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.record.events import Evaluated
-from tailrace.rollout.evaluation import Evaluation, evaluate
+from tailrace.record.events import Evaluated, EvaluatedSample
+from tailrace.rollout.evaluation import evaluate
 from tailrace.rollout.router import Router
 from tailrace.schedules import SCHEDULES
 from tailrace.types import Sample
@@ -54,7 +54,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> tuple[Outc
     """A run with an evaluation before each round and at the end, and the samples of each."""
     kept, outcome = list[list[Sample]](), Outcome()
 
-    async def evaluate_and_keep(samples: Sequence[Sample], router: Router, rewards: Rewards) -> Evaluation:
+    async def evaluate_and_keep(
+        samples: Sequence[Sample], router: Router, rewards: Rewards
+    ) -> list[EvaluatedSample]:
         state = outcome.run._state
         assert state.steps_at[state.version] == state.num_steps, "the step under which it is booked"
         kept.append([*samples])

@@ -187,12 +187,13 @@ class Evaluations:
         samples = held_out_samples(*asked, **settings.eval_sampling, skipped=self.recorder.emit)
         try:
             rewards = chain_of_rewards(parts.rewards, max_failures=parts.max_failures)
-            result = await evaluate(samples, self.router, rewards)
+            found = await evaluate(samples, self.router, rewards)
         finally:  # also when it is interrupted
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
-        self.checkpoints.evaluated(round, result.accuracy)
-        mean_tokens = result.num_tokens / len(samples)
-        sets = metrics_of_sets(result.samples, settings.eval_solved_at)
+        accuracy = sum(sample.reward for sample in found) / len(found)
+        self.checkpoints.evaluated(round, accuracy)
+        mean_tokens = sum(sample.num_tokens for sample in found) / len(found)
+        sets = metrics_of_sets(found, settings.eval_solved_at)
         self.recorder.emit(
-            Evaluated(clock.now(), round, len(samples), result.accuracy, mean_tokens, result.samples, sets)
+            Evaluated(clock.now(), round, len(found), accuracy, mean_tokens, tuple(found), sets)
         )

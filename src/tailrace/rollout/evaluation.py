@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 
@@ -13,16 +12,6 @@ from tailrace.errors import BadRow, RewardFailed
 from tailrace.record.events import EvaluatedSample, RowSkipped
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample, SampleId, noise_seed
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Result of an evaluation."""
-
-    accuracy: float
-    """Mean reward; a sample that could not be rewarded counts 0."""
-    num_tokens: int
-    samples: tuple[EvaluatedSample, ...]
 
 
 def held_out_samples(
@@ -72,8 +61,8 @@ def held_out_samples(
     return samples
 
 
-async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) -> Evaluation:
-    """Generate and score all samples."""
+async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) -> list[EvaluatedSample]:
+    """Generate and score all samples. The reward of one that cannot be scored is 0."""
     # Of all engines: those that are away now may come back while it runs.
     slots = asyncio.Semaphore(sum(engine.slots for engine in router.engines))
 
@@ -88,9 +77,7 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
             return EvaluatedSample.of(sample, 0.0, f"reward {failed.reason}")
 
     with waiting(f"{len(samples)} held-out samples"):
-        scored = await asyncio.gather(*(score(sample) for sample in samples))
-    accuracy = sum(sample.reward for sample in scored) / len(scored)
-    return Evaluation(accuracy, sum(sample.num_tokens for sample in samples), tuple(scored))
+        return await asyncio.gather(*(score(sample) for sample in samples))
 
 
 def metrics_of_sets(samples: Sequence[EvaluatedSample], solved_at: float) -> dict[str, float]:

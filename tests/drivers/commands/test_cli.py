@@ -17,10 +17,7 @@ from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.commands.evaluate import evaluated_config, gain_over
 from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError
-from tailrace.record.events import EvaluatedSample
 from tailrace.record.metrics import read_rows
-from tailrace.rollout.evaluation import Evaluation
-from tailrace.types import SampleId
 
 
 def test_a_dry_run_prints_the_resolved_config_and_starts_no_run(
@@ -205,14 +202,6 @@ def test_eval_says_what_a_run_has_gained_over_its_base_and_takes_a_number_of_pro
     assert sum(" | Base " in line for line in out) == 3
 
 
-def evaluation(*rewards: float, per_prompt: int = 1) -> Evaluation:
-    ids = [SampleId(-1 - n // per_prompt, 0, n % per_prompt) for n in range(len(rewards))]
-    samples = [
-        EvaluatedSample(id, "", "", reward, None, "stop", 1) for id, reward in zip(ids, rewards, strict=True)
-    ]
-    return Evaluation(sum(rewards) / len(rewards), len(rewards), tuple(samples))
-
-
 def test_eval_counts_each_row_once_however_many_prompts_are_asked_for(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,10 +222,13 @@ def test_eval_counts_each_row_once_however_many_prompts_are_asked_for(
 
 def test_a_gain_is_taken_prompt_by_prompt() -> None:
     """Each prompt gains 0.5 or 0.6: as sure as two means that far apart among other prompts are not."""
-    base = evaluation(0.0, 10.0, 20.0, 30.0)
-    assert gain_over(base, evaluation(0.5, 10.6, 20.5, 30.6)) == "+0.550 ±0.092 over the base model (15.0000)"
-    assert gain_over(base, evaluation(0.5, 9.5, 20.5, 29.5)).endswith("so many prompts show no difference")
-    alone = gain_over(evaluation(0.0), evaluation(0.5))
+    base, sure, unsure = [0.0, 10.0, 20.0, 30.0], [0.5, 10.6, 20.5, 30.6], [0.5, 9.5, 20.5, 29.5]
+    *gains, alone = (
+        gain_over([[reward] for reward in base[:n]], [[reward] for reward in tuned[:n]])
+        for tuned, n in ((sure, 4), (unsure, 4), (sure, 1))
+    )
+    assert gains[0] == "+0.550 ±0.092 over the base model (15.0000)"
+    assert gains[1].endswith("so many prompts show no difference")
     assert alone == "+0.500 over the base model (0.0000): one prompt: no interval"
 
 

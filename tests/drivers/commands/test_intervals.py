@@ -16,7 +16,7 @@ from tailrace.drivers.commands.intervals import (
 
 
 def estimate(*prompts: list[float]) -> Estimate:
-    return estimate_of([(number, reward) for number, rewards in enumerate(prompts) for reward in rewards])
+    return estimate_of(prompts)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ gain is taken prompt by prompt.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
@@ -28,9 +28,9 @@ from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.display import sample_line
-from tailrace.record.events import Recorder
+from tailrace.record.events import EvaluatedSample, Recorder
 from tailrace.record.metrics import read_rows
-from tailrace.rollout.evaluation import Evaluation, evaluate, held_out_samples, metrics_of_sets
+from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
 from tailrace.rollout.router import Router
 
 
@@ -66,27 +66,27 @@ def run(
     result, *others = map(_result, (config, *bases))
     assert config.model
     console = open_console()
-    n, how = len(result.samples), "greedy" if config.run.eval_greedy else "sampled"
-    estimate = estimate_of(_rewards(result))
+    n, how = len(result), "greedy" if config.run.eval_greedy else "sampled"
+    estimate, num_tokens = estimate_of(rewards_of(result)), sum(each.num_tokens for each in result)
     console.print(f"weights   {config.model.path}")
-    accuracy = f"{result.accuracy:.4f} over {estimate.num_prompts} held-out prompts, {how}, {estimate}"
-    console.print(f"accuracy  {accuracy}; {result.num_tokens / n:.1f} tokens each", soft_wrap=False)
+    accuracy = f"{estimate.mean:.4f} over {estimate.num_prompts} held-out prompts, {how}, {estimate}"
+    console.print(f"accuracy  {accuracy}; {num_tokens / n:.1f} tokens each", soft_wrap=False)
     for other in others:
-        console.print(f"gain      {gain_over(other, result)}", soft_wrap=False)
-    sets = metrics_of_sets(result.samples, config.run.eval_solved_at)
+        console.print(f"gain      {gain_over(rewards_of(other), rewards_of(result))}", soft_wrap=False)
+    sets = metrics_of_sets(result, config.run.eval_solved_at)
     for name, value in sets.items():
         console.print(f"{name}  {value:.4f}")
     for number in range(0, n, config.run.eval_samples)[:3]:
-        mine = result.samples[number]
-        theirs = "".join(f" | Base {other.samples[number].text!r}" for other in others)
+        mine = result[number]
+        theirs = "".join(f" | Base {other[number].text!r}" for other in others)
         console.print(sample_line(mine.prompt, mine.text, mine.reward) + theirs, soft_wrap=False)
     if json_path:
         numbers = {
-            "accuracy": result.accuracy,
+            "accuracy": estimate.mean,
             "interval": estimate.interval,
-            "base": others[0].accuracy if others else None,
+            "base": estimate_of(rewards_of(others[0])).mean if others else None,
             "num_samples": n,
-            "num_tokens": result.num_tokens,
+            "num_tokens": num_tokens,
             "model": str(config.model.path),
             "greedy": config.run.eval_greedy,
             "sets": sets,
@@ -94,7 +94,7 @@ def run(
         json_path.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
-def _result(config: RunConfig) -> Evaluation:
+def _result(config: RunConfig) -> list[EvaluatedSample]:
     begin_start(config)
     changes = {
         "algorithm": AlgorithmSettings(),  # no reference, no critic
@@ -105,16 +105,15 @@ def _result(config: RunConfig) -> Evaluation:
         return clock.run(_evaluate(config, Path(scratch)), virtual=False)
 
 
-def _rewards(result: Evaluation) -> list[tuple[object, float]]:
-    """The prompt and the reward of each sample."""
-    return [(sample.id.prompt, sample.reward) for sample in result.samples]
+def rewards_of(samples: Iterable[EvaluatedSample]) -> list[list[float]]:
+    """The rewards of each prompt."""
+    return by_prompt((sample.id.prompt, sample.reward) for sample in samples)
 
 
-def gain_over(base: Evaluation, result: Evaluation) -> str:
+def gain_over(base: Sequence[Sequence[float]], result: Sequence[Sequence[float]]) -> str:
     """Say what the same prompts gain over the base model."""
-    pairs = zip(by_prompt(_rewards(result)), by_prompt(_rewards(base)), strict=True)
-    gains = [fmean(mine) - fmean(theirs) for mine, theirs in pairs]
-    over = f"over the base model ({base.accuracy:.4f})"
+    gains = [fmean(mine) - fmean(theirs) for mine, theirs in zip(result, base, strict=True)]
+    over = f"over the base model ({estimate_of(base).mean:.4f})"
     if len(gains) == 1:
         return f"{gains[0]:+.3f} {over}: one prompt: no interval"
     half, over = half_width(gains), f"{fmean(gains):+.3f} ±{half_width(gains):.3f} {over}"
@@ -173,7 +172,7 @@ def _check_config(folder: RunFolder) -> None:
         say(f"warning: the run was trained with another content of {changed}")
 
 
-async def _evaluate(config: RunConfig, scratch: Path) -> Evaluation:
+async def _evaluate(config: RunConfig, scratch: Path) -> list[EvaluatedSample]:
     async with open_parts(config, scratch) as parts:
         asked = (parts.held_out, config.run.eval_prompts, config.run.seed, 0)
         samples = held_out_samples(*asked, **config.run.eval_sampling)

@@ -35,9 +35,8 @@ class Estimate(NamedTuple):
         return "one prompt: no interval" if self.num_prompts == 1 else "no interval"
 
 
-def estimate_of(samples: Iterable[tuple[object, float]]) -> Estimate:
-    """Return the estimate from the prompt and the reward of each sample."""
-    rewards = by_prompt(samples)
+def estimate_of(rewards: Sequence[Sequence[float]]) -> Estimate:
+    """Return the estimate from the rewards of each prompt."""
     means, every = [fmean(each) for each in rewards], {reward for each in rewards for reward in each}
     mean, n = fmean(means), len(means)
     if n == 1 or not all(map(isfinite, every)):
@@ -56,7 +55,8 @@ def recorded_estimate(samples: Path, round: float) -> Estimate | None:
         read = [msgspec.json.decode(line, type=_Line) for line in lines]
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    return estimate_of((each.id.partition(".")[0], each.reward) for each in read) if read else None
+    rewards = by_prompt((each.id.partition(".")[0], each.reward) for each in read)
+    return estimate_of(rewards) if rewards else None
 
 
 class _Line(msgspec.Struct):

@@ -152,9 +152,8 @@ class Sandbox:
 
     def __init__(self, kind: SandboxKind, settings: CodeSettings) -> None:
         self._settings = settings
-        self._is_isolated = kind == "bubblewrap"
-        self._tools = check_installed() if self._is_isolated else []
-        self._files = _files(self._tools) if self._is_isolated else []
+        self._tools = check_installed() if kind == "bubblewrap" else []
+        self._files, self._is_isolated = _files(self._tools) if self._tools else [], bool(self._tools)
 
     async def run(self, job: Mapping[str, Any], stdin: str, limit: TimeLimit) -> Execution:
         """Run a program. Raises a SandboxFailed if the program was not started.
@@ -382,12 +381,10 @@ async def _drain(stream: asyncio.StreamReader) -> None:
 def check_installed() -> list[str]:
     """Return the paths of the programs that make a sandbox. Raises a ConfigError if one is not installed."""
     remedy = "install bubblewrap, or set it to 'none', which runs the programs without isolation"
-    tools = []
-    for tool in ("bwrap", *(("setpriv",) if os.geteuid() == 0 else ())):
-        if (found := shutil.which(tool)) is None:
-            raise ConfigError("reward.sandbox", "bubblewrap", f"there is no program {tool!r} here", remedy)
-        tools.append(str(Path(found).resolve()))
-    return tools
+    found = {tool: shutil.which(tool) for tool in ("bwrap", *(("setpriv",) if os.geteuid() == 0 else ()))}
+    for tool in [tool for tool, path in found.items() if path is None]:
+        raise ConfigError("reward.sandbox", "bubblewrap", f"there is no program {tool!r} here", remedy)
+    return [os.path.realpath(path) for path in found.values() if path]
 
 
 def _python() -> str:
@@ -397,8 +394,7 @@ def _python() -> str:
 
 
 def _files(tools: Sequence[str]) -> list[str]:
-    """Return the arguments of bwrap that show these programs and what Python needs, read-only, and nothing
-    else."""
+    """Return the arguments of bwrap that show what Python needs and these programs, read-only, no more."""
     words = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib32", "lib64"):
         path = Path("/", name)
@@ -406,10 +402,10 @@ def _files(tools: Sequence[str]) -> list[str]:
             words += ["--symlink", f"usr/{name}", str(path)]
         elif path.exists():
             words += ["--ro-bind", str(path), str(path)]
-    prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix)}
+    # As root one sandbox starts the other, with the same tools.
+    prefixes = {Path(each) for each in (sys.prefix, sys.base_prefix, *tools)}
     prefixes |= {prefix.resolve() for prefix in prefixes} | {Path(sys.executable).resolve().parents[1]}
     prefixes = {prefix for prefix in prefixes if ".." not in prefix.parts}
-    prefixes |= {Path(tool) for tool in tools}  # as root, one sandbox starts the other
     shown = [path for path in sorted(prefixes) if not path.is_relative_to("/usr")]
     # bwrap would make parents that only their owner can enter.
     for parent in sorted({parent for path in shown for parent in path.parents if len(parent.parts) > 1}):
