@@ -31,7 +31,7 @@ class RunSettings(Settings):
     eval_every: Resumable[int] = Field(default=0, ge=0)
     """Rounds between evaluations; there is also one at the start and one at the end. 0: none."""
     eval_prompts: Resumable[int] = Field(default=128, ge=1)
-    """Held-out prompts of an evaluation."""
+    """Held-out prompts of an evaluation; fewer if there are fewer rows, each of which is evaluated once."""
     eval_samples: Resumable[int] = Field(default=1, ge=1, le=10_000)
     """Samples of each held-out prompt (n of avg@n and pass@k). More than one needs `eval_greedy = false`."""
     eval_solved_at: Resumable[float] = Field(default=1.0, allow_inf_nan=False)
