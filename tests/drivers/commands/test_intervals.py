@@ -62,10 +62,11 @@ def test_an_interval_ends_at_0_and_1_only_where_all_rewards_lie_between() -> Non
     assert low < 0.0 < 1.0 < high
 
 
-def test_one_prompt_has_no_interval() -> None:
+def test_one_prompt_or_a_reward_that_is_not_finite_has_no_interval() -> None:
     alone = estimate([1.0, 0.0, 1.0, 1.0])
     assert alone == (0.75, None, 1) and str(alone) == "one prompt: no interval"
     assert str(estimate([1.0], [0.0])) == "95% interval 0.095 to 0.905"
+    assert str(estimate([1.0], [inf])) == "no interval"
 
 
 def test_an_estimate_is_read_from_the_samples_of_a_round(tmp_path: Path) -> None:
@@ -78,7 +79,3 @@ def test_an_estimate_is_read_from_the_samples_of_a_round(tmp_path: Path) -> None
         path.write_text(damaged)
         assert recorded_estimate(tmp_path, 12) is None
     assert recorded_estimate(tmp_path, 13) is None
-
-
-def test_a_reward_that_is_not_finite_bounds_nothing() -> None:
-    assert str(estimate([1.0], [inf])) == "no interval"
