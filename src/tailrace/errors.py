@@ -2,9 +2,11 @@
 before anything starts."""
 
 import difflib
+import re
 import sys
 from collections.abc import Collection
 from contextlib import suppress
+from errno import EFBIG, ENOENT, EROFS
 from typing import ClassVar, Self
 
 
@@ -82,6 +84,10 @@ class CheckpointError(TailraceError):
 
 class DiskFull(TailraceError):
     """A file of the run could not be written completely. The message names the file and the remedy."""
+
+
+class FolderLost(TailraceError):
+    """The folder of the run, or a part of it, was removed while it was written, or is read-only now."""
 
 
 class Interrupted(TailraceError):
@@ -222,6 +228,13 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
     return f"it has: {', '.join(known)}" if known else "remove it"
+
+
+def disk_remedy(why: BaseException) -> str:
+    """Return the remedy for an error of writing a file, whose text has its number."""
+    remedies = {ENOENT: "put it back", EROFS: "mount it for writing", EFBIG: "raise ulimit -f"}
+    number = re.search(r"(?:Errno|os error) (\d+)", str(why))
+    return remedies.get(int(number[1]) if number else 0, "make room on the disk")
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -38,7 +38,7 @@ from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.checksums import remedy
 from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
 from tailrace.drivers.trainer.model import PolicyModel
-from tailrace.errors import CheckpointError, ConfigError
+from tailrace.errors import CheckpointError, ConfigError, disk_remedy
 from tailrace.model_folder import folder_error
 
 V = TypeVar("V")
@@ -254,7 +254,7 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
-        problem = f"{folder} cannot be written ({error}); make room on the disk, then --resume"
+        problem = f"{folder} cannot be written ({error}); {disk_remedy(error)}, then --resume"
         raise CheckpointError(problem) from error
 
 

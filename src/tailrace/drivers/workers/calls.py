@@ -34,7 +34,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -60,7 +60,7 @@ from tailrace import errors
 from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.drivers.workers.process_tree import signal_on_parent_death
-from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied
+from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied, disk_remedy
 from tailrace.settings import Settings
 
 A = TypeVar("A")
@@ -375,8 +375,8 @@ class WorkerConnection:
             yield
         except (ConfigError, OSError) as error:
             cause = error.__cause__ or error
-            if isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT):
-                self.answer(STARTED, DiskFull(f"{cause}; make room on the disk, then --resume"))
+            if isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT, EFBIG):
+                self.answer(STARTED, DiskFull(f"{cause}; {disk_remedy(cause)}, then --resume"))
             elif isinstance(error, ConfigError):
                 self.answer(STARTED, error)
             else:
