@@ -9,6 +9,7 @@ import pytest
 from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simulate
 from tailrace.controller.base import RunComponents
+from tailrace.controller.checkpoints import delete_old
 from tailrace.drivers.assembly.simulation import simulated_parts
 from tailrace.errors import CheckpointError
 from tailrace.ledger.recovery import read_ledger, totals_of
@@ -97,3 +98,18 @@ def test_a_run_that_is_preempted_while_it_saves_loses_nothing(name: str, tmp_pat
     totals = totals_of(books)
     assert totals.num_known_tokens + books.held_tokens == book.num_generated
     assert "crash" not in totals.wasted_tokens
+
+
+def test_copies_of_a_user_and_links_are_no_old_checkpoints(tmp_path: Path) -> None:
+    kept = [
+        "round_000001_best",
+        "round_000002.partial.bak",
+        "round_000003.bak",
+        "round_1",
+        "round_notes.partial",
+    ]
+    for name in [*kept, "round_000001", "round_000002_step_000003", "round_000009.partial", "round_000003"]:
+        (tmp_path / name).mkdir()
+    (tmp_path / "round_000000").symlink_to("round_000001_best")
+    delete_old(tmp_path / "round_000003", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "round_000000", "round_000003"])

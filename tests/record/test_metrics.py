@@ -327,6 +327,22 @@ def test_a_resume_removes_the_rows_that_will_be_written_again(tmp_path: Path) ->
     assert lines_of(path)[:2] + lines_of(path)[3:] == whole
 
 
+def test_a_resume_removes_later_samples_and_no_copy_of_a_user(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    for name in (
+        "round_000002.jsonl",
+        "round_000003_old.jsonl",
+        "round_000003.jsonl.gz",
+        "round_notes.jsonl",
+    ):
+        for folder in (tmp_path, tmp_path / "eval"):
+            (folder / name).write_text("")
+    rewind_records(tmp_path / "metrics.jsonl", tmp_path, round=1, step=2)
+    for folder in (tmp_path, tmp_path / "eval"):
+        left = {path.name for path in folder.iterdir() if path.is_file()}
+        assert left == {"round_000003_old.jsonl", "round_000003.jsonl.gz", "round_notes.jsonl"}
+
+
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     play([Evaluated(1.0, 0, 8, accuracy=math.inf, mean_tokens=1.0)], MetricsWriter(path))

@@ -1,6 +1,7 @@
 """Checkpoints and evaluations, which stand between the rounds of a run."""
 
 import asyncio
+import re
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,21 +147,27 @@ def delete_old(newest: Path, keep: int, best: int | None = None) -> None:
     """Delete unfinished checkpoints beside the newest one, and all but the last `keep` and that of the best
     round. `keep`: 0: all."""
     for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
-        shutil.rmtree(unfinished)
+        if is_checkpoint(unfinished.with_suffix("")):
+            shutil.rmtree(unfinished)
     if keep == 0:
         return
-    found = sorted(newest.parent.glob("round_*"))
+    found = sorted(filter(is_checkpoint, newest.parent.glob("round_*")))
     place = found.index(newest)  # what comes after it is of a life that was rolled back
     kept = {*found[: place + 1][-keep:]}
     if best is not None:
         kept.add(newest.with_name(checkpoint_name(best)))
     for other in found:
-        if other not in kept:
+        if other not in kept and not other.is_symlink():
             shutil.rmtree(other)
 
 
 def checkpoint_name(round: int) -> str:
     return f"round_{round:06d}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file or folder has the name of a checkpoint, which a copy of a user's own has not."""
+    return re.fullmatch(r"round_\d{6,}(_step_\d{6,})?", path.name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ import msgspec
 
 from tailrace.record.metrics import damaged_line
 
+SAMPLES = f"round_{'[0-9]' * 6}.jsonl"
+"""The names of a run's files of samples, which copies of a user's own have not."""
+
 
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
     """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step. The file
@@ -27,12 +30,12 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
     if metrics.exists():
         _filter(metrics, is_kept)
     this = f"round_{round:06d}.jsonl"
-    for path in samples.glob("round_*.jsonl"):
+    for path in samples.glob(SAMPLES):
         if path.name == this:
             _filter(path, lambda record: bool(record["step"] <= step))
         elif path.name > this:
             path.unlink()
-    for path in samples.glob("eval/round_*.jsonl"):
+    for path in samples.glob(f"eval/{SAMPLES}"):
         if path.name >= this and path.name not in evaluated:
             path.unlink()
 
