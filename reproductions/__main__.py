@@ -39,7 +39,7 @@ def simulate_paper(name: str, number: str | None, json_path: Path | None, seeds:
     """
     if name not in PAPERS:
         raise ConfigError("NAME", name, "it is not a paper of tailrace", f"choose from {', '.join(PAPERS)}")
-    check_output("--json", json_path)
+    check_output("--json", json_path, r'\A{\s*"seeds": ')
     if seeds < 1:
         raise ConfigError("--seeds", seeds, "a figure needs one", "choose 1 or more")
     paper: Paper = import_module(f"reproductions.{name}").PAPER

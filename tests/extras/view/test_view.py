@@ -67,8 +67,8 @@ def test_a_page_as_one_file_has_everything_in_it(run: Path, capsys: pytest.Captu
     ("words", "message"),
     [
         (["RUN/samples"], "it has neither events.jsonl nor metrics.jsonl"),
-        (["RUN", "--output", "RUN"], "--output = 'RUN': it cannot be written (Is a directory)"),
-        (["RUN", "--perfetto", "RUN"], "--perfetto = 'RUN': it cannot be written (Is a directory)"),
+        (["RUN", "--output", "RUN"], "--output = 'RUN': it is a folder"),
+        (["RUN", "--perfetto", "RUN"], "--perfetto = 'RUN': it is a folder"),
         (["RUN/samples", "--perfetto", "RUN/t.json"], "it has no events.jsonl"),
         (["RUN", "RUN", "--perfetto", "RUN/t.json"], "a trace is of one run"),
         (["RUN", "--port", "70000"], "--port = 70000: there is no such port"),

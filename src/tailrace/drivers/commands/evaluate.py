@@ -57,7 +57,7 @@ def run(
         samples: of each prompt, sampled: pass@k and avg@n. Instead of run.eval_samples.
         json_path: a file for the accuracy.
     """
-    check_output("--json", json_path)
+    check_output("--json", json_path, r'\A{"accuracy": ')
     named = {"eval_prompts": prompts, "eval_samples": samples, "eval_greedy": samples and samples == 1}
     given = {f"run.{key}": json.dumps(value) for key, value in named.items() if value is not None}
     overrides = {**overrides, **given}

@@ -1,6 +1,7 @@
 """Output of commands: tables with one row a line in any width, and what a long search does."""
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,11 +43,17 @@ def progress(every_s: float = 5.0) -> Iterator[Callable[[str], None]]:
     yield say
 
 
-def check_output(option: str, path: Path | None) -> None:
-    """Raises a ConfigError if the file that an option names cannot be there, before anything starts."""
+def check_output(option: str, path: Path | None, sign: str) -> None:
+    """Raises a ConfigError if the file that an option names cannot be there, or is there and is not what the
+    command writes, before anything starts. `sign`: a pattern that the first 64 KiB of its files match."""
     if path and (path.is_dir() or not path.parent.is_dir()):
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ConfigError(option, str(path), problem, "choose a file in an existing folder")
+    if path and path.is_file():
+        with writing(option, path), path.open("rb") as file:
+            if (head := file.read(2**16)) and not re.search(sign, head.decode(errors="replace")):
+                problem = "tailrace did not write the file that is there"
+                raise ConfigError(option, str(path), problem, "choose another, or move it away")
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def diagnose(
         schedules: A,B: instead of the config's.
         json_path: a file for the figures.
     """
-    check_output("--json", json_path)
+    check_output("--json", json_path, '"tenths": ')
     folder, console = RunFolder(run) if run.is_dir() else None, open_console()
     config = folder.read_config(overrides) if folder else load_config(run, overrides)
     if folder:

@@ -79,7 +79,7 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
     }
     texts = {"run.toml": "run.toml", "rewards.py": "rewards.py.txt"}
     for name in texts:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             remedy = "name another --folder, or move it away"
             raise ConfigError("--folder", str(folder), f"it has a {name} already", remedy)
     with writing("--folder", folder):

@@ -74,8 +74,8 @@ def plan(
         json_path: a file for all candidates that were measured.
         whole: measure every candidate over all steps, which takes many times as long.
     """
-    check_output("--output", output)
-    check_output("--json", json_path)
+    check_output("--output", output, r"\A# Fastest within the limits: ")
+    check_output("--json", json_path, r'\A{\s*"ranking": ')
     given, log = with_lengths(_config(cluster, run, overrides), lengths), None
     config = given
     if run:

@@ -15,7 +15,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, usable_prompts
 from tailrace.drivers.assembly.placement import tensor_parallel_sizes
 from tailrace.drivers.commands.evaluate import evaluated_config
-from tailrace.drivers.commands.tables import open_console, print_table, writing
+from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.drivers.kinds.base import engine_kind
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit import Fit, fit
@@ -47,6 +47,8 @@ def fit_run(
         batches: of the profile, requests that begin together.
         lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
     """
+    check_output("--output", output, r"\A\[sim(?![^$]*\n\[(?!sim))")
+    check_output("--profile", profile, r'\A\[\s*{\s*"tensor_parallel_size"')
     if profile:
         return _measure(run, profile, batches, lengths, overrides)
     for key, value in overrides.items():

@@ -10,7 +10,7 @@ from cyclopts.validators import mutually_exclusive
 
 from tailrace import clock
 from tailrace.drivers.assembly.signals import signals_received
-from tailrace.drivers.commands.tables import writing
+from tailrace.drivers.commands.tables import check_output, writing
 from tailrace.errors import ConfigError
 from tailrace.extras.view.document import check_installed, whole_page
 from tailrace.extras.view.perfetto import write_perfetto
@@ -36,6 +36,8 @@ def view(
         output: an HTML file that has everything in it, instead of serving.
         perfetto: a JSON file with the events of one run for ui.perfetto.dev, instead of serving.
     """
+    check_output("--output", output, "<title>tailrace</title>")
+    check_output("--perfetto", perfetto, r'\A\[\n{"name":"process_name"')
     if perfetto:
         _write_perfetto(runs, perfetto)
         return
