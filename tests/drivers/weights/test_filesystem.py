@@ -17,6 +17,7 @@ from helpers.tiny_models import save_tiny_model
 from tailrace.contracts.weights import TensorInfo, Weights, new_link
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.drivers.weights.manifest import expected_tensors
+from tailrace.drivers.weights.settings import FilesystemSettings
 from tailrace.drivers.weights.transports import WeightReceiver
 from tailrace.errors import ConfigError, TransferFailed, WeightsRefused
 
@@ -92,7 +93,7 @@ def test_a_folder_that_another_trainer_publishes_to_is_refused(
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, served: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"weights\.folder = .*it cannot be written to"):
+    with pytest.raises(ConfigError, match=r"weights\.folder = .*it cannot be written \(Not a dir"):
         FilesystemSender(tmp_path / "file" / "weights", served, 1)
 
 
@@ -144,3 +145,34 @@ def test_files_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path, se
     other = Weights(1, weights.location, (TensorInfo("a", (31,), "float32"),))
     with pytest.raises(WeightsRefused, match=r"1 of another shape: a \[30\] in place of \[31\]"):
         read(other)
+
+
+def test_folders_of_others_beside_the_versions_stay(tmp_path: Path, served: Path) -> None:
+    (tmp_path / "version-mine").mkdir()
+    FilesystemSender(tmp_path, served, 1).close()
+    (tmp_path / "version-7").mkdir()  # of a process that was killed
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "version-8").symlink_to("elsewhere")
+    FilesystemSender(tmp_path, served, 1).close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", ".tailrace", "elsewhere", "version-mine"]
+
+
+def test_versions_that_no_trainer_published_are_refused_by_name_before_a_worker_starts(
+    tmp_path: Path, served: Path
+) -> None:
+    (tmp_path / "version-2" / "model").mkdir(parents=True)
+    why = r"weights\.folder = .* what tailrace did not write there: version-2; choose another"
+    with pytest.raises(ConfigError, match=why):
+        FilesystemSender(tmp_path, served, 1)
+    with pytest.raises(ConfigError, match=why):
+        FilesystemSettings(folder=tmp_path).in_run_folder(tmp_path)
+    assert os.listdir(tmp_path) == ["version-2"] and (tmp_path / "version-2" / "model").is_dir()
+
+
+def test_versions_of_a_release_without_marks_are_replaced(tmp_path: Path, served: Path) -> None:
+    (tmp_path / ".lock").write_text("")
+    (tmp_path / "version-2").mkdir()
+    (tmp_path / "version-2" / "model.safetensors").write_text("")
+    FilesystemSettings(folder=tmp_path).in_run_folder(tmp_path)
+    FilesystemSender(tmp_path, served, 1).close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", ".tailrace"]

@@ -68,7 +68,7 @@ def test_a_version_that_cannot_be_written_names_the_file_and_leaves_nothing(
 ) -> None:
     shutil.rmtree(sender.folder)
     with pytest.raises(
-        TransferFailed, match=r"version-3 cannot be written .*--shm-size\); make room, then --resume"
+        TransferFailed, match=r"version-3 cannot be written .*--shm-size\); put it back, then --resume"
     ):
         sender.store({"a": torch.zeros(4)}, 3)
 

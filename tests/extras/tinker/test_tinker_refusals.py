@@ -139,3 +139,12 @@ def test_settings_that_a_service_cannot_have_are_refused(options: tuple[str, str
     words = [sys.executable, "-m", "tailrace.cli", "serve", str(QUICKSTART), "--tinker", *options]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_a_state_folder_with_names_of_others_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.safetensors").write_text("mine")
+    words = [sys.executable, "-m", "tailrace.cli", "serve", str(QUICKSTART), "--tinker"]
+    done = subprocess.run([*words, "--state-folder", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and "what tailrace did not write there: base; choose" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["base", "model.safetensors"]

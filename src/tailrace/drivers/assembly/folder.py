@@ -14,25 +14,31 @@ tensorboard/     what trackers write here, as does wandb/
 reward.pkl       the reward function, where a script or a notebook gave it
 lock             held by the process that trains here; the system releases it when that process ends. Its time
                  is that at which workers began to start
+.tailrace        the names of these that tailrace wrote, and may replace (contracts/mark.py)
 """
 
+import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from errno import EDQUOT, EFBIG, EMFILE, ENFILE, ENOENT, ENOSPC, EROFS, EWOULDBLOCK
 from pathlib import Path
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from tailrace import clock
 from tailrace.config import RunConfig, load_config
 from tailrace.contracts.engine import COUNTS_FOLDER
+from tailrace.contracts.mark import Mark, claim, read_mark, remove
+from tailrace.controller.checkpoints import is_checkpoint
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_model
-from tailrace.errors import ConfigError, DiskFull
+from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.record.events import Recorder, Sink
+from tailrace.ledger.store import LEDGER_FILE
+from tailrace.record.events import Recorder, RunStarted, Sink
 from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
@@ -42,6 +48,30 @@ from tailrace.record.summary import Summary
 
 ONLY_OF_THE_TRAINER = "trainer"
 """Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
+_SIMULATION = ("config.toml", "metrics.jsonl", "summary.json", "events.jsonl")
+_MODEL = ("model", "model.partial", "model.old.partial")
+_SFT = ("config.toml", "metrics.jsonl", "metrics.partial", "checkpoints", *_MODEL, "logs", "lock")
+_LEDGER = (LEDGER_FILE, f"{LEDGER_FILE}-wal", f"{LEDGER_FILE}-shm")
+_RUN = (*_SIMULATION, *_SFT, *_LEDGER, "samples", COUNTS_FOLDER, "reward.pkl")
+WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
+"""The names that each command writes into the folder of a run. Trackers and sinks have names of their own."""
+COMPARED = ("compare.json", "logs", "start", "start.partial", "start.old.partial")
+"""The names that a comparison writes beside the folders of its candidates."""
+
+
+def earlier_names(path: Path) -> Collection[str]:
+    """Return the names that a release without marks wrote for the run or the comparison in a folder."""
+    folder = RunFolder(path)
+    is_sealed = any(folder.checkpoints.glob(f"round_*/{CHECKSUMS_FILE}"))
+    if folder.lock.exists() and (is_sealed or (path / LEDGER_FILE).exists()):
+        return _RUN
+    with suppress(OSError, msgspec.MsgspecError), folder.events.open("rb") as file:
+        msgspec.json.decode(file.readline(), type=RunStarted)
+        return _RUN if folder.lock.exists() else _SIMULATION
+    with suppress(OSError, KeyError, msgspec.MsgspecError):
+        msgspec.json.decode((path / "compare.json").read_bytes(), type=dict[str, object])["schedules"]
+        return COMPARED
+    return ()
 
 
 def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tuple[str, Path]]:
@@ -90,47 +120,56 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""
-        found = (path for path in self.checkpoints.glob("round_*") if "." not in path.name)
-        return max(found, default=None)
+        return max(filter(is_checkpoint, self.checkpoints.glob("round_*")), default=None)
 
-    def clear(self) -> None:
-        """Delete what a run that trained nothing left behind, but not its ledger, logs and lock."""
-        for folder in (self.counts, self.samples, self.model, self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
-        for path in (self.config, self.metrics, self.summary, self.events):
-            path.unlink(missing_ok=True)
+    def claim(self, command: str, *, only_check: bool = False) -> Mark:
+        """Own what a command writes here, as `contracts.mark.claim`."""
+        return claim(self.path, command, WRITTEN[command], earlier_names(self.path), only_check=only_check)
 
-    def begin_anew(self, config: str) -> None:
+    def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", "reward.pkl")) -> None:
+        """Delete what the mark owns, such as what a run that trained nothing left behind."""
+        mark = read_mark(self.path)
+        for path in mark.owned_in(self.path) if mark else ():
+            if path.name not in keep:
+                remove(path)
+
+    def begin_anew(self, command: str, config: str) -> None:
         """Replace the files of an earlier simulation, or of an earlier trial of a comparison, and write
-        config.toml. Raises a ConfigError if a live run has begun here."""
-        if self.lock.exists():
+        config.toml. Raises a ConfigError if a live run has begun here, and as `claim`."""
+        if self.lock.exists() or self.newest_checkpoint() or (self.path / LEDGER_FILE).exists():
             problem = "it holds a run of tailrace train"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.claim(command)
         self.clear()
         self.config.write_text(config, encoding="utf-8")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from training in the folder, which is made if it does not exist. Raises a
-        ConfigError if another process trains in it, or it cannot be made."""
+    def locked(self, command: str = "train") -> Iterator[Mark]:
+        """Keep other processes from training in the folder, and claim it. Yields its earlier mark. Raises a
+        ConfigError if another process trains in it, and as `claim`."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            held = FileLock(self.lock).acquire(timeout=0)
-        except Timeout:
-            problem = "another process is training in it"
-            remedy = "let that one end, or choose another"
-            raise ConfigError("--output-dir", str(self.path), problem, remedy) from None
+            with ExitStack() as stack:
+                mark, descriptor = self.claim(command), os.open(self.path, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                stack.enter_context(FileLock(self.lock).acquire(timeout=0))
+                try:  # for the case that the file `lock` was deleted: the folder itself is locked, too
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as why:
+                    if why.errno == EWOULDBLOCK:  # other errors are those of file systems without such locks
+                        raise
+                held = stack.pop_all()
         except OSError as why:
-            problem = f"it cannot be written ({why.strerror})"
-            raise ConfigError("--output-dir", str(self.path), problem, "choose another") from None
+            problem, remedy = f"it cannot be written ({why.strerror})", "choose another"
+            if isinstance(why, BlockingIOError | Timeout):
+                problem, remedy = "another process is training in it", "let that one end, or choose another"
+            raise ConfigError("--output-dir", str(self.path), problem, remedy) from None
         with held:
-            yield
+            yield mark
 
     @contextmanager
     def shortage_explained(self) -> Iterator[None]:
-        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy, and one of too
-        few file descriptors into a ConfigError."""
+        """Turn an OSError of a full disk into a DiskFull that names the file and the remedy, one of a folder
+        that is gone or read-only into a FolderLost, one of too few file descriptors into a ConfigError."""
         try:
             yield
         except OSError as why:
@@ -138,10 +177,12 @@ class RunFolder:
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 problem = f"the run needs more file descriptors ({why.strerror})"
                 raise ConfigError("ulimit -n", limit, problem, "raise it, for example to 1024") from why
-            if why.errno not in (ENOSPC, EDQUOT):
+            where = Path(why.filename or self.path)
+            is_lost = why.errno == EROFS or (why.errno == ENOENT and self.path in where.parents)
+            if not is_lost and why.errno not in (ENOSPC, EDQUOT, EFBIG):
                 raise
-            where = why.filename or self.path
-            raise DiskFull(f"{where}: {why.strerror}; make room on the disk, then --resume") from why
+            said = f"{where}: {why.strerror}; {disk_remedy(why)}, then --resume"
+            raise (FolderLost if is_lost else DiskFull)(said) from why
 
     def export(self, checkpoint: Path) -> Path:
         """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one.

@@ -74,6 +74,9 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
     ):
         raise ConfigError("prices.budget", prices.settings.budget, overrun, "raise it, then --resume")
     _check_checkpoint(folder, start)
+    recorded = (folder.config, folder.metrics, folder.events, folder.samples)
+    if start.base.step and (gone := [path.name for path in recorded if not path.exists()]):
+        say(f"warning: {folder.path} lacks {', '.join(gone)} of what it has trained: they were deleted")
     undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
     num_undone = max(undone, default=start.base.step) - start.base.step
     where = start.base.checkpoint or "the model of the config"

@@ -67,6 +67,7 @@ def train(
     schedule: BoundSchedule | None = None,
     reward: Callable[..., Any] | None = None,
     interruption: Interruption | None = None,
+    command: str = "train",
 ) -> RunSummary:
     """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
 
@@ -80,11 +81,14 @@ def train(
         schedule: in place of the schedule that the config names; checked by the caller.
         reward: in place of the reward functions that the config names.
         interruption: lets another thread end the run in order.
+        command: the one that the user gave. Another than `train` replaces its own earlier run.
     """
+    folder, interruption = RunFolder(output_dir), interruption or Interruption()
+    folder.claim(command, only_check=True)
+    config.weights.in_run_folder(output_dir)  # raises if versions of others are there
     config = with_published_defaults(with_model_folder(config))
     recording = Recording.read(config) if config.run.replay else None
     schedule = BoundSchedule(replayed) if recording else schedule or resolve(config)
-    folder, interruption = RunFolder(output_dir), interruption or Interruption()
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
@@ -95,7 +99,10 @@ def train(
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
-    with folder.locked(), folder.shortage_explained(), signals_received(interruption.request, RESUME):
+    received = signals_received(interruption.request, RESUME)
+    with folder.locked(command) as earlier, folder.shortage_explained(), received:
+        if earlier.command == command != "train":
+            folder.clear(keep=("lock",))
         num_restarts = 0
         while True:
             try:
@@ -163,6 +170,8 @@ def _one_life(
             faulthandler.cancel_dump_traceback_later()  # that of `end_at_last`
         if outcome.checkpoint:
             folder.export(outcome.checkpoint)
+        if store and not Path(store.name).exists():
+            say(f"warning: {store.name} was deleted meanwhile: the run can be neither resumed nor inspected")
         _report(summary, folder, config)
     if outcome.interrupted and interruption.signal is None:
         remedy = f"raise {interruption.limit}, then --resume"

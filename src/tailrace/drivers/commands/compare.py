@@ -26,7 +26,8 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.config import RunConfig, load_config, with_model_folder
-from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.contracts.mark import claim
+from tailrace.drivers.assembly.folder import COMPARED, RunFolder, earlier_names, recorder_of
 from tailrace.drivers.assembly.live import begin_start, check_live
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
 from tailrace.drivers.assembly.schedule import (
@@ -79,8 +80,10 @@ def compare(
         output_dir: for the files of each schedule and compare.json.
         json_path: another file for the medians.
     """
-    check_output("--json", json_path)
+    check_output("--json", json_path, r'\A{\s*"(schedules|verdict)": ')
     console, folder = open_console(), output_dir
+    if folder:
+        claim(folder, "compare", COMPARED, earlier_names(folder), only_check=True)
     if configs and all(path.is_dir() for path in configs):
         return _compare_runs(console, folders_of(configs), json_path)
     if len(configs) != 1:
@@ -101,7 +104,9 @@ def compare(
         console.print("the config has no [model]: the comparison is in virtual time")
         virtual = True
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+        for name in candidates:
+            _folder_of(name, folder).claim("compare", only_check=True)
+        claim(folder, "compare", COMPARED, earlier_names(folder))
     if virtual:
         comparison = compare_virtual(candidates, loaded.compare.repeats, folder)
     else:
@@ -211,11 +216,15 @@ def in_turn(candidates: Mapping[str, ComparedSchedule], repeat: int) -> list[str
 
 def _recorder(name: str, candidate: ComparedSchedule, folder: Path | None) -> tuple[Recorder, Summary]:
     """The files of a trial are those of a run, in a folder of the candidate's name."""
-    own = RunFolder(folder / name.replace("/", "_")) if folder else None
+    own = _folder_of(name, folder) if folder else None
     if own:
-        own.begin_anew(candidate.config.toml())
+        own.begin_anew("compare", candidate.config.toml())
     summary = Summary(own.summary if own else None)
     return recorder_of(own, summary), summary
+
+
+def _folder_of(candidate: str, folder: Path) -> RunFolder:
+    return RunFolder(folder / candidate.replace("/", "_"))
 
 
 # -- its figures ---------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def simulate(
     if json_path:
         with writing("--json", json_path):
             json_path.parent.mkdir(parents=True, exist_ok=True)
-    check_output("--json", json_path)
+    check_output("--json", json_path, r'\A{\s*"eval": ')
     loaded = load_config(config, overrides)
     if like:
         for key in (key for key in overrides if key.startswith("sim.")):
@@ -61,7 +61,7 @@ def simulate(
     summary = Summary(output_dir / "summary.json" if output_dir else None)
     sinks: list[Sink] = [Summary(json_path)]
     if folder := RunFolder(output_dir) if output_dir else None:
-        folder.begin_anew(loaded.toml(chosen=False))
+        folder.begin_anew("simulate", loaded.toml(chosen=False))
         tracked = TrackedRun(loaded.record.project, folder.path, loaded.model_dump(mode="json"))
         sinks += open_sinks(loaded.record.sinks, folder.path, console.print)
         sinks += open_trackers(loaded.record.trackers, tracked, console.print)

@@ -21,12 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import override
 
+from tailrace.contracts.mark import Mark, remove
 from tailrace.contracts.weights import KEPT_VERSIONS, Link, TensorInfo, Weights, WeightSender
+from tailrace.drivers.weights.settings import LOCK, PARTIAL, VERSION, VERSIONS, claim_versions
 from tailrace.drivers.weights.tensors import manifest
-from tailrace.errors import ConfigError, TransferFailed
+from tailrace.errors import ConfigError, TransferFailed, disk_remedy
 from tailrace.model_folder import read_config
 
-_VERSION, _PARTIAL, _PREFIX, _LOCK = "version-", "partial-", "tailrace-", ".lock"
+_PREFIX = "tailrace-"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."
 """Prefix of the names in peft's files."""
@@ -57,8 +59,8 @@ class FilesystemSender(WeightSender):
         self._kept: list[Path] = []
         """The kept versions, the oldest first."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(folder / _LOCK, thread_local=False)
+            claim_versions(folder)
+            self._lock = FileLock(folder / LOCK, thread_local=False)
             self._lock.acquire(timeout=0)
         except Timeout:
             problem = "another trainer publishes its weights there"
@@ -66,8 +68,9 @@ class FilesystemSender(WeightSender):
         except OSError as why:
             problem = f"it cannot be written to ({why})"
             raise ConfigError("weights.folder", str(folder), problem, "choose another folder") from None
-        for left in [*folder.glob(f"{_VERSION}*"), *folder.glob(f"{_PARTIAL}*")]:
-            shutil.rmtree(left, ignore_errors=True)
+        for left in Mark("", [*VERSIONS]).owned_in(folder):
+            if left.name != LOCK:
+                remove(left)
 
     @classmethod
     def in_shared_memory(cls) -> "FilesystemSender":
@@ -77,7 +80,7 @@ class FilesystemSender(WeightSender):
         folder is held for as long as its process lives.
         """
         memory = shared_memory()
-        for lock in memory.glob(f"{_PREFIX}*/{_LOCK}"):
+        for lock in memory.glob(f"{_PREFIX}{'?' * 8}/{LOCK}"):
             with suppress(Timeout), FileLock(lock).acquire(timeout=0):  # Timeout: the owner is alive
                 shutil.rmtree(lock.parent, ignore_errors=True)
         # A folder gets its final name only once it is locked: until then another process would remove it.
@@ -89,7 +92,7 @@ class FilesystemSender(WeightSender):
 
     @override
     def store(self, tensors: Mapping[str, Tensor], version: int) -> Weights:
-        final, partial = (self.folder / f"{prefix}{version}" for prefix in (_VERSION, _PARTIAL))
+        final, partial = (self.folder / f"{prefix}{version}" for prefix in (VERSION, PARTIAL))
         infos = manifest(tensors)
         try:
             partial.mkdir()
@@ -102,7 +105,8 @@ class FilesystemSender(WeightSender):
             shutil.rmtree(partial, ignore_errors=True)
             raise TransferFailed(
                 f"{final} cannot be written ({why}); the {KEPT_VERSIONS} last versions of the weights and "
-                "one more must fit there (/dev/shm of a container: --shm-size); make room, then --resume"
+                f"one more must fit there (/dev/shm of a container: --shm-size); {disk_remedy(why)}, "
+                "then --resume"
             ) from why
         self._kept = [*(kept for kept in self._kept if kept != final), final]
         while len(self._kept) > KEPT_VERSIONS:

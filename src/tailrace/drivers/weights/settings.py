@@ -6,8 +6,20 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, Tag
 from typing_extensions import override
 
+from tailrace.contracts.mark import claim
 from tailrace.contracts.weights import KEPT_VERSIONS
 from tailrace.settings import RunPath, Settings, default_tag
+
+VERSION, PARTIAL, LOCK = "version-", "partial-", ".lock"
+VERSIONS = (f"{VERSION}[0-9]*", f"{PARTIAL}[0-9]*", LOCK)
+"""The names in the folder that versions are written to."""
+
+
+def claim_versions(folder: Path, *, only_check: bool = False) -> None:
+    """Own the versions in `weights.folder`. Arguments and errors as `contracts.mark.claim`."""
+    are_ours = all(any(each.glob("*.safetensors")) for each in folder.glob(f"{VERSION}*"))
+    earlier = VERSIONS if are_ours and (folder / LOCK).exists() else ()
+    claim(folder, "train", VERSIONS, earlier, key="weights.folder", only_check=only_check)
 
 
 class ProbeSettings(Settings):
@@ -38,7 +50,8 @@ class ProbeSettings(Settings):
         return "host" in type(self).model_fields.keys() - self.model_fields_set
 
     def in_run_folder(self, run_folder: Path) -> Self:
-        """Return the settings with a folder, where the transport needs one."""
+        """Return the settings with a folder, where the transport needs one. Raises a ConfigError if it would
+        replace there what is not its own."""
         return self
 
 
@@ -65,6 +78,7 @@ class FilesystemSettings(ProbeSettings):
     @override
     def in_run_folder(self, run_folder: Path) -> Self:
         folder = self.folder or (run_folder / "weights").absolute()
+        claim_versions(folder, only_check=True)
         return self.model_copy(update={"folder": folder})
 
 

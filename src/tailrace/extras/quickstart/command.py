@@ -13,7 +13,7 @@ def quickstart(*, output_dir: Path = Path("runs/quickstart"), overrides: Mapping
     """Train the quickstart's model: two CPU cores, some minutes.
 
     Args:
-        output_dir: for all files of the run.
+        output_dir: for all files of the run. An earlier quickstart there is replaced.
     """
-    train(load_config(CONFIG, overrides), output_dir)
+    train(load_config(CONFIG, overrides), output_dir, command="quickstart")
     print(f"next      tailrace inspect {output_dir}; its config, to start from: {output_dir / 'config.toml'}")

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from tailrace import clock
 from tailrace.config import RunConfig, config_of
+from tailrace.contracts.mark import claim
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import check_device
 from tailrace.drivers.assembly.live import check_policy, fitted_to_machine
@@ -23,6 +24,7 @@ from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
 from tailrace.drivers.kinds.native import check_served
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker
 from tailrace.drivers.workers.process import LocalSpawner, preload
 from tailrace.drivers.workers.trainer import RemoteTrainer
@@ -100,6 +102,7 @@ def _serve_tinker(
 ) -> None:
     """Check the config that the options make, and serve it."""
     from tailrace.extras.tinker.app import KEY_PREFIX
+    from tailrace.extras.tinker.service import INITIAL, STATE
 
     tree = {  # its clients say what the config of a run would
         "run": {"rounds": 1, "group_size": 2},
@@ -117,10 +120,9 @@ def _serve_tinker(
         raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
     check_policy(config)
     config = fitted_to_machine(config, prompt_tokens=1, overlaps=True).config
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise ConfigError("--state-folder", str(folder), str(why), "name another folder") from why
+    names = (*STATE, "logs")
+    earlier = names if (folder / INITIAL / CHECKSUMS_FILE).exists() else ()
+    claim(folder, "serve", names, earlier, key="--state-folder")
     key = bearer_token(token_file, KEY_PREFIX)
     clock.run(_serve_policy(config, settings, key, folder.absolute()), virtual=False)
 

@@ -49,7 +49,9 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
     """
-    loaded, folder = with_model_folder(load_config(config, overrides)), RunFolder(output_dir)
+    folder = RunFolder(output_dir)
+    folder.claim("sft", only_check=True)
+    loaded = with_model_folder(load_config(config, overrides))
     check_own_trainer(loaded)
     assert loaded.model
     begin_start(loaded)
@@ -67,7 +69,7 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
         "weights": SharedMemorySettings(probe_every=0),
     }
     loaded = fitted_to_machine(loaded.model_copy(update=changes), prompt_tokens=1, overlaps=False).config
-    with folder.locked(), folder.shortage_explained(), signals_received(interruption.request):
+    with folder.locked("sft"), folder.shortage_explained(), signals_received(interruption.request):
         step = _begun(loaded, folder, resume)
         folder.config.write_text(loaded.toml(), encoding="utf-8")
         if step < loaded.sft.steps:

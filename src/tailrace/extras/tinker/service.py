@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from tailrace.clock import Signal, now
 from tailrace.contracts.engine import Engine
+from tailrace.contracts.mark import Mark, remove
 from tailrace.contracts.weights import Weights
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, TokenLoss
 from tailrace.drivers.trainer.checksums import PARTIAL, replacing
@@ -47,7 +48,11 @@ MAX_SESSIONS, MAX_OPEN, BYTES_OF_ONE = 256, 4096, 2**15
 result yet. A request with a large body counts as several."""
 KEPT_BYTES, KEPT_S = 2**26, 600.0
 """Results that a session keeps, should its client ask again, and how long."""
-BASE, SNAPSHOTS = "base", "snapshots"
+INITIAL, BASE, SNAPSHOTS = "initial", "base", "snapshots"
+STATE = (INITIAL, f"{INITIAL}.*partial", BASE, f"{BASE}.*partial", SNAPSHOTS)
+"""The names in the folder of checkpoints that a new service replaces."""
+
+
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}(?<!{re.escape(PARTIAL)})")
 _PATH = re.compile(rf"tinker://([\w:.-]{{1,128}})/(weights|sampler_weights)/({_NAME.pattern})")
 
@@ -158,9 +163,9 @@ class TinkerService:
 
     async def open(self) -> None:
         """Write the model that training begins with, and that clients may return to."""
-        for name in ("initial", BASE, SNAPSHOTS):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-        await (await self._trainer.save(self.folder / "initial"))
+        for path in Mark("", [*STATE]).owned_in(self.folder):
+            remove(path)
+        await (await self._trainer.save(self.folder / INITIAL))
         await self._publish_to(self.folder / BASE)
         self._sweep(now())
 
@@ -250,7 +255,7 @@ class TinkerService:
             )
         async with self._trainer_turn:
             self._check_free(session_id)
-            await self._restore(self.folder / "initial", Training(model_id, session_id), BASE)
+            await self._restore(self.folder / INITIAL, Training(model_id, session_id), BASE)
 
     async def load_state(
         self, model_id: str, path: str, *, optimizer: bool, session_id: str | None = None
@@ -313,7 +318,7 @@ class TinkerService:
             self._trainer_weights = snapshot
             await self._serve(snapshot, folder, drains=not in_flight)
             for older in {*folder.parent.iterdir()} - {folder}:
-                shutil.rmtree(older)
+                remove(older)
             samplers = self.session(model_id).samplers
             for sampler in samplers.values():
                 if in_flight and sampler.model_id == model_id:
