@@ -126,11 +126,11 @@ def served(*folders: Path) -> Iterator[str]:
     from tailrace.extras.view.app import make_app
 
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = HttpServer(make_app(open_runs(folders, wait=True)), bound)
+        server = HttpServer(make_app(open_runs(folders, wait=True), "token"), bound)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
         try:
-            yield f"{server.url}/"
+            yield f"{server.url}/token/"
         finally:
             server.stop()
             thread.join()

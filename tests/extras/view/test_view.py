@@ -21,6 +21,8 @@ from tailrace.types import SampleId
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
 
+TOKEN = "of-this-server"
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -117,8 +119,8 @@ def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
     from tailrace.extras.view.run import open_runs
 
     async def ask() -> None:
-        transport = httpx.ASGITransport(app=make_app(open_runs([run])))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+        transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
             page = await client.get("/")
             assert page.status_code == 200 and "<title>tailrace</title>" in page.text
             assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -128,6 +130,9 @@ def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
                 assert (await client.get("/", headers={"host": host})).status_code == 400
             assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
             assert (await client.get("/runs/7")).status_code == 404
+            for address in ("/", "/runs/0", "/runs/0/samples", f"/{TOKEN}x/", f"/x{TOKEN}/runs/0", "//runs/0"):
+                found = await client.get(f"http://127.0.0.1:1{address}")
+                assert (found.status_code, "view printed" in found.text) == (403, True), address
             assert "unsafe-eval" not in page.headers["content-security-policy"]
             assert (await client.get("/runs/0")).json()["y"]["loss"] == [[0.5]]
             assert (await client.get("/runs/0/figure?name=loss")).json() == [[0.5]]
@@ -153,8 +158,8 @@ def test_a_browser_that_has_the_page_is_sent_nothing(run: Path) -> None:
     (run / "summary.json").write_text("{}")  # it has ended, so no text says how long it is silent
 
     async def ask() -> None:
-        transport = httpx.ASGITransport(app=make_app(open_runs([run])))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+        transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
             first = await client.get("/runs/0/record")
             known = {"If-None-Match": first.headers["ETag"]}
             again = await client.get("/runs/0/record", headers=known)
@@ -176,7 +181,7 @@ def test_it_serves_until_a_signal_comes(run: Path) -> None:
     try:
         assert process.stdout
         address = process.stdout.readline().split()[1]
-        assert httpx.get(f"{address}/runs/0").json()["name"] == "run"
+        assert httpx.get(f"{address}runs/0").json()["name"] == "run"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         assert (process.returncode, err) == (0, "tailrace: the page is no longer served\n")

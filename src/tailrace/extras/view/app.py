@@ -1,4 +1,4 @@
-"""The server of the page: GET only, for this machine only, and it writes nothing.
+"""The server of the page: GET only, for this machine and who has its address only, and it writes nothing.
 
 The handlers are plain functions, which Starlette runs in threads: figures are answered while a long run log
 is read for the first time.
@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from tailrace.extras.view.document import SCRIPTS, served_page, static_text
 from tailrace.extras.view.run import RunView
@@ -33,8 +33,9 @@ HEADERS = {
 MAX_BINS = 4_000
 
 
-def make_app(runs: Sequence[RunView]) -> Starlette:
-    """The application. A run's files are read when the page asks."""
+def make_app(runs: Sequence[RunView], token: str) -> Starlette:
+    """The application, below /TOKEN/: the machine may have other users, who can reach the port. A run's files
+    are read when the page asks."""
 
     def answer(path: str, ask: Callable[[RunView, Request], object]) -> Route:
         def endpoint(request: Request) -> Response:
@@ -57,7 +58,13 @@ def make_app(runs: Sequence[RunView]) -> Starlette:
         answer("/sample", lambda run, request: run.sample(request.query_params.get("id", ""))),
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)
-    return Starlette(routes=routes, middleware=[guard])
+    return Starlette(
+        routes=[Mount(f"/{token}", routes=routes), Route("/{path:path}", _refuse)], middleware=[guard]
+    )
+
+
+def _refuse(request: Request) -> Response:
+    raise HTTPException(403, "open the address that tailrace view printed: it has a token")
 
 
 def _encoded(found: object, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """`tailrace view`: a page over the files of runs, served on this machine or written as one file."""
 
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +28,16 @@ def view(
     port: Annotated[int, Parameter(group=ONE_OF)] = 0,
     output: Annotated[Path | None, Parameter(group=ONE_OF)] = None,
     perfetto: Annotated[Path | None, Parameter(group=ONE_OF)] = None,
+    trust: bool = False,
 ) -> None:
     """Serve the page until a signal comes, or write a file.
 
     Args:
-        runs: output directories of runs and simulations. They are only read.
+        runs: output directories of runs and simulations. They are only read; nothing in them is run.
         port: of 127.0.0.1, instead of a free one.
         output: an HTML file that has everything in it, instead of serving.
         perfetto: a JSON file with the events of one run for ui.perfetto.dev, instead of serving.
+        trust: import schedules of your own that the runs name, to predict a faster one.
     """
     check_output("--output", output, "<title>tailrace</title>")
     check_output("--perfetto", perfetto, r'\A\[\n{"name":"process_name"')
@@ -42,7 +45,7 @@ def view(
         _write_perfetto(runs, perfetto)
         return
     check_installed()
-    opened = open_runs(runs, wait=output is None)
+    opened = open_runs(runs, wait=output is None, trust=trust)
     if output:
         with writing("--output", output):
             output.write_text(whole_page(opened), encoding="utf-8")
@@ -69,8 +72,9 @@ def _serve(runs: Sequence[RunView], port: int) -> None:
     if not 0 <= port < 2**16:
         raise ConfigError("--port", port, "there is no such port", "choose from 0 to 65535")
     with bind(HOST, port, "--port") as bound:
-        server = HttpServer(make_app(runs), bound)
+        token = secrets.token_urlsafe()
+        server = HttpServer(make_app(runs, token), bound)
         with signals_received(server.stop):
-            print(f"serving   {server.url}   (Ctrl+C ends it)", flush=True)
+            print(f"serving   {server.url}/{token}/   (Ctrl+C ends it)", flush=True)
             clock.run(server.serve(), virtual=False)
     print("tailrace: the page is no longer served", file=sys.stderr)

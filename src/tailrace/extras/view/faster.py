@@ -31,15 +31,24 @@ class Faster(NamedTuple):
     """Its trained tokens a second over those of the run's schedule, both in virtual time: in a short trial
     it may train the shorter responses first."""
     lag_mean: float
+    note: str = ""
+    """Why nothing was simulated, and the remedy; empty: something was."""
 
 
-def fastest(path: Path, samples: float) -> Faster | None:
+NOT_TRUSTED = Faster(
+    "", 1.0, 0.0, "There is no prediction for a schedule of your own: `tailrace view RUN --trust` imports it."
+)
+
+
+def fastest(path: Path, samples: float, *, trust: bool = False) -> Faster | None:
     """Simulate other schedules than that of a run, which trains so many samples in an optimizer step. None:
-    none was simulated beside the run's own."""
+    none was simulated beside the run's own. `trust`: whether to import a schedule that is not built in."""
     found: list[Faster] = []
     steps = min(MAX_STEPS, max(MIN_STEPS, round(NUM_SAMPLES / samples)))
     with suppress(ConfigError):
         config = RunFolder(path).read_config()
+        if ":" in str(config.schedule.get("name")) and not trust:
+            return NOT_TRUSTED
         sim = kind_of("sim", "fitted").sim(path) if config.model else config.sim
         config = config.model_copy(update={"sim": sim, "prices": None})
         own, present = _figures(config, config.schedule, steps), config.schedule["name"]

@@ -41,8 +41,8 @@ T = TypeVar("T")
 class RunView:
     """Reads the files of one run, and changes nothing. Threads of a server may share it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self._folder = name, folder
+    def __init__(self, folder: Path, name: str, *, trust: bool = False) -> None:
+        self.name, self._folder, self._trust = name, folder, trust
         self._samples, self._pace = SampleBook(folder), Pace(folder / COUNTS_FOLDER)
         self._log, self._log_problem = RunTimelines(folder / "events.jsonl"), ""
         self._log_lock, self._rows_lock, self._faster_lock = RLock(), RLock(), RLock()
@@ -162,7 +162,7 @@ class RunView:
             return {}
         samples = fmean(row["samples/trained"] for row in steps)
         with self._faster_lock:  # it takes seconds, and is done once for all who ask
-            found = self._derived("faster", ended, lambda: fastest(self._folder, samples))
+            found = self._derived("faster", ended, lambda: fastest(self._folder, samples, trust=self._trust))
         return found._asdict() if found else {}
 
     def _marks(self) -> list[dict[str, Any]]:
@@ -299,11 +299,12 @@ def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def open_runs(folders: Sequence[Path], *, wait: bool = False) -> list[RunView]:
+def open_runs(folders: Sequence[Path], *, wait: bool = False, trust: bool = False) -> list[RunView]:
     """The runs in some folders (`runs_in`). Raises a ConfigError for one that holds no files of a run.
 
     Args:
         wait: a folder that is not there yet, or in which a run starts, is a run without records.
+        trust: whether a schedule that a folder's config names may be imported.
     """
     found = runs_in(folders, _is_run)
     for _, folder in found:
@@ -311,7 +312,7 @@ def open_runs(folders: Sequence[Path], *, wait: bool = False) -> list[RunView]:
             problem = "it has neither events.jsonl nor metrics.jsonl"
             remedy = "name the output directory of a run, of a simulation or of a comparison"
             raise ConfigError("RUN", str(folder), problem, remedy)
-    return [RunView(folder, name) for name, folder in found]
+    return [RunView(folder, name, trust=trust) for name, folder in found]
 
 
 def _is_run(folder: Path) -> bool:

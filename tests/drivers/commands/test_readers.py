@@ -1,0 +1,191 @@
+"""Commands that read a run run none of the code that its config names, and say in one line what is damaged."""
+
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tomli_w
+
+from helpers.small_run import train_here, write_small_run
+from tailrace.cli import main
+
+for package in ("starlette", "uvicorn"):
+    pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
+
+SIMULATED = """
+[run]
+rounds = 4
+group_size = 8
+
+[schedule]
+name = "serial"
+groups_per_round = 4
+groups_per_step = 4
+
+[sampling]
+max_completion_tokens = 256
+
+[sim.engines]
+count = 2
+slots = 16
+base_s = 0.02
+
+[sim.lengths]
+median_tokens = 100
+"""
+READERS = (
+    ["view", "RUN", "--output", "OUT/page.html"],
+    ["view", "RUN", "--perfetto", "OUT/trace.json"],
+    ["compare", "RUN", "OUT/other"],
+)
+OF_LIVE_RUNS = (
+    ["fit", "RUN"],
+    ["simulate", "OUT/own.toml", "--like", "RUN"],
+    ["inspect", "RUN"],
+    ["inspect", "RUN", "--group", "0"],
+    ["push", "RUN", "me/it", "--dry-run"],
+)
+EVERYWHERE = {
+    "schedules": {"evil.py:s": {"window": 1}},
+    "compare": {"schedules": ["evil.py:s"]},
+    "record": {"sinks": ["evil.py:s", "evil.pkl:s"]},
+}
+PLANTED = {
+    "files": {
+        "schedule": {"name": "evil.py:s"},
+        "reward": {"function": "evil.py:s"},
+        "environment": {"kind": "tools", "functions": ["evil.py:s"]},
+    },
+    "pickles": {
+        "schedule": {"name": "evil.pkl:s"},
+        "reward": {"functions": [{"function": "evil.pkl:s"}]},
+        "environment": {"kind": "python", "environment": "evil.pkl:s"},
+    },
+    "modules": {
+        "schedule": {"name": "evil:s"},
+        "reward": {"function": "evil:s"},
+        "environment": {"kind": "agent", "function": "evil:s"},
+    },
+    "programs": {
+        "schedule": {"name": "evil.py:s"},
+        "reward": {"function": "reward.pkl:s"},
+        "environment": {"kind": "agent", "command": ["python", "evil.py"]},
+        "engine": {"kind": "vllm", "python": "evil.py", "env": {"PYTHONSTARTUP": "evil.py"}},
+    },
+}
+"""Sections of config.toml that name code in each form. One config cannot hold all of them."""
+CODE = "open({0!r}, 'a').write('imported ')\nasync def s(run):\n    open({0!r}, 'a').write('called ')\n"
+
+
+class Unpickled:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, (f"open({str(self.canary)!r}, 'a').write('unpickled ')",)
+
+
+def simulated(folder: Path) -> Path:
+    """The output directory of a simulated run, beside a config of one's own."""
+    (folder / "own.toml").write_text(SIMULATED)
+    words = ["--sim.trainer.tokens_per_s", "1600", "--output-dir", str(folder / "out")]
+    assert main(["simulate", str(folder / "own.toml"), *words]) == 0
+    return folder / "out"
+
+
+def plant(run: Path, sections: dict[str, dict[str, Any]]) -> Path:
+    """Name code in the config of a run, and put it where it is looked for. Returns the file that it writes."""
+    canary = run.parent / "canary"
+    for place in (run, run.parent):
+        (place / "evil.py").write_text(CODE.format(str(canary)))
+        for name in ("evil.pkl", "reward.pkl"):
+            (place / name).write_bytes(pickle.dumps(Unpickled(canary)))
+    config = tomllib.loads((run / "config.toml").read_text()) | sections
+    config |= {name: config.get(name, {}) | keys for name, keys in EVERYWHERE.items()}
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    shutil.copytree(run, run.parent / "other")
+    return canary
+
+
+def words_of(words: Sequence[str], run: Path) -> list[str]:
+    return [word.replace("RUN", str(run)).replace("OUT", str(run.parent)) for word in words]
+
+
+@contextmanager
+def served(*words: str) -> Iterator[str]:
+    """The address of the page of `tailrace view`, served by a process of its own."""
+    command = [sys.executable, "-m", "tailrace.cli", "view", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout
+            yield process.stdout.readline().split()[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the test is the working directory, and its modules can be imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize("planted", PLANTED)
+def test_readers_of_a_simulated_run_run_none_of_its_code(
+    planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = simulated(tmp_path)
+    canary = plant(run, PLANTED[planted])
+    for words in READERS:
+        assert main(words_of(words, run)) == 0, (words, capsys.readouterr().err)
+        assert not canary.exists(), (words, canary.read_text())
+    assert "no prediction for a schedule of your own" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("importable")
+def test_the_server_of_the_page_runs_none_of_its_code_unless_it_is_trusted(tmp_path: Path) -> None:
+    run = simulated(tmp_path)
+    canary = plant(run, PLANTED["pickles"])
+    with served(str(run)) as address:
+        assert "--trust" in httpx.get(f"{address}runs/0/faster").json()["note"]
+        assert not canary.exists()
+    with served(str(run), "--trust") as address:
+        assert httpx.get(f"{address}runs/0/faster", timeout=30).status_code == 200
+    assert canary.read_text().startswith("unpickled ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize("planted", PLANTED)
+def test_readers_of_a_live_run_run_none_of_its_code(
+    planted: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "out"))
+    (tmp_path / "own.toml").write_text(SIMULATED)
+    canary = plant(run, PLANTED[planted])
+    for words in (*READERS, *OF_LIVE_RUNS):
+        assert main(words_of(words, run)) == 0, (words, capsys.readouterr().err)
+        assert not canary.exists(), (words, canary.read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run of one round."""
+    config = write_small_run(tmp_path_factory.mktemp("trained"))
+    assert train_here(config, "--run.rounds", "2", "--run.eval_every", "1") == 0
+    return config.parent / "out"
