@@ -89,8 +89,8 @@ COUNTERPARTS: Mapping[str, str] = {
     "host.placement_timeout_s": "place_s",
 }
 """Our keys, and what TRL, verl and earlier versions call them: a name in any section, or section and name."""
-NOT_TOML = (tomllib.TOMLDecodeError, RecursionError)
-"""Errors of Python's decoder: RecursionError of hundreds of open brackets."""
+NOT_TOML = (ValueError, RecursionError)
+"""Errors of Python's decoder: RecursionError of hundreds of open brackets, too."""
 
 
 def _model_folder(folder: Path, text: str) -> str:
@@ -234,7 +234,11 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except NOT_TOML as why:
         raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
-    return config_in(path.parent, tree, overrides)
+    try:
+        return config_in(path.parent, tree, overrides)
+    except RecursionError:
+        problem = "its tables are nested hundreds of times"
+        raise ConfigError("CONFIG", str(path), problem, "no section is that deep") from None
 
 
 def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:

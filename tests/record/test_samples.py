@@ -106,3 +106,9 @@ def test_the_turns_of_an_episode_are_recorded_with_what_its_environment_said(tmp
             "begins_branch": False,
         },
     ]
+
+
+def test_a_resume_leaves_copies_that_a_user_made(tmp_path: Path) -> None:
+    (copy := tmp_path / "round_000003_old.jsonl").write_text("mine\n")
+    rewind_records(tmp_path / "metrics.jsonl", tmp_path, round=1, step=2)
+    assert copy.read_text() == "mine\n"

@@ -11,32 +11,29 @@ from typing import Any
 import msgspec
 
 from tailrace.record.metrics import damaged_line
-
-SAMPLES = f"round_{'[0-9]' * 6}.jsonl"
-"""The names of a run's files of samples, which copies of a user's own have not."""
+from tailrace.record.samples import files_by_round
 
 
 def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> None:
     """Keep the rows and samples of earlier rounds, and those of this round up to an optimizer step. The file
     and the folder need not exist. Raises a ConfigError if a line is damaged or lacks what it must have."""
-    evaluated: set[str] = set()
+    evaluated: set[int] = set()
 
     def is_kept(row: Mapping[str, Any]) -> bool:
         kept = row["round"] < round or row["step"] < step or ("loss" in row and row["step"] == step)
         if kept and "eval/accuracy" in row:
-            evaluated.add(f"round_{row['round']:06d}.jsonl")
+            evaluated.add(int(row["round"]))
         return bool(kept)
 
     if metrics.exists():
         _filter(metrics, is_kept)
-    this = f"round_{round:06d}.jsonl"
-    for path in samples.glob(SAMPLES):
-        if path.name == this:
+    for number, path in files_by_round(samples).items():
+        if number == round:
             _filter(path, lambda record: bool(record["step"] <= step))
-        elif path.name > this:
+        elif number > round:
             path.unlink()
-    for path in samples.glob(f"eval/{SAMPLES}"):
-        if path.name >= this and path.name not in evaluated:
+    for number, path in files_by_round(samples / "eval").items():
+        if number >= round and number not in evaluated:
             path.unlink()
 
 
@@ -46,7 +43,7 @@ def _filter(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             is_kept = keep(msgspec.json.decode(line))
-        except (KeyError, TypeError, msgspec.DecodeError, UnicodeDecodeError) as why:
+        except (KeyError, TypeError, ValueError, RecursionError) as why:
             if not line.endswith(b"\n"):
                 break
             raise damaged_line(path, line, why) from None

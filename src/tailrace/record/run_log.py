@@ -132,7 +132,7 @@ class LogReader:
     def _event(self, line: bytes) -> LoggedEvent:
         try:
             event: LoggedEvent = _DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as why:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as why:
             raise self._refused(f"it is no event of this version ({why})") from None
         if isinstance(event, RunStarted):
             if (found := event.format) != FORMAT:

@@ -1,6 +1,7 @@
 """The samples of a run: samples/round_000003.jsonl has those trained in a round, in the order of training;
 samples/eval/round_000003.jsonl has those of the evaluation before that round."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,12 @@ class SamplesWriter:
 
     def close(self) -> None:
         """Do nothing: the files are complete after each event."""
+
+
+def files_by_round(folder: Path) -> dict[int, Path]:
+    """Return the files of a folder that the writer makes, by round, the oldest first."""
+    names = ((re.fullmatch(r"round_(\d+)\.jsonl", path.name), path) for path in folder.glob("round_*.jsonl"))
+    return dict(sorted((int(found[1]), path) for found, path in names if found))
 
 
 def _name(round: int) -> str:

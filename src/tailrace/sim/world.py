@@ -131,7 +131,7 @@ def _lines_in(file: Path) -> Iterator[_RecordedLength]:
         where = f"line {number} of {file.name}"
         try:
             found = decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except (ValueError, RecursionError) as why:
             raise _refused(file, f"{where} is torn or no length ({why})") from None
         sample = _RecordedLength(found, last_step) if isinstance(found, int) else found
         if sample.num_tokens < 1:

@@ -1,4 +1,4 @@
-"""Commands that read a run run none of the code that its config names, and say in one line what is damaged."""
+"""Commands that read a run run no code that its config names, and say in one line what is damaged."""
 
 import pickle
 import shutil
@@ -22,25 +22,8 @@ for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
 
 SIMULATED = """
-[run]
-rounds = 4
-group_size = 8
-
-[schedule]
-name = "serial"
-groups_per_round = 4
-groups_per_step = 4
-
-[sampling]
-max_completion_tokens = 256
-
-[sim.engines]
-count = 2
-slots = 16
-base_s = 0.02
-
-[sim.lengths]
-median_tokens = 100
+run = { rounds = 4, group_size = 8 }
+schedule = { name = "serial", groups_per_round = 4, groups_per_step = 4 }
 """
 READERS = (
     ["view", "RUN", "--output", "OUT/page.html"],
@@ -96,16 +79,31 @@ class Unpickled:
         return exec, (f"open({str(self.canary)!r}, 'a').write('unpickled ')",)
 
 
-def simulated(folder: Path) -> Path:
-    """The output directory of a simulated run, beside a config of one's own."""
+@pytest.fixture(scope="module")
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a simulated run."""
+    folder = tmp_path_factory.mktemp("simulated")
     (folder / "own.toml").write_text(SIMULATED)
-    words = ["--sim.trainer.tokens_per_s", "1600", "--output-dir", str(folder / "out")]
-    assert main(["simulate", str(folder / "own.toml"), *words]) == 0
+    assert main(["simulate", str(folder / "own.toml"), "--output-dir", str(folder / "out")]) == 0
     return folder / "out"
 
 
+@pytest.fixture
+def simulated(simulation: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(simulation, tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run of two rounds."""
+    config = write_small_run(tmp_path_factory.mktemp("trained"))
+    assert train_here(config, "--run.rounds", "2", "--run.eval_every", "1") == 0
+    return config.parent / "out"
+
+
 def plant(run: Path, sections: dict[str, dict[str, Any]]) -> Path:
-    """Name code in the config of a run, and put it where it is looked for. Returns the file that it writes."""
+    """Name code in the config of a run, where it is looked for. Returns the file that it writes."""
     canary = run.parent / "canary"
     for place in (run, run.parent):
         (place / "evil.py").write_text(CODE.format(str(canary)))
@@ -146,25 +144,23 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize("planted", PLANTED)
 def test_readers_of_a_simulated_run_run_none_of_its_code(
-    planted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planted: str, simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = simulated(tmp_path)
-    canary = plant(run, PLANTED[planted])
+    canary = plant(simulated, PLANTED[planted])
     for words in READERS:
-        assert main(words_of(words, run)) == 0, (words, capsys.readouterr().err)
+        assert main(words_of(words, simulated)) == 0, (words, capsys.readouterr().err)
         assert not canary.exists(), (words, canary.read_text())
     assert "no prediction for a schedule of your own" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
-def test_the_server_of_the_page_runs_none_of_its_code_unless_it_is_trusted(tmp_path: Path) -> None:
-    run = simulated(tmp_path)
-    canary = plant(run, PLANTED["pickles"])
-    with served(str(run)) as address:
+def test_the_server_of_the_page_runs_none_of_its_code_unless_it_is_trusted(simulated: Path) -> None:
+    canary = plant(simulated, PLANTED["pickles"])
+    with served(str(simulated)) as address:
         assert "--trust" in httpx.get(f"{address}runs/0/faster").json()["note"]
         assert not canary.exists()
-    with served(str(run), "--trust") as address:
+    with served(str(simulated), "--trust") as address:
         assert httpx.get(f"{address}runs/0/faster", timeout=30).status_code == 200
     assert canary.read_text().startswith("unpickled ")
 
@@ -183,9 +179,29 @@ def test_readers_of_a_live_run_run_none_of_its_code(
         assert not canary.exists(), (words, canary.read_text())
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output directory of a run of one round."""
-    config = write_small_run(tmp_path_factory.mktemp("trained"))
-    assert train_here(config, "--run.rounds", "2", "--run.eval_every", "1") == 0
-    return config.parent / "out"
+DEEP = "[" * 100_000 + "]" * 100_000
+DAMAGED = {
+    "events.jsonl": lambda text: text.replace("engine-0", "engine\\u0000"),
+    "summary.json": lambda _: DEEP,
+    "config.toml": lambda _: f"a = {DEEP}",
+    "config.toml ": lambda _: f"[{'.'.join(['a'] * 5_000)}]\nb = 1\n",
+    "metrics.jsonl": lambda _: '{"step": 1, "round": 0, "loss": 0.5, "wall_time": 1.0}\n',
+    "samples/round_abc.jsonl": lambda _: "{}\n",
+    "samples/round_000003_old.jsonl": lambda _: "{}\n",
+    "samples/round_000004.jsonl": lambda _: f'{{"id": "0.0/0", "x": {DEEP}}}\n',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_shown_or_one_line_names_the_file(
+    name: str, simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(simulated, tmp_path / "other")
+    path = simulated / name.strip()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(DAMAGED[name](path.read_text() if path.exists() else ""))
+    capsys.readouterr()
+    for words in READERS:
+        code, said = main(words_of(words, simulated)), capsys.readouterr().err.splitlines()
+        assert code == 0 or (code == 2 and len(said) == 1 and str(simulated) in said[0]), (words, said)
+    assert '"name":"out"' in (tmp_path / "page.html").read_text()

@@ -146,6 +146,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message(push_here: Push) -> None:
     [
         ("model", "me/sums", "it has no model yet; train until its first checkpoint"),
         ("summary.json", "me/sums", "the run has not ended"),
+        ("steps", "me/sums", "summary.json cannot be read"),
         ("config.toml", "me/sums", "there is no run in it"),
         ("", "sums", "this names no repository of the hub; write OWNER/NAME"),
     ],
@@ -156,6 +157,8 @@ def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(
     shutil.copytree(run, tmp_path / "out")
     if missing == "model":
         shutil.rmtree(tmp_path / "out" / missing)
+    elif missing == "steps":
+        (tmp_path / "out" / "summary.json").write_text("[" * 100_000 + "]" * 100_000)
     elif missing:
         (tmp_path / "out" / missing).unlink()
     assert main(["push", str(tmp_path / "out"), repo]) == 2

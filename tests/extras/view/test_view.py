@@ -130,7 +130,14 @@ def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
                 assert (await client.get("/", headers={"host": host})).status_code == 400
             assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
             assert (await client.get("/runs/7")).status_code == 404
-            for address in ("/", "/runs/0", "/runs/0/samples", f"/{TOKEN}x/", f"/x{TOKEN}/runs/0", "//runs/0"):
+            for address in (
+                "/",
+                "/runs/0",
+                "/runs/0/samples",
+                f"/{TOKEN}x/",
+                f"/x{TOKEN}/runs/0",
+                "//runs/0",
+            ):
                 found = await client.get(f"http://127.0.0.1:1{address}")
                 assert (found.status_code, "view printed" in found.text) == (403, True), address
             assert "unsafe-eval" not in page.headers["content-security-policy"]

@@ -39,11 +39,15 @@ def figures_of(folder: RunFolder) -> Row:
     """The figures of a run. Raises a ConfigError if it has no round yet."""
     rows = read_rows(folder.metrics)
     summary = Summary(earlier=rows)
-    if not (totals := summary.summary()).rounds or not totals.reward:
-        raise ConfigError("RUN", str(folder.path), "it has no finished round", "wait for the first one")
-    figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
-    figures |= {"steps": totals.steps, "reward": totals.reward.last}
-    figures |= {"step_s": over_steps(steps_of(rows), "time/step")}
+    try:
+        if not (totals := summary.summary()).rounds or not totals.reward:
+            raise ConfigError("RUN", str(folder.path), "it has no finished round", "wait for the first one")
+        figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
+        figures |= {"steps": totals.steps, "reward": totals.reward.last}
+        figures |= {"step_s": over_steps(steps_of(rows), "time/step")}
+    except LookupError as why:
+        problem = f"a row of its metrics.jsonl lacks {why}"
+        raise ConfigError("RUN", str(folder.path), problem, "name runs of this version") from None
     for row in evaluations_of(rows)[-1:]:
         figures["accuracy"] = row["eval/accuracy"]
         if (estimate := recorded_estimate(folder.samples, row["round"])) and estimate.interval:

@@ -1,11 +1,11 @@
 """The model card of a run: what was trained, how, and how well, from the files of the run."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -22,16 +22,23 @@ from tailrace.record.metrics import read_rows
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
+class _Totals(msgspec.Struct):
+    """The part of summary.json that a card has."""
+
+    steps: int
+    tokens: dict[str, int | dict[str, int]]
+
+
 def card_of(folder: RunFolder, repo: str) -> ModelCard:
     """Return the card of the model of a run. Raises a ConfigError if the run has not ended."""
     config = folder.read_config()
     try:
-        summary = json.loads(folder.summary.read_bytes())
-    except (OSError, ValueError) as why:
+        summary = msgspec.json.decode(folder.summary.read_bytes(), type=_Totals)
+    except (OSError, ValueError, RecursionError) as why:
         problem = f"the run has not ended: {folder.summary} cannot be read ({why})"
         raise ConfigError("RUN", str(folder.path), problem, "go on with tailrace train --resume") from why
     rows = read_rows(folder.metrics)
-    step = _step_of_model(folder, summary["steps"])
+    step = _step_of_model(folder, summary.steps)
     evaluated = [row for row in evaluations_of(rows) if row["step"] <= step]
     base = base_model(config)
     data = ModelCardData(
@@ -51,7 +58,7 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
         "optimizer steps": f"{step:,}",
         "trained samples": f"{num_samples:,}",
         "held-out accuracy": _accuracy(folder, config, evaluated[-1]) if evaluated else "not evaluated",
-        **{f"tokens {fate}": f"{n:,}" for fate, n in _fates(summary["tokens"])},
+        **{f"tokens {fate}": f"{n:,}" for fate, n in _fates(summary.tokens)},
         "tailrace": __version__,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
@@ -76,7 +83,7 @@ def _step_of_model(folder: RunFolder, last: int) -> int:
     return read_checksums(sealed).step if sealed.exists() else last
 
 
-def _fates(tokens: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def _fates(tokens: dict[str, int | dict[str, int]]) -> Iterator[tuple[str, int]]:
     for fate, value in tokens.items():
         counts = value if isinstance(value, dict) else {"": value}
         yield from ((f"{fate} {reason}".strip(), count) for reason, count in counts.items())

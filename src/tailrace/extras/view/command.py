@@ -72,7 +72,7 @@ def _serve(runs: Sequence[RunView], port: int) -> None:
     if not 0 <= port < 2**16:
         raise ConfigError("--port", port, "there is no such port", "choose from 0 to 65535")
     with bind(HOST, port, "--port") as bound:
-        token = secrets.token_urlsafe()
+        token = secrets.token_urlsafe(24)
         server = HttpServer(make_app(runs, token), bound)
         with signals_received(server.stop):
             print(f"serving   {server.url}/{token}/   (Ctrl+C ends it)", flush=True)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tailrace import clock
+from tailrace.config import NOT_TOML
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
@@ -112,7 +113,7 @@ class RunView:
         """The keys of config.toml with their sections; empty if it cannot be read."""
         try:
             return dict(_flat(tomllib.loads((self._folder / "config.toml").read_text(encoding="utf-8"))))
-        except (OSError, ValueError):
+        except (OSError, *NOT_TOML):
             return {}
 
     def _state(self) -> RunStatus:
@@ -160,7 +161,8 @@ class RunView:
         ended = _stamp(self._folder / "summary.json")
         if not ended or not (steps := steps_of(self._rows()[0])):
             return {}
-        samples = fmean(row["samples/trained"] for row in steps)
+        if not (samples := fmean(row.get("samples/trained", 0.0) for row in steps)):
+            return {}
         with self._faster_lock:  # it takes seconds, and is done once for all who ask
             found = self._derived("faster", ended, lambda: fastest(self._folder, samples, trust=self._trust))
         return found._asdict() if found else {}
@@ -219,7 +221,7 @@ class RunView:
         try:
             bound = msgspec.json.decode((self._folder / "summary.json").read_bytes())["bound"]
             return float(bound["run_share"]) if bound else None
-        except (OSError, msgspec.DecodeError, LookupError, TypeError):
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):
             return None
 
     # -- samples --

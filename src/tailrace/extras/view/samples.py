@@ -12,6 +12,7 @@ from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.ledger.base import SampleRow, TokensRow
 from tailrace.ledger.store import open_store
+from tailrace.record.samples import files_by_round
 
 NUM_LISTED = 2_000
 """The newest samples are listed; any other can be opened by its id, or be found."""
@@ -116,8 +117,8 @@ class SampleBook:
         """
         found: list[dict[str, Any]] = []
         self.defects = []
-        for path in self._paths("samples/eval" if held_out else "samples"):
-            round = int(path.stem.rpartition("_")[2])
+        files = files_by_round(self._folder / ("samples/eval" if held_out else "samples"))
+        for round, path in reversed(files.items()):
             if last_round is None or round <= last_round:
                 found += self._matching(path, round, search)
             if len(found) >= NUM_LISTED:
@@ -129,7 +130,7 @@ class SampleBook:
         for number, line in enumerate(whole_lines(path)[0], 1):
             try:
                 sample = msgspec.json.decode(line, type=SampleLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (ValueError, RecursionError):
                 bad.append(number)
                 continue
             if not search or sample.has(search):
@@ -137,21 +138,16 @@ class SampleBook:
         if bad:
             self.defects.append(Defect(path.name, bad[0], "it is no sample", num_lines=len(bad)))
 
-    def _paths(self, *folders: str) -> list[Path]:
-        """The files of some folders, the newest round of each first."""
-        return [
-            path for each in folders for path in sorted((self._folder / each).glob("round_*.jsonl"))[::-1]
-        ]
-
     def find(self, id: str) -> SampleView:
         """A sample, from its file or else from the ledger."""
-        for path in self._paths("samples", "samples/eval"):
+        folders = (self._folder / "samples", self._folder / "samples" / "eval")
+        for path in (path for each in folders for path in reversed(files_by_round(each).values())):
             for line in (each for each in whole_lines(path)[0] if id.encode() in each):
                 try:
                     if msgspec.json.decode(line, type=SampleName).id == id:
                         return self._from_line(id, path, line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as why:
-                    return SampleView(id, "", {}, [], None, f"its line in {path} is damaged: {why}")
+                except (ValueError, RecursionError) as why:
+                    return SampleView(id, "", {}, [], None, f"its line in {path.name} is damaged: {why}")
         try:
             return self._from_ledger(id)
         except (TailraceError, OSError, ValueError) as why:

@@ -117,7 +117,7 @@ class Pace:
         for engine in timeline.slots:
             try:
                 count = (self._folder / f"{engine}-{timeline.life}.count").read_bytes()
-            except OSError:
+            except (OSError, ValueError):  # a damaged log may name an engine that is no file's name
                 continue
             if count != self._counts.get(engine) or engine not in serving:
                 pause_s = timeline.end_s - self._changed_s.get(engine, timeline.end_s)
