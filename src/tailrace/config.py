@@ -7,7 +7,7 @@ overrides from the command line, checks them against one another, and explains w
 import json
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -29,17 +29,21 @@ from tailrace.errors import ConfigError, did_you_mean
 from tailrace.kinds import PlugIn, sections_in
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
-from tailrace.model_folder import find_folder, is_hub_id
+from tailrace.model_folder import find_folder, is_hub_id, model_name
 from tailrace.record.base import RecordSettings
+from tailrace.rollout.admission import Admission
+from tailrace.rollout.order import ORDERS
 from tailrace.rollout.placement import PlacementSettings
 from tailrace.settings import (
     CHOSEN,
     PLUG_IN,
     RESUMABLE,
+    SHARED,
     InFolder,
     PlainPath,
     Resumable,
     Settings,
+    Shared,
     absolute_function,
     marks_of,
 )
@@ -101,7 +105,7 @@ def _model_folder(folder: Path, text: str) -> str:
 class ModelSettings(Settings):
     """The model that is trained."""
 
-    path: Annotated[PlainPath, InFolder(_model_folder)]
+    path: Shared[Annotated[PlainPath, InFolder(_model_folder)]]
     """A Hugging Face folder, the output directory of a run, or the id of a model on the hub,
     `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
 
@@ -216,9 +220,46 @@ class RunConfig(Settings):
                     tree[name].pop(key, None)
         return tomli_w.dumps(tree)
 
+    def shared(self) -> dict[str, Any]:
+        """Return what may leave the machine (`settings.Shared`), without None. [schedule] has the parameters
+        of the schedule that runs, and its name if it is built in."""
+        name = str(self.schedule.get("name"))
+        words = {*ORDERS, *(each.model_fields["kind"].default for each in sections_in(Admission))}
+        words |= set() if ":" in name else {name}
+        schedule = {**self.schedule, **self.schedules.get(name, {})}
+        return {**_shared(self), "schedule": _shared(schedule, [dict], words)}
+
     def to_json(self) -> str:
         """Return the resolved config as JSON, for the ledger."""
         return json.dumps(self.model_dump(mode="json"))
+
+
+def _shared(value: Any, marks: Collection[object] = (), words: Collection[object] = ()) -> Any:
+    """The part of a value that may leave the machine; None: nothing of it. `marks`: of its field, or `dict`
+    within a table of free form. `words`: texts that are shared in each case."""
+    match value:
+        case Settings():
+            of = type(value).model_fields.items()
+            parts = {key: _shared(getattr(value, key), [*marks_of(f)], _words(f.annotation)) for key, f in of}
+        case Mapping() if SHARED in marks or dict in marks:
+            parts = {key: _shared(each, [dict], words) for key, each in value.items()}
+        case tuple() | list():
+            each = [_shared(part, marks, words) for part in value]
+            return None if None in each else each
+        case bool() | int() | float():
+            return value
+        case str() | Path() if value in words or SHARED in marks:
+            names_file = isinstance(value, Path) or any(isinstance(mark, InFolder) for mark in marks)
+            return value if not names_file else None if ":" in str(value) else model_name(value)
+        case _:
+            return None
+    return {key: part for key, part in parts.items() if part is not None}
+
+
+def _words(annotation: Any) -> set[object]:
+    """The values of the literals in a type."""
+    parts = get_args(annotation)
+    return {*parts} if get_origin(annotation) is Literal else set[object]().union(*map(_words, parts))
 
 
 def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
@@ -237,8 +278,7 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
     try:
         return config_in(path.parent, tree, overrides)
     except RecursionError:
-        problem = "its tables are nested hundreds of times"
-        raise ConfigError("CONFIG", str(path), problem, "no section is that deep") from None
+        raise ConfigError("CONFIG", str(path), "its tables are nested too deep", "remove some") from None
 
 
 def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
@@ -263,7 +303,7 @@ def config_of(tree: dict[str, Any], overrides: Mapping[str, str] | None = None) 
 def validated(kind: Any, value: object, key: str = "") -> Any:
     """A value of a TOML file as a type. No number, text or boolean is turned into one of another type. Raises
     a ConfigError that names all that is wrong. `key`: of the value, for the error."""
-    for name, leaf in _leaves({key: value}):
+    for name, leaf in leaves({key: value}):
         if isinstance(leaf, int) and abs(leaf) >= 2**63:
             raise ConfigError(name.lstrip("."), leaf, "an integer has at most 64 bits", "change it")
     try:  # pydantic takes JSON's lists and texts for tuples and paths, and is strict with everything else
@@ -290,7 +330,7 @@ def with_model_folder(config: RunConfig) -> RunConfig:
 
 def files_of(config: RunConfig) -> Iterator[Path]:
     """Yield the files and folders that the config names and that a resumed run must find as they were."""
-    for key, value in _leaves(_effective(config.model_dump(mode="json"))):
+    for key, value in leaves(_effective(config.model_dump(mode="json"))):
         *parts, name = (part for part in key.split(".") if not part.isdigit())
         marks = [mark for field in _fields(sections_at(parts), name) for mark in marks_of(field)]
         if may_change(key) or not (
@@ -304,7 +344,7 @@ def files_of(config: RunConfig) -> Iterator[Path]:
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
     """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values, or None."""
-    before, after = (dict(_leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
+    before, after = (dict(leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
     both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
     return {key: (one, other) for key, (one, other) in both.items() if one != other}
 
@@ -337,14 +377,14 @@ def _effective(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**tree, "schedule": {**tree["schedule"], **own}, "schedules": {}}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key with its value; None counts as absent. Tables of an array have numbers as
     keys."""
     for name, value in tree.items():
         if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
             value = {str(number): each for number, each in enumerate(value)}
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         elif value is not None:
             yield f"{prefix}{name}", value
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 from tailrace.errors import ConfigError
+from tailrace.settings import Shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ def _well_formed(device: str) -> str:
     return device
 
 
-Device = Annotated[str, AfterValidator(_well_formed)]
+Device = Annotated[Shared[str], AfterValidator(_well_formed)]
 """A setting of the form "cpu", "cuda" or "cuda:N". Whether the machine has the device: `check_device`."""
 
 

@@ -21,6 +21,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _RUN_FILE = "config.toml"
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
 
@@ -28,6 +29,13 @@ _SAVE = "save the model with `save_pretrained`"
 def is_hub_id(name: str) -> bool:
     """Whether this may be the id of a model on the Hugging Face hub."""
     return _HUB_ID.fullmatch(name) is not None
+
+
+def model_name(path: Path | str) -> str:
+    """Return the id on the hub of a model, or else the name of its folder: nothing else of its path."""
+    if cached := _SNAPSHOT.search(str(path)):
+        return "/".join(cached.groups())
+    return str(path) if is_hub_id(str(path)) else Path(path).name
 
 
 def find_folder(path: Path) -> Path:

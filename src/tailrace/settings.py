@@ -23,6 +23,10 @@ RESUMABLE = "resumable"
 Resumable = Annotated[T, RESUMABLE]
 """A field, or a section with all its fields, that a resumed run may have changed. The others decide which
 prompts are drawn, what a token or a reward means, or what is learnt."""
+SHARED = "shared"
+Shared = Annotated[T, SHARED]
+"""A text that may leave the machine in a model card, a tracker or a page, as numbers and literals do. Of a
+path: its name, or id on the hub; of a function: a built-in one; of a dictionary: numbers and booleans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ RunPath = Annotated[PlainPath, InFolder(_absolute)]
 RunFunction = Annotated[str, InFolder(absolute_function)]
 """'package.module:function', or 'path/to/file.py:function'; in a config file the path is relative to it."""
 FolderOrName = Annotated[
-    str, InFolder(lambda folder, text: _absolute(folder, text) if (folder / text).is_dir() else text)
+    Shared[str], InFolder(lambda folder, text: _absolute(folder, text) if (folder / text).is_dir() else text)
 ]
 """A name, unless there is such a folder beside the config file."""
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tailrace.settings import Settings
+from tailrace.settings import Settings, Shared
 from tailrace.types import Sample
 
 
@@ -24,7 +24,7 @@ class SamplingSettings(Settings):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids, 0 or greater, that end a completion in addition to the model's end-of-text tokens. The stop
     token is the last token of the completion."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: Shared[tuple[Annotated[str, Field(min_length=1)], ...]] = ()
     """Strings, not empty, that end a completion when they appear in its text."""
 
     def room(self, sample: Sample) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from tailrace.contracts.weights import Weights
-from tailrace.settings import CHOSEN, Resumable, Settings
+from tailrace.settings import CHOSEN, Resumable, Settings, Shared
 from tailrace.types import Sample, SampleId
 
 MAX_TOKENS = 2**31 - 1
@@ -29,7 +29,9 @@ class LoraSettings(Settings):
     """Rows of A and columns of B."""
     alpha: float = Field(default=32.0, gt=0, le=1e6)
     """The product of B and A is multiplied by alpha / rank."""
-    target_modules: Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...] = "all-linear"
+    target_modules: Shared[Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...]] = (
+        "all-linear"
+    )
     """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
     the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
@@ -89,7 +91,7 @@ class TrainerSettings(Settings):
     threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
     """CPU threads of each process of the trainer. Not set: its share of all cores where the schedule never
     trains while engines generate, and of half of them otherwise."""
-    device: str = "cpu"
+    device: Shared[str] = "cpu"
     """Torch device: cpu, cuda or cuda:N."""
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=CHOSEN)
     """Precision of forward and backward computation. Weights, gradients and optimizer states are float32.

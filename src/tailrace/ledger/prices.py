@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import Field, model_validator
 
 from tailrace.ledger.ledger import Totals
-from tailrace.settings import Settings
+from tailrace.settings import Settings, Shared
 
 MILLION = 1_000_000
 
@@ -20,7 +20,7 @@ MILLION = 1_000_000
 class PriceSettings(Settings):
     """Prices of devices and tokens, and a budget."""
 
-    currency: str = Field(default="USD", min_length=1)
+    currency: Shared[str] = Field(default="USD", min_length=1)
     """Its name, for what is printed."""
     engine_hour: float = Field(default=0.0, ge=0)
     """An hour of one device that generates, whether or not it trains, too."""

@@ -11,7 +11,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from tailrace.contracts.reward import TimeoutSettings
 from tailrace.contracts.trainer import OffloadSettings
-from tailrace.settings import FolderOrName, RunPath, Settings
+from tailrace.settings import FolderOrName, RunPath, Settings, Shared
 
 DEFAULT_SLOTS = 256
 DEFAULT_MEDIAN_TOKENS = 1230.0
@@ -240,7 +240,7 @@ class SimClusterSettings(Settings):
     from them (sim/cluster.py), so that schedules are compared on equal hardware. Efficiencies are shares of
     the device's peak."""
 
-    device: str = "H100"
+    device: Shared[str] = "H100"
     """Name of a profile: A100-40G, RTX 4090, H100, H800, H200, MI300X or CPU."""
     devices: int = Field(default=8, ge=1)
     """Devices that generate and train."""

@@ -2,24 +2,20 @@
 
 import pickle
 import shutil
-import signal
-import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tomli_w
 
 from helpers.small_run import train_here, write_small_run
 from tailrace.cli import main
+from tailrace.extras.view.run import open_runs
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
+pytest.importorskip("starlette", reason="no page: pip install 'tailrace[view]'")
 
 SIMULATED = """
 run = { rounds = 4, group_size = 8 }
@@ -42,31 +38,22 @@ EVERYWHERE = {
     "compare": {"schedules": ["evil.py:s"]},
     "record": {"sinks": ["evil.py:s", "evil.pkl:s"]},
 }
+
+
+def naming(code: str, **environment: object) -> dict[str, Any]:
+    return {"schedule": {"name": code}, "reward": {"function": code}, "environment": environment}
+
+
 PLANTED = {
-    "files": {
-        "schedule": {"name": "evil.py:s"},
-        "reward": {"function": "evil.py:s"},
-        "environment": {"kind": "tools", "functions": ["evil.py:s"]},
-    },
-    "pickles": {
-        "schedule": {"name": "evil.pkl:s"},
-        "reward": {"functions": [{"function": "evil.pkl:s"}]},
-        "environment": {"kind": "python", "environment": "evil.pkl:s"},
-    },
-    "modules": {
-        "schedule": {"name": "evil:s"},
-        "reward": {"function": "evil:s"},
-        "environment": {"kind": "agent", "function": "evil:s"},
-    },
-    "programs": {
-        "schedule": {"name": "evil.py:s"},
-        "reward": {"function": "reward.pkl:s"},
-        "environment": {"kind": "agent", "command": ["python", "evil.py"]},
-        "engine": {"kind": "vllm", "python": "evil.py", "env": {"PYTHONSTARTUP": "evil.py"}},
-    },
+    "files": naming("evil.py:s", kind="tools", functions=["evil.py:s"]),
+    "pickles": naming("evil.pkl:s", kind="python", environment="evil.pkl:s")
+    | {"reward": {"functions": [{"function": "evil.pkl:s"}]}},
+    "modules": naming("evil:s", kind="agent", function="evil:s"),
+    "programs": naming("reward.pkl:s", kind="agent", command=["python", "evil.py"])
+    | {"engine": {"kind": "vllm", "python": "evil.py", "env": {"PYTHONSTARTUP": "evil.py"}}},
 }
 """Sections of config.toml that name code in each form. One config cannot hold all of them."""
-CODE = "open({0!r}, 'a').write('imported ')\nasync def s(run):\n    open({0!r}, 'a').write('called ')\n"
+CODE = "from pathlib import Path\nasync def s(run): ...\nPath({!r}).write_text('imported')\n"
 
 
 class Unpickled:
@@ -75,8 +62,8 @@ class Unpickled:
     def __init__(self, canary: Path) -> None:
         self.canary = canary
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return exec, (f"open({str(self.canary)!r}, 'a').write('unpickled ')",)
+    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
+        return Path.write_text, (self.canary, "unpickled")
 
 
 @pytest.fixture(scope="module")
@@ -120,18 +107,6 @@ def words_of(words: Sequence[str], run: Path) -> list[str]:
     return [word.replace("RUN", str(run)).replace("OUT", str(run.parent)) for word in words]
 
 
-@contextmanager
-def served(*words: str) -> Iterator[str]:
-    """The address of the page of `tailrace view`, served by a process of its own."""
-    command = [sys.executable, "-m", "tailrace.cli", "view", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.send_signal(signal.SIGINT)
-
-
 @pytest.fixture
 def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of the test is the working directory, and its modules can be imported."""
@@ -143,40 +118,34 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize("planted", PLANTED)
-def test_readers_of_a_simulated_run_run_none_of_its_code(
-    planted: str, simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("of", ["simulation", pytest.param("trained", marks=pytest.mark.slow)])
+def test_readers_of_a_run_run_none_of_its_code_and_write_none_of_its_names(
+    of: str, planted: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    canary = plant(simulated, PLANTED[planted])
-    for words in READERS:
-        assert main(words_of(words, simulated)) == 0, (words, capsys.readouterr().err)
-        assert not canary.exists(), (words, canary.read_text())
-    assert "no prediction for a schedule of your own" in (tmp_path / "page.html").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("importable")
-def test_the_server_of_the_page_runs_none_of_its_code_unless_it_is_trusted(simulated: Path) -> None:
-    canary = plant(simulated, PLANTED["pickles"])
-    with served(str(simulated)) as address:
-        assert "--trust" in httpx.get(f"{address}runs/0/faster").json()["note"]
-        assert not canary.exists()
-    with served(str(simulated), "--trust") as address:
-        assert httpx.get(f"{address}runs/0/faster", timeout=30).status_code == 200
-    assert canary.read_text().startswith("unpickled ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("importable")
-@pytest.mark.parametrize("planted", PLANTED)
-def test_readers_of_a_live_run_run_none_of_its_code(
-    planted: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Path(shutil.copytree(trained, tmp_path / "out"))
+    run = Path(shutil.copytree(request.getfixturevalue(of), tmp_path / "out"))
     (tmp_path / "own.toml").write_text(SIMULATED)
     canary = plant(run, PLANTED[planted])
-    for words in (*READERS, *OF_LIVE_RUNS):
+    for words in (*READERS, *(OF_LIVE_RUNS if of == "trained" else ())):
+        capsys.readouterr()
         assert main(words_of(words, run)) == 0, (words, capsys.readouterr().err)
         assert not canary.exists(), (words, canary.read_text())
+    page, trace = ((tmp_path / name).read_text() for name in ("page.html", "trace.json"))
+    card = capsys.readouterr().out if of == "trained" else ""
+    assert "no prediction for a schedule of your own" in page and '"trainer.learning_rate":' in page
+    for written in (page, trace, card):
+        assert "evil" not in written and str(tmp_path) not in written
+
+
+@pytest.mark.usefixtures("importable")
+def test_the_server_of_the_page_runs_a_schedule_only_if_it_is_trusted(simulated: Path) -> None:
+    from starlette.testclient import TestClient
+
+    from tailrace.extras.view.app import make_app
+
+    canary = plant(simulated, PLANTED["pickles"])
+    for trust in (False, True):
+        server = TestClient(make_app(open_runs([simulated], trust=trust), "t"), base_url="http://127.0.0.1")
+        assert ("note" in server.get("/t/runs/0/faster").json(), canary.exists()) == (not trust, trust)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

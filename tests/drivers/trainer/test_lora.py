@@ -1,5 +1,6 @@
 """LoRA: an adapter is trained, merged, saved and switched off."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def test_the_adapter_is_in_the_format_of_peft(make_trainer: Make, model_path: Pa
     trainer = make_trainer(lora=LORA)
     step(trainer)
     trainer.save(tmp_path / "saved")()
+    written = json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == model_path.name
     base = AutoModelForCausalLM.from_pretrained(model_path).eval()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     ids = torch.arange(20)[None]

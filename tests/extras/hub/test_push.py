@@ -17,9 +17,9 @@ from huggingface_hub.utils import disable_progress_bars
 from helpers.small_run import train_here, write_small_run
 from tailrace import __version__
 from tailrace.cli import main
-from tailrace.config import RunConfig
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.extras.hub.card import base_model, card_of
+from tailrace.extras.hub.card import card_of
+from tailrace.model_folder import model_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # of httpx
 Push = Callable[..., tuple[int, str, str]]
@@ -166,15 +166,21 @@ def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(
     assert problem in line
 
 
-def test_a_base_model_of_the_hub_has_its_id(run: Path) -> None:
-    least = {"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}}
+def test_a_base_model_of_the_hub_has_its_id() -> None:
     cached = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c0ffee"
-    for path, name in (
-        (cached, "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-        ("/home/me/q", "q"),
-    ):
-        assert base_model(RunConfig.model_validate(least | {"model": {"path": path}})) == name
+    assert [model_name(path) for path in (cached, "Qwen/Qwen3-0.6B")] == ["Qwen/Qwen3-0.6B"] * 2
+    assert model_name("/home/me/q") == model_name(Path("/not/here/q")) == "q"
+
+
+def test_an_adapter_of_an_earlier_version_names_its_base_without_a_path(
+    run: Path, tmp_path: Path, hub: HubServer
+) -> None:
+    shutil.copytree(run, tmp_path / "out")
+    (adapter := tmp_path / "out" / "model" / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/q", "r": 2}')
+    assert push(tmp_path / "out", hub.url).returncode == 0
+    files = hub.repos["me/sums"]
+    assert files["adapter/adapter_config.json"] == b'{"base_model_name_or_path": "q", "r": 2}'
 
 
 def test_a_card_has_the_interval_of_the_rewards_that_the_run_recorded(run: Path) -> None:

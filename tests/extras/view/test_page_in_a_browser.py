@@ -450,7 +450,7 @@ def test_a_thousand_rounds_are_a_small_file_that_says_what_it_lacks(
 def test_a_page_that_is_opened_before_the_run_shows_it_when_it_comes(browser: Any, tmp_path: Path) -> None:
     with served(tmp_path / "later") as address:
         tab = Tab(browser, address)
-        assert tab.page.locator(".chip").inner_text().startswith("waits for the first record in")
+        assert tab.page.locator(".chip").inner_text().startswith("waits for the first record of")
         write_run(tmp_path / "later")
         tab.wait("tailrace.runs[0].figures.y.reward && tailrace.runs[0].record.end_s === 15")
         tab.page.locator("[data-title=Reward] canvas").wait_for()

@@ -264,7 +264,7 @@ def test_a_page_waits_for_a_run_that_has_not_begun(tmp_path: Path, content: str 
             (folder / content).touch()
     (run,) = open_runs([folder], wait=True)
     figures, record = run.figures(), run.record()
-    assert figures["state"] == {"kind": "awaited", "text": f"waits for the first record in {folder}"}
+    assert figures["state"] == {"kind": "awaited", "text": f"waits for the first record of {folder.name}"}
     assert (figures["x"], record["end_s"], record["engines"], record["shares"]) == ({}, 0.0, [], [])
     write_run(folder)
     assert run.figures()["y"]["reward"] == [[0.5, 1.0]] and run.record()["end_s"] == 15.0

@@ -244,9 +244,7 @@ def _recorder(
     interruption.on_request = lambda: display.stopping(
         STOPPING.format(Signals(interruption.signal or 0).name)
     )
-    tracked = TrackedRun(
-        config.record.project, folder.path, config.model_dump(mode="json"), start.life, start.base.step
-    )
+    tracked = TrackedRun(config.record.project, folder.path, config.shared(), start.life, start.base.step)
     recorder = recorder_of(
         folder,
         summary,

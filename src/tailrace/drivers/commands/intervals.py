@@ -53,7 +53,7 @@ def recorded_estimate(samples: Path, round: float) -> Estimate | None:
     try:
         lines = (samples / "eval" / f"round_{round:06.0f}.jsonl").read_bytes().splitlines()
         read = [msgspec.json.decode(line, type=_Line) for line in lines]
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         return None
     rewards = by_prompt((each.id.partition(".")[0], each.reward) for each in read)
     return estimate_of(rewards) if rewards else None

@@ -62,7 +62,7 @@ def simulate(
     sinks: list[Sink] = [Summary(json_path)]
     if folder := RunFolder(output_dir) if output_dir else None:
         folder.begin_anew("simulate", loaded.toml(chosen=False))
-        tracked = TrackedRun(loaded.record.project, folder.path, loaded.model_dump(mode="json"))
+        tracked = TrackedRun(loaded.record.project, folder.path, loaded.shared())
         sinks += open_sinks(loaded.record.sinks, folder.path, console.print)
         sinks += open_trackers(loaded.record.trackers, tracked, console.print)
     seconds = run_virtual(loaded, schedule, recorder_of(folder, summary, *sinks))

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.settings import RunPath, Settings
+from tailrace.settings import RunPath, Settings, Shared
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {"conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"}
@@ -36,7 +36,7 @@ class PromptSettings(Settings):
     system_prompt: str | None = Field(default=None, min_length=1)
     """Content of a system message placed before each prompt. Rows of messages that begin with a system
     message keep their own. It needs the chat template."""
-    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    chat_template_kwargs: Shared[dict[str, bool | int | float | str]] = {}
     """Arguments passed to the chat template, for example `{ enable_thinking = false }` for Qwen3."""
     tools_in_system_prompt: bool = False
     """Whether the tools of a prompt are described at the end of its system message, in the words of Qwen's
@@ -90,11 +90,11 @@ class ProceduralSettings(PromptSettings):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     """Selects this kind of data."""
-    task: str
+    task: Shared[str]
     """Name of the task in reasoning-gym, for example `chain_sum`."""
-    params: dict[str, int | float | str | bool] = {}
+    params: Shared[dict[str, int | float | str | bool]] = {}
     """Parameters of the task's own config."""
-    lengths: dict[str, TermsSettings] = {}
+    lengths: Shared[dict[str, TermsSettings]] = {}
     """Difficulty parameters drawn anew for each prompt. The task must have `min_X` and `max_X` for a key `X`:
     key `terms` draws a number and sets both `min_terms` and `max_terms` to it."""
     template: str = "{question}"
@@ -111,19 +111,19 @@ class RowsSettings(PromptSettings):
 
     kind: Literal["rows"] = "rows"
     """Selects this kind of data."""
-    path: RunPath
+    path: Shared[RunPath]
     """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     tools_column: str = "tools"
     """Column of the tools that the model may call: a list of JSON schemas, or its JSON text. Rows without it
     have none."""
-    split: str = "train"
+    split: Shared[str] = "train"
     """Training split of a dataset folder that has several splits."""
     eval_path: RunPath | None = None
     """File or folder of the evaluation set. Without it: the split `eval_split` of `path`, or else one
     sixteenth of its different prompts, which is then not trained on."""
-    eval_split: str | None = None
+    eval_split: Shared[str | None] = None
     """Evaluation split of a dataset folder that has several splits. Without it: `test`, or else
     `validation`."""
 
@@ -136,7 +136,7 @@ class TasksetSettings(PromptSettings):
     num_tasks: int | None = Field(default=None, ge=2)
     """The first tasks, which are used; at least 2. Without it all are. One sixteenth is held out for
     evaluation."""
-    taskset: str = Field(min_length=1)
+    taskset: Shared[str] = Field(min_length=1)
     """Set from environment.taskset."""
     args: Mapping[str, Any] = {}
     """Set from environment.args."""
@@ -149,7 +149,7 @@ class TasksetSettings(PromptSettings):
 class MixedSettings(Settings):
     """Settings of a source of a mixture besides those of its kind."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: Shared[str] = Field(pattern=r"^[\w.-]+$")
     """Name of the source, in metrics (`reward/source/NAME`) and in `reward.functions.sources`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Its share of the prompts, relative to those of the other sources."""

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tailrace.devices import Device
 from tailrace.kinds import PlugIn, built_in
-from tailrace.settings import CHOSEN, PLUG_IN, Settings, default_tag
+from tailrace.settings import CHOSEN, PLUG_IN, Settings, Shared, default_tag
 
 
 class ReplicaSettings(Settings):
@@ -19,7 +19,7 @@ class ReplicaSettings(Settings):
     """Whether a worker of another host can be one (`tailrace join`)."""
     can_regroup: ClassVar[bool] = False
     """Whether those that the run starts can be started again over the devices of several."""
-    kind: str
+    kind: Shared[str]
     """Selects a kind of engine."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines; 1 to 1024. Each is a process, or a server."""
@@ -161,7 +161,7 @@ class TinkerEngineSettings(ServerEngineSettings):
 
     urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1, max_length=1)
     """The address of the service."""
-    base_model: str = Field(min_length=1)
+    base_model: Shared[str] = Field(min_length=1)
     """The service's name of the model."""
     chunk_tokens: int = Field(default=256, ge=0)
     """Tokens that are asked for at once; 0 or greater. A response that is parked loses those of one chunk at

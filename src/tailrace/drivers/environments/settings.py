@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from tailrace.settings import Resumable, RunFunction, Settings, default_tag
+from tailrace.settings import Resumable, RunFunction, Settings, Shared, default_tag
 
 ParserName = Literal["hermes", "llama3_json"]
 """The formats of tool calls have the names that vLLM gives its parsers."""
@@ -129,7 +129,7 @@ class VerifiersSettings(EpisodeSettings):
 
     kind: Literal["verifiers"] = "verifiers"
     """Selects this kind of environment."""
-    taskset: str = Field(min_length=1)
+    taskset: Shared[str] = Field(min_length=1)
     """The taskset: the name of an installed package, as verifiers takes it."""
     args: Mapping[str, Any] = {}
     """Arguments of the taskset: the keys of its own config."""

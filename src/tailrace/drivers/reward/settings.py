@@ -10,7 +10,7 @@ from tailrace.contracts.reward import TimeoutSettings
 from tailrace.devices import Device
 from tailrace.drivers.reward.calls import column_of
 from tailrace.errors import ConfigError
-from tailrace.settings import Resumable, RunFunction, RunPath, Settings, default_tag
+from tailrace.settings import Resumable, RunFunction, RunPath, Settings, Shared, default_tag
 
 
 class WeightedSettings(Settings):
@@ -18,7 +18,7 @@ class WeightedSettings(Settings):
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of its value in the reward, which is the weighted sum."""
-    sources: tuple[str, ...] | None = None
+    sources: Shared[tuple[str, ...] | None] = None
     """Data sources whose samples it scores. None: all."""
 
     def applies_to(self, source: str) -> bool:
@@ -29,7 +29,7 @@ class WeightedSettings(Settings):
 class JudgeBase(WeightedSettings):
     """Settings of all judges."""
 
-    name: str = Field(default="judge", pattern=r"^[\w.-]+$")
+    name: Shared[str] = Field(default="judge", pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`."""
     system: str | None = None
     """System message that comes before the text. None: none."""
@@ -82,7 +82,7 @@ class EndpointJudgeSettings(AnswerSettings):
     an object; `{{word}}` stands for `{word}`. Other braces are text."""
     api_key_env: Resumable[str | None] = Field(default=None, min_length=1)
     """Environment variable that holds the API key. None: no key is sent."""
-    parameters: dict[str, JsonValue] = {"temperature": 0.0, "max_tokens": 512}
+    parameters: Shared[dict[str, JsonValue]] = {"temperature": 0.0, "max_tokens": 512}
     """Further fields of the request, such as `max_tokens`."""
     concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)
     """Requests at a time."""
@@ -116,7 +116,7 @@ class LocalJudgeSettings(AnswerSettings):
 
     kind: Literal["local"] = "local"
     """Where the model runs."""
-    path: RunPath
+    path: Shared[RunPath]
     """A Hugging Face folder."""
     template: str | None = Field(default=None, min_length=1)
     """Template, as that of an endpoint. None, for a reward model: the conversation."""
@@ -169,7 +169,7 @@ class FolderTeacherSettings(TeacherBase):
 
     kind: Literal["folder"] = "folder"
     """Where the model runs."""
-    path: RunPath
+    path: Shared[RunPath]
     """A Hugging Face folder, whose vocabulary is the model's."""
     device: Resumable[Device | None] = None
     """Device on which it computes. None: the trainer's."""
@@ -228,9 +228,9 @@ class CodeSettings(Settings):
 class FunctionSettings(WeightedSettings):
     """One of several reward functions."""
 
-    function: RunFunction
+    function: Shared[RunFunction]
     """The function, in the forms of `reward.function`."""
-    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    name: Shared[str | None] = Field(default=None, pattern=r"^[\w.-]+$")
     """Name of its metric, `rewards/NAME`. None: the name of the function."""
     signature: Literal["auto", "tailrace", "trl", "verl"] = "auto"
     """How it is called. "auto": recognised from its parameters."""
@@ -241,7 +241,7 @@ class FunctionSettings(WeightedSettings):
 class RewardSettings(Settings):
     """How finished samples are scored."""
 
-    function: RunFunction | None = None
+    function: Shared[RunFunction | None] = None
     """'package.module:name', 'path/to/file.py:name', or the name of a checker: 'math', 'exact_match',
     'json_schema'. None: the scorer of the data, where they bring one."""
     functions: tuple[FunctionSettings, ...] = ()

@@ -10,7 +10,7 @@ from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import TensorInfo
 from tailrace.errors import ConfigError
 from tailrace.importing import install
-from tailrace.model_folder import tensor_shapes
+from tailrace.model_folder import model_name, tensor_shapes
 
 _WEIGHT = ".weight"
 _NOT_LINEAR = ("embed_tokens", "lm_head")
@@ -80,7 +80,7 @@ def peft_config(model: Path, lora: LoraSettings) -> dict[str, object]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model),
+        "base_model_name_or_path": model_name(model),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(adapted_modules(model, lora)),

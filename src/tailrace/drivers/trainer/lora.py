@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.trainer.distributed import gather
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.model_folder import model_name
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -35,7 +36,7 @@ class Adapter:
             lora_alpha=settings.alpha,
             target_modules=names if isinstance(names, str) else list(names),
             task_type="CAUSAL_LM",
-            base_model_name_or_path=str(model.config.name_or_path),
+            base_model_name_or_path=model_name(model.config.name_or_path),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -1,6 +1,5 @@
 """The model card of a run: what was trained, how, and how well, from the files of the run."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
 from tailrace.record.figures import Row, evaluations_of
 from tailrace.record.metrics import read_rows
-
-_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
 class _Totals(msgspec.Struct):
@@ -40,7 +37,8 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
     rows = read_rows(folder.metrics)
     step = _step_of_model(folder, summary.steps)
     evaluated = [row for row in evaluations_of(rows) if row["step"] <= step]
-    base = base_model(config)
+    shared = config.shared()
+    base = shared.get("model", {}).get("path", "unknown")
     data = ModelCardData(
         base_model=base if is_hub_id(base) else None,
         library_name="transformers",
@@ -52,7 +50,7 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
     num_samples = sum(int(row.get("samples/trained", 0)) for row in rows if row["step"] <= step)
     facts = {
         "base model": base,
-        "schedule": str(config.schedule["name"]),
+        "schedule": shared["schedule"].get("name", "one of its own"),
         "algorithm": config.algorithm.name,
         "data": _data_name(config),
         "optimizer steps": f"{step:,}",
@@ -65,16 +63,8 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {data.model_name}\n\n"
         "A language model post-trained by reinforcement learning with tailrace.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n## Config\n\n```toml\n{_shared_config(config)}```\n"
+        f"| | |\n|---|---|\n{table}\n\n## Config\n\n```toml\n{tomli_w.dumps(shared)}```\n"
     )
-
-
-def base_model(config: RunConfig) -> str:
-    """Return the id on the hub of the model that was trained, or else the name of its folder."""
-    path = str(config.model.path) if config.model else "unknown"
-    if cached := _SNAPSHOT.search(path):
-        return "/".join(cached.groups())
-    return path if is_hub_id(path) else Path(path).name
 
 
 def _step_of_model(folder: RunFolder, last: int) -> int:
@@ -115,19 +105,3 @@ def _data_name(config: RunConfig) -> str:
         return "none"
     named = next((getattr(data, key) for key in ("task", "path", "taskset") if getattr(data, key, None)), "")
     return f"{data.kind}: {Path(str(named)).name}" if named else str(data.kind)
-
-
-def _shared_config(config: RunConfig) -> str:
-    """The config with names in place of the paths of this machine."""
-    return tomli_w.dumps(_without_folders(config.model_dump(mode="json", exclude_none=True)))
-
-
-def _without_folders(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _without_folders(each) for key, each in value.items()}
-        case list():
-            return [_without_folders(each) for each in value]
-        case str() if value.startswith("/") and Path(value).parent.is_dir():
-            return Path(value).name
-    return value

@@ -1,13 +1,15 @@
 """`tailrace push`: the model of a run and its card, on the Hugging Face hub."""
 
+import re
 from pathlib import Path
 
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.errors import ConfigError, TailraceError
-from tailrace.model_folder import check_files, is_hub_id
+from tailrace.model_folder import check_files, is_hub_id, model_name
 
 CARD = "README.md"
+_BASE = re.compile(r'(?<="base_model_name_or_path": ")[^"]*')
 REMEDIES = {
     401: "make another token at the hub, and set HF_TOKEN",
     403: "use a token that may write there, or name another repository",
@@ -46,6 +48,13 @@ def push(run: Path, repo: str, /, *, private: bool = False, dry_run: bool = Fals
     print(f"pushed    {_upload(folder.model, card, repo, private=private)}")
 
 
+def _content(path: Path) -> Path | bytes:
+    """The file that is uploaded. An adapter of an earlier version names its base by a path."""
+    if path.name != "adapter_config.json":
+        return path
+    return _BASE.sub(lambda base: model_name(base[0]), path.read_text(encoding="utf-8")).encode()
+
+
 def _upload(model: Path, card: str, repo: str, *, private: bool) -> str:
     """Upload the files of a folder and the card, and return the address of the commit."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
@@ -57,7 +66,7 @@ def _upload(model: Path, card: str, repo: str, *, private: bool) -> str:
     files = (path for path in sorted(model.rglob("*")) if path.is_file())
     added = {str(path.relative_to(model)): path for path in files if path.name != CHECKSUMS_FILE}
     operations = [CommitOperationAdd(CARD, card.encode())]
-    operations += [CommitOperationAdd(name, path) for name, path in added.items() if name != CARD]
+    operations += [CommitOperationAdd(name, _content(path)) for name, path in added.items() if name != CARD]
     api = HfApi(library_name="tailrace")
     try:
         api.create_repo(repo, private=private, exist_ok=True)

@@ -31,6 +31,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MAX_BINS = 4_000
+REFUSED = "open the address that tailrace view printed: it has a token"
 
 
 def make_app(runs: Sequence[RunView], token: str) -> Starlette:
@@ -58,13 +59,8 @@ def make_app(runs: Sequence[RunView], token: str) -> Starlette:
         answer("/sample", lambda run, request: run.sample(request.query_params.get("id", ""))),
     ]
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)
-    return Starlette(
-        routes=[Mount(f"/{token}", routes=routes), Route("/{path:path}", _refuse)], middleware=[guard]
-    )
-
-
-def _refuse(request: Request) -> Response:
-    raise HTTPException(403, "open the address that tailrace view printed: it has a token")
+    refused = Route("/{path:path}", lambda _: Response(REFUSED, 403))
+    return Starlette(routes=[Mount(f"/{token}", routes=routes), refused], middleware=[guard])
 
 
 def _encoded(found: object, request: Request) -> Response:

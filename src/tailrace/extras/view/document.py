@@ -59,12 +59,13 @@ def _embedded(run: RunView) -> dict[str, Any]:
     end_s = max(record["end_s"], 1e-3)
     last_s = max(0.0, record["follow_s"] - 0.3 * (end_s - record["follow_s"]))  # with room to move
     return {
-        "figures": figures | {"y": {name: run.figure(name) for name in figures["names"]}},
+        "figures": figures
+        | {"y": {name: run.figure(name) for name in figures["names"]}, "config": run.config(shared=True)},
         "record": record,
         "faster": run.faster(),
         "windows": [run.window(0.0, end_s, NUM_BINS), run.window(last_s, end_s, NUM_BINS)],
         "samples": samples,
-        "sample": {id: run.sample(id) for id in ids[: 2 * NUM_EMBEDDED]},
+        "sample": {id: each for id in ids[: 2 * NUM_EMBEDDED] if (each := run.sample(id))["source"]},
     }
 
 

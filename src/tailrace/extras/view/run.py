@@ -1,7 +1,7 @@
 """A run as the page shows it: read from its files, and derived again when one of them has grown."""
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tailrace import clock
-from tailrace.config import NOT_TOML
+from tailrace.config import NOT_TOML, leaves
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
@@ -60,7 +60,6 @@ class RunView:
             shown = {name: curves.of(name) for name in CHARTED if name in curves.names}
             return {
                 "name": self.name,
-                "folder": str(self._folder),
                 "state": self._state()._asdict(),
                 "x": curves.x,
                 "y": shown,
@@ -68,7 +67,7 @@ class RunView:
                 "evaluations": curves.evaluations,
                 "advisories": [each._asdict() for each in advisories_of_steps(steps_of(rows))],
                 "cost": self._cost(),
-                "config": self._config(),
+                "config": self.config(),
                 "defects": [each._asdict() for each in defects],
             }
 
@@ -109,16 +108,20 @@ class RunView:
             prices = None
         return prices.words(costs[-1]) if prices else f"{costs[-1]:,.4f}" if costs else ""
 
-    def _config(self) -> dict[str, object]:
-        """The keys of config.toml with their sections; empty if it cannot be read."""
+    def config(self, *, shared: bool = False) -> dict[str, object]:
+        """The keys of config.toml with their sections, all or those of `RunConfig.shared`; empty if it cannot
+        be read."""
         try:
-            return dict(_flat(tomllib.loads((self._folder / "config.toml").read_text(encoding="utf-8"))))
-        except (OSError, *NOT_TOML):
+            text = "" if shared else (self._folder / "config.toml").read_text(encoding="utf-8")
+            return dict(
+                leaves(RunFolder(self._folder).read_config().shared() if shared else tomllib.loads(text))
+            )
+        except (OSError, ConfigError, *NOT_TOML):
             return {}
 
     def _state(self) -> RunStatus:
         if not any((self._folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
-            return RunStatus("awaited", f"waits for the first record in {self._folder}")
+            return RunStatus("awaited", f"waits for the first record of {self.name}")
         newest = self._log.all[-1] if self._log.all else None
         return state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
 
@@ -291,14 +294,6 @@ def _good_rows(path: Path) -> tuple[list[Row], list[Defect]]:
             rows.append(row)
     defects = [Defect("metrics.jsonl", *bad[0], num_lines=len(bad))] if bad else []
     return rows, defects + ([Defect("metrics.jsonl", len(lines) + 1, TORN)] if is_torn else [])
-
-
-def _flat(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str | int | float | bool) else str(value)
 
 
 def open_runs(folders: Sequence[Path], *, wait: bool = False, trust: bool = False) -> list[RunView]:

@@ -183,9 +183,9 @@ class SampleBook:
         try:
             self._texts = self._texts or TokenTexts(self._model_folders())
             texts = self._texts.of(ids)
-        except TailraceError as why:
+        except ConfigError as why:
             texts = [f"<{each}>" for each in ids]
-            view.note = f"token ids instead of text: {why}"
+            view.note = f"token ids instead of text: {why.problem}; {why.remedy}"
         view.tokens = TokenTable(texts, logprobs)
         return view
 
