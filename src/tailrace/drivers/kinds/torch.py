@@ -38,6 +38,10 @@ class Torch(TrainerKind):
             problem = 'it needs placement.kind = "disaggregated", and no weights.transport = "process_group"'
             remedy = "change them, or set host.restarts, with which all workers start again"
             raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
+        if config.trainer.restarts and not config.run.checkpoint_every:
+            problem = "with run.checkpoint_every = 0 it repeats the whole run, all samples of which it keeps"
+            remedy = "set run.checkpoint_every (tailrace sft: sft.checkpoint_every)"
+            raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
 
     @override
     def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from tailrace.clock import waiting
 from tailrace.contracts.weights import Link, Send, Weights, new_link, send_and_load
@@ -17,7 +18,8 @@ from tailrace.errors import EngineDied, NotJoined, TailraceError, TransferFailed
 GATHER_S = 0.02
 """Seconds in which the engines of a transfer ask for it. They go on generating."""
 
-Receive = Callable[[Link], Awaitable[None]]
+Receive = GiveUp = Callable[[Link], Awaitable[None]]
+Find = Callable[[int], Awaitable[Weights]]
 
 
 @dataclass(eq=False, slots=True)
@@ -67,15 +69,21 @@ class _Transfer:
 
 class Transfers:
     """The transfers of one trainer. `send`: its half. `give_up`: ends what its half over a link waits for;
-    None: engines share no transfers."""
+    None: engines share no transfers. `find`: returns a version as the trainer's present processes have it;
+    None: as it was published."""
 
-    def __init__(self, send: Send, give_up: Callable[[Link], Awaitable[None]] | None = None) -> None:
-        self._send, self._give_up = send, give_up
+    def __init__(self, send: Send, give_up: GiveUp | None = None, find: Find | None = None) -> None:
+        self._send, self._give_up, self._find = send, give_up, find
         self._gathering: _Transfer | None = None
 
-    async def load(self, weights: Weights, receiver: Receiver, receive: Receive) -> None:
-        """Transfer weights to an engine. Raises a TransferFailed if they did not arrive, and what `receive`
-        raises."""
+    async def load(
+        self, weights: Weights, receiver: Receiver, receive_from: Callable[[Weights, Link], Awaitable[None]]
+    ) -> None:
+        """Transfer weights to an engine. Raises a TransferFailed if they did not arrive, and what
+        `receive_from` raises."""
+        if self._find:
+            weights = await self._find(weights.version)
+        receive = partial(receive_from, weights)
         if self._give_up and weights.is_streamed and not receiver.alone:
             transfer = await self._gathered(weights, receiver)
             if len(transfer.receivers) > 1:

@@ -347,7 +347,7 @@ class RemoteEngine(EngineClient):
         are not those of the model."""
         if weights.tensors:
             check_tensors(weights.tensors, self._expected)
-        await self.transfers.load(weights, self._receiver, partial(self._load, weights, kv))
+        await self.transfers.load(weights, self._receiver, partial(self._load, kv))
 
     async def score(self, ids: Sequence[int], num_prefix: int) -> list[float]:
         """Return the log-probs of a probe after its prefix."""
@@ -374,7 +374,7 @@ class RemoteEngine(EngineClient):
             return adapter_tensors(self.job.model, self.job.adapter)
         return expected_tensors(self.job.model, self.job.engine.dtype)
 
-    async def _load(self, weights: Weights, kv: KV, link: Link) -> None:
+    async def _load(self, kv: KV, weights: Weights, link: Link) -> None:
         with _deaths():
             self.arrival = await self.worker.call(EngineWorker.load, weights, link, kv)
 

@@ -1,8 +1,9 @@
 """A trainer whose processes are started again when one dies, while engines generate (RobustRL, 2512.22492).
 
 The state of a trainer follows from its newest checkpoint and the calls since then. New processes restore that
-checkpoint and get these calls again, so the run loses no step; on a CPU the weights have the same bits. The
-schedule waits in its next call, and engines generate as far as the bound on staleness allows.
+checkpoint, publish the version that it has, and get these calls again. So the run loses no step; on a CPU the
+weights have the same bits. The schedule waits in its next call, and engines generate as far as the bound on
+staleness allows. An engine that loads a version meanwhile waits until it is published again.
 """
 
 import asyncio
@@ -16,12 +17,13 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
 
-from tailrace.clock import now, waiting
+from tailrace.clock import Signal, now, waiting
 from tailrace.contracts.trainer import StepStats
-from tailrace.contracts.weights import Weights
+from tailrace.contracts.weights import KEPT_VERSIONS, Weights
+from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob
-from tailrace.errors import WorkerDied
+from tailrace.errors import TransferFailed, WorkerDied
 from tailrace.types import Sample
 
 T = TypeVar("T")
@@ -45,9 +47,15 @@ class RestartingTrainer(RemoteTrainer):
         start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
     ) -> None:
         super().__init__(workers, job)
+        self.transfers = Transfers(self.send, find=self._find)
         self._start, self._restarting, self._num_restarts = start, asyncio.Lock(), 0
+        self._versions: dict[int, Weights] = {}
+        """The publications that the present processes keep, the oldest first."""
         self._checkpoint: Path | None = None
-        self._calls: list[_Call[Any]] = []  # since the checkpoint, or since the start
+        self._calls: list[_Call[Any]] = []
+        """Since the checkpoint, or since the start, and the publication before the checkpoint."""
+        self._changed = Signal()
+        """Set when a call was made again, and when a restart has ended."""
 
     async def watch(self) -> None:
         """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often."""
@@ -70,7 +78,25 @@ class RestartingTrainer(RemoteTrainer):
 
     @override
     async def publish(self, version: int) -> Weights:
-        return await self._result(_Call(partial(super().publish, version)))
+        return await self._result(_Call(partial(self._publish, version)))
+
+    async def _publish(self, version: int) -> Weights:
+        weights = await super().publish(version)
+        self._versions.pop(version, None)
+        self._versions = dict([*self._versions.items(), (version, weights)][-KEPT_VERSIONS:])
+        return weights
+
+    async def _find(self, version: int) -> Weights:
+        """Return a version as the present processes have it; wait while processes that died are replaced.
+        Raises a TransferFailed if they do not have it."""
+        while any(each.has_ended for each in self.workers) or (
+            version not in self._versions and self._restarting.locked()
+        ):
+            await self._changed.wait(f"the trainer to publish version {version} again")
+        if version not in self._versions:
+            has = ", ".join(map(str, self._versions)) or "none"
+            raise TransferFailed(f"the trainer does not have version {version} of the weights; it has {has}")
+        return self._versions[version]
 
     @override
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
@@ -87,7 +113,10 @@ class RestartingTrainer(RemoteTrainer):
                 with suppress(WorkerDied):
                     await call.results[-1]
                     self._checkpoint = folder
-            del self._calls[: self._calls.index(call) + 1]
+            place = self._calls.index(call)
+            earlier = self._calls[:place]
+            published = [each for each in earlier if any(isinstance(it, Weights) for it in each.results)]
+            self._calls[: place + 1] = published[-1:]
 
         completed = asyncio.ensure_future(complete())
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -96,6 +125,10 @@ class RestartingTrainer(RemoteTrainer):
     @override
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         return await self._result(_Call(partial(super().ess, units, version=version)), is_kept=False)
+
+    @override
+    async def logprobs(self, sample: Sample) -> list[float]:
+        return await self._result(_Call(partial(super().logprobs, sample)), is_kept=False)
 
     @override
     async def reference_logprobs(self, sample: Sample) -> list[float]:
@@ -124,11 +157,14 @@ class RestartingTrainer(RemoteTrainer):
                 with suppress(WorkerDied), waiting("the trainer to start again"):
                     await asyncio.gather(*(each.close() for each in self.workers))
                     self._adopt(await self._start())
+                    self._versions = {}
                     await self.ready()
                     if self._checkpoint:
                         await super().restore(self._checkpoint)
                     for call in self._calls:  # also those that are added meanwhile
                         call.results.append(await call.make())
+                        self._changed.fire()
+                self._changed.fire()
                 with suppress(OSError, ValueError):  # the output may be closed
                     took = f"{self._num_restarts} of {limit}, after {now() - began_s:.1f} s"
                     print(f"tailrace: {why}\ntailrace: restart {took}", file=sys.stderr)

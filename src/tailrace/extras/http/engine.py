@@ -307,7 +307,7 @@ class HttpEngine(EngineProcess):
             if weights.tensors:
                 check_tensors(weights.tensors, self._expected)
             with waiting(f"{self.name} to load"):
-                await self._transfers.load(weights, self._receiver, partial(self._load, weights, kv))
+                await self._transfers.load(weights, self._receiver, partial(self._load, kv))
 
     @override
     async def sleep(self) -> None:
@@ -343,7 +343,7 @@ class HttpEngine(EngineProcess):
         await self.connection.close()
         await self._server.close()
 
-    async def _load(self, weights: Weights, kv: KV, link: Link) -> None:
+    async def _load(self, kv: KV, weights: Weights, link: Link) -> None:
         await self._unless_dead(self._proven(weights, kv, link))
 
     async def _proven(self, weights: Weights, kv: KV, link: Link) -> None:

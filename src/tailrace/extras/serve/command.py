@@ -118,6 +118,9 @@ def _serve_tinker(
     if config.trainer.adapter:
         problem, remedy = "the engines of this service take whole weights", 'set it to "merged"'
         raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
+    if config.trainer.restarts:
+        problem, remedy = "a new process would not get the calls of clients again", "leave it out"
+        raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
     check_policy(config)
     config = fitted_to_machine(config, prompt_tokens=1, overlaps=True).config
     names = (*STATE, "logs")

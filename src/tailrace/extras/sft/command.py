@@ -52,6 +52,8 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     folder = RunFolder(output_dir)
     folder.claim("sft", only_check=True)
     loaded = with_model_folder(load_config(config, overrides))
+    every = {"checkpoint_every": loaded.sft.checkpoint_every}
+    loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update=every)})
     check_own_trainer(loaded)
     assert loaded.model
     begin_start(loaded)
