@@ -98,6 +98,25 @@ def test_a_trainer_that_is_killed_starts_again_beside_its_engines_and_the_weight
     assert found[0][0] > found[1][0] > 0
 
 
+def test_a_run_goes_on_whose_trainer_and_engine_are_killed_at_once(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The engine comes back to a version that was published before the newest checkpoint."""
+    config_path.write_text(config_path.read_text().replace('"rolloutpipe"', '"serial"'))
+    folder = config_path.parent / "out"
+
+    def kill_both() -> None:
+        wait_for_steps(folder, 4)
+        for name in ("trainer", "engine-0"):
+            os.kill(worker_of(os.getpid(), name), signal.SIGKILL)
+
+    words = ("--run.rounds", "8", "--trainer.restarts", "1", "--engine.recovery_timeout_s", "30")
+    assert train_here(config_path, *words, meanwhile=kill_both) == 0
+    output = "".join(capfd.readouterr())
+    assert "tailrace: restart 1 of 1" in output and "engine-0 is open: it was restarted" in output
+    assert trained_prompts(folder) == {prompt: 2 for prompt in range(32)}
+
+
 def test_a_trainer_that_dies_too_often_ends_the_run_with_the_cause(
     config_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,3 +134,12 @@ def test_a_trainer_that_would_not_start_again_beside_its_engines_is_refused(
     assert train_here(config_path, "--trainer.restarts", "1", *other.split()) == 2
     err = capfd.readouterr().err
     assert 'trainer.restarts = 1: it needs placement.kind = "disaggregated", and no weights.transport' in err
+
+
+def test_a_trainer_that_would_repeat_the_whole_run_is_refused(
+    config_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train_here(config_path, "--trainer.restarts", "1", "--run.checkpoint_every", "0") == 2
+    err = " ".join(capfd.readouterr().err.split())
+    assert "trainer.restarts = 1: with run.checkpoint_every = 0 it repeats the whole run" in err
+    assert not (config_path.parent / "out").exists()

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: its loss is transformers' own, and a killed run ends as one that was not."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from helpers.processes import worker_of
 from helpers.small_run import EXAMPLES, train_here, write_small_run
 from tailrace.cli import main
 from tailrace.config import load_config

@@ -132,6 +132,7 @@ def test_an_adapter_of_another_rank_is_refused(tmp_path: Path) -> None:
     [
         (("--engine.kind", "vllm"), "each request has its sampling"),
         (("--trainer.lora.publish", "adapter"), "the engines of this service take whole weights"),
+        (("--trainer.restarts", "1"), "a new process would not get the calls of clients again"),
         (("--trainer.learning", "1"), "trainer.learning"),
     ],
 )
