@@ -308,6 +308,24 @@ def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(
     execute(main())
 
 
+def test_a_resource_tracker_that_is_stopped_ends_with_its_controller(execute: Execute) -> None:
+    script = """
+import os, signal
+from multiprocessing.resource_tracker import _resource_tracker
+from tailrace.drivers.workers.process import preload
+preload()
+os.kill(_resource_tracker._pid, signal.SIGSTOP)
+print(_resource_tracker._pid)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=60)
+    tracker = int(done.stdout)
+    try:
+        execute(asyncio.wait_for(until_gone(tracker), 10))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(tracker, signal.SIGKILL)
+
+
 @pytest.mark.slow  # it imports torch for three fork servers
 def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
     tmp_path: Path, execute: Execute

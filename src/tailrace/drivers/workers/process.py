@@ -17,6 +17,7 @@ process must not take the trainer away before its weights are saved.
 """
 
 import asyncio
+import atexit
 import concurrent.futures
 import ctypes
 import faulthandler
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess, _children  # type: ignore[attr-defined]
+from multiprocessing.resource_tracker import _resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -299,6 +301,14 @@ def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
         multiprocessing.get_context("forkserver").set_forkserver_preload(["tailrace.drivers.workers.preload"])
         threading.Thread(target=work, name="starts of workers", daemon=True).start()
     return _STARTS[owner]
+
+
+@atexit.register
+def _continue_tracker() -> None:
+    """Let the resource tracker of multiprocessing end with this process, also if it is stopped."""
+    if tracker := _resource_tracker._pid:  # type: ignore[attr-defined]
+        with suppress(ProcessLookupError):
+            os.kill(tracker, signal.SIGCONT)
 
 
 _first_variables: list[object] = []
