@@ -4,6 +4,7 @@ One token is one second, whatever runs beside it; a trained position (one prompt
 each sample) is one second; all else takes no time.
 """
 
+from dataclasses import replace
 from functools import partial
 from math import exp, inf, nan
 
@@ -12,6 +13,8 @@ import pytest
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.errors import RewardFailed
 from tailrace.record.events import (
     Accumulated,
     EssTaken,
@@ -195,6 +198,26 @@ def test_conventional_shuffles_the_samples_of_a_round_and_steps_g_times() -> Non
         SampleId(p, 0, k) for p in range(6) for k in (0, 1)
     ]
     assert any(len({id.prompt for id in step}) > 2 for step in steps)  # groups are torn apart
+
+
+class RewardsOfFirstSamples:
+    """Of each group but group 0 the second sample fails."""
+
+    async def score(self, sample: Sample) -> float:
+        if sample.id.prompt and sample.id.number:
+            raise RewardFailed("down")
+        return 1.0
+
+
+def test_conventional_steps_g_times_also_if_samples_have_failed() -> None:
+    """9 of 16 samples make 8 steps: of batches of ceil(9 / 8) = 2 there would be 5."""
+    outcome = simulate(
+        partial(conventional, groups_per_step=1, steps_per_round=8),
+        PAIRS,
+        parts=lambda: replace(simulated_parts(EXACT, seed=0), rewards=RewardsOfFirstSamples()),
+    )
+    assert sorted(len(step.samples) for step in outcome.of(Stepped)) == [1] * 7 + [2]
+    assert len(outcome.of(Published)) == 1
 
 
 def test_the_stream_trainer_accumulates_in_the_rollout_and_parks_at_the_last_group_of_the_race() -> None:

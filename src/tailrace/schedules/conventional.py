@@ -7,11 +7,10 @@ Its maximum lag is G - 1 optimizer steps. To compare it with a PipelineRL of max
 G = g_max + 1.
 """
 
-from math import ceil
+from itertools import pairwise
 
 from tailrace.controller.run import Run
 from tailrace.schedules.parameters import Count
-from tailrace.types import batched
 
 
 async def conventional(run: Run, groups_per_step: Count, steps_per_round: Count) -> None:
@@ -26,6 +25,8 @@ async def conventional(run: Run, groups_per_step: Count, steps_per_round: Count)
         groups_per_round = groups_per_step * steps_per_round
         run.pool.launch(run.prompts(groups_per_round))
         samples = run.shuffled(await run.pool.take(groups_per_round))
-        for batch in batched(samples, ceil(len(samples) / steps_per_round)):
-            await run.train(batch)
+        bounds = [len(samples) * number // steps_per_round for number in range(steps_per_round + 1)]
+        for start, end in pairwise(bounds):
+            if start < end:  # samples may have failed
+                await run.train(samples[start:end])
         await run.publish()
