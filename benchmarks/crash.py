@@ -1,6 +1,6 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
-    python benchmarks/crash.py [--kill all|engines] [--engine native|vllm] [--kills N] [--colocated]
+    python benchmarks/crash.py [--kill all|engines|trainer] [--engine native|vllm] [--kills N] [--colocated]
                                [--task sums|tools|papers|pinned|real|service] [--repeats N] [--seed N]
                                [--json F]
     python benchmarks/crash.py --freeze N [--task service] [--seed N] [--json F]
@@ -13,6 +13,9 @@ in the end each runs to its last round, where `Run.finish` compares the ledger w
 --kill engines: live runs of april, pipelinerl and tailrace, on three native engines or two vLLM servers, lose
 one engine after another to SIGKILL at random moments, also one that is being restarted. Each run must end by
 itself after its last round. With --task pinned it is the runs of that task.
+
+--kill trainer: live runs of the schedules of --task pinned lose their trainer to SIGKILL at random moments,
+alone or together with an engine. It starts again (`trainer.restarts`), and each run must end by itself.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
@@ -41,6 +44,8 @@ was trained, and a sink that writes every request down.
     lost                 prompts drawn, or samples trained, that the ledger does not know of or forgot
     other_version        (pinned) tokens of a version other than that with which their sample began
     groups_not_of_k      (pinned) trained groups of more or fewer samples than the group size
+    not_arrived          (trainer) answers of engines that are not those of the publication they had loaded
+    not_published        (trainer) versions that an engine served and that were never published
     regenerated          tokens that had arrived and were generated again for the same sample
     turns_regenerated    (tools) turns that the ledger had as ended, and that were generated again
     calls_repeated       (tools) calls whose answer the ledger had, and that were made again
@@ -88,8 +93,17 @@ from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import first_life, read_ledger, totals_of
 from tailrace.ledger.store import Store
-from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, RoundStarted
+from tailrace.record.events import (
+    Event,
+    Published,
+    Recorder,
+    RequestEnded,
+    RequestStarted,
+    RoundStarted,
+    WeightsProbed,
+)
 from tailrace.record.figures import over_rounds
+from tailrace.record.run_log import LogReader
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 
@@ -117,6 +131,9 @@ LOSING: dict[str, dict[str, object]] = {
     "tailrace": {"groups_per_step": 8, "groups_in_flight": 16, "staleness": 2},
 }
 """Schedules that lose engines."""
+ENGINES: Sequence[Sequence[str]] = [["engine"]]
+TRAINERS: Sequence[Sequence[str]] = [["trainer"], ["trainer", "engine"]]
+"""Roles of the processes that are killed at once, one time after another."""
 PAPERS = ("april_dapo", "pipelinerl", "rollpacker")
 """Examples that are killed as they stand."""
 ROUNDS_TO_LEARN = 16
@@ -225,16 +242,25 @@ class Victim:
         self._finish(self._start(2 + max((row.round for row in rows if row.undone is None), default=0)))
         self._compare()
 
-    def lose_engines(self, kills: int, kind: str, chance: random.Random) -> None:
-        """One life to its last round, in which random engines are killed at random moments."""
+    def lose(self, kills: int, kind: str, chance: random.Random, roles: Sequence[Sequence[str]]) -> None:
+        """One life to its last round, in which random processes are killed at random moments: one of each of
+        these roles at once, and the next time those of the next roles."""
         process = self._start(kills * ROUNDS_PER_KILL + LAST_ROUNDS)
         for number in range(kills):
             round = number * ROUNDS_PER_KILL + chance.randrange(ROUNDS_PER_KILL)
             self._wait(process, lambda round=round: self._round() >= round, f"round {round} did not come")
             time.sleep(chance.uniform(0, KILL_S))
-            self._wait(process, lambda: bool(engines_of(process.pid, kind)), "no engine came back")
-            with suppress(ProcessLookupError):
-                os.kill(chance.choice(engines_of(process.pid, kind)), signal.SIGKILL)
+            found = list[list[int]]()
+
+            def all_there(number: int = number, found: list[list[int]] = found) -> bool:
+                named = roles[number % len(roles)]
+                found[:] = [workers_of(process.pid, role, kind) for role in named]
+                return all(found)
+
+            self._wait(process, all_there, "a process did not come back")
+            for each in found:
+                with suppress(ProcessLookupError):
+                    os.kill(chance.choice(each), signal.SIGKILL)
         self._finish(process)
 
     def live(self, rounds: int) -> None:
@@ -273,14 +299,14 @@ class Victim:
         words = [sys.executable, "-m", "tailrace.cli", "train", str(self._config)]
         words += ["--output-dir", str(self.folder), "--run.rounds", str(rounds), "--resume"]
         words += [word for key, value in self._options.items() for word in (f"--{key}", value)]
-        self._log = self.folder.with_suffix(".log")
-        with self._log.open("wb") as output:
+        self.log = self.folder.with_suffix(".log")
+        with self.log.open("wb") as output:
             return subprocess.Popen(words, start_new_session=True, stdout=output, stderr=output)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
         if process.wait() != 0:
             raise SystemExit(
-                f"the last life of {self.folder.name} failed: {self._log.read_text(encoding='utf-8')[-4000:]}"
+                f"the last life of {self.folder.name} failed: {self.log.read_text(encoding='utf-8')[-4000:]}"
             )
 
     def _wait(self, process: subprocess.Popen[bytes], condition: Callable[[], bool], problem: str) -> None:
@@ -289,7 +315,7 @@ class Victim:
             if process.poll() is not None or waited_s > PATIENCE_S:
                 kill(process)
                 raise SystemExit(
-                    f"{self.folder.name}: {problem}: {self._log.read_text(encoding='utf-8')[-4000:]}"
+                    f"{self.folder.name}: {problem}: {self.log.read_text(encoding='utf-8')[-4000:]}"
                 )
             time.sleep(0.05)
             waited_s += 0.05
@@ -388,7 +414,7 @@ class FrozenVictim(Victim):
         began_s, gone_on_from = time.monotonic(), 0
         while (waited_s := time.monotonic() - began_s) < HEALTH_S + GRACE_S:
             if process.poll() is not None:
-                words = self._log.read_text(encoding="utf-8")
+                words = self.log.read_text(encoding="utf-8")
                 is_killed = process.returncode == -signal.SIGKILL
                 is_named = NAMED.search(words) and "Traceback" not in words
                 return "ended" if is_killed or is_named else "unnamed"
@@ -406,7 +432,7 @@ class FrozenVictim(Victim):
         return state_of(pid) not in ("", "Z")
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(encoding="utf-8").splitlines()
+        lines = self.log.read_text(encoding="utf-8").splitlines()
         return next((line for line in reversed(lines) if line.startswith("tailrace: ")), "")[:300]
 
 
@@ -439,7 +465,7 @@ class ServiceVictim(FrozenVictim):
             self._start_service()
             if process.wait(PATIENCE_S) != 1:
                 raise SystemExit(
-                    f"the run outlived its service: {self._log.read_text(encoding='utf-8')[-4000:]}"
+                    f"the run outlived its service: {self.log.read_text(encoding='utf-8')[-4000:]}"
                 )
         self._compare()
 
@@ -566,10 +592,11 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def engines_of(pid: int, kind: str) -> list[int]:
-    """The engines that a controller has at present, those that start included."""
-    engines = [engine for server in running(pid, "forkserver") for engine in running(server, "comm engine")]
-    return engines if kind == "native" else [server for parent in engines for server in children_of(parent)]
+def workers_of(pid: int, role: str, kind: str = "native") -> list[int]:
+    """The workers of a role that a controller has now, those that start included. `kind`: of engines."""
+    found = [each for server in running(pid, "forkserver") for each in running(server, f"comm {role}")]
+    is_here = role != "engine" or kind == "native"
+    return found if is_here else [server for parent in found for server in children_of(parent)]
 
 
 def running(pid: int, word: str) -> list[int]:
@@ -680,6 +707,21 @@ def found_of_pins(victims: Sequence[Victim]) -> Counter[str]:
     return results
 
 
+def found_of_probes(victim: Victim) -> Counter[str]:
+    """What the engines of a run say of the versions that they served."""
+    events = [*LogReader(victim.folder / "events.jsonl").read()]
+    published = {0, *(event.version for event in events if isinstance(event, Published))}
+    arrivals = [event.arrival for event in events if isinstance(event, WeightsProbed)]
+    served = {span.version for sample in victim.books().samples.values() for span in sample.spans}
+    restarts = re.findall(r"tailrace: restart \d+ of", victim.log.read_text(encoding="utf-8"))
+    return Counter(
+        restarts=len(restarts),
+        probes=len(arrivals),
+        not_arrived=sum(bool(arrival.cause) for arrival in arrivals),
+        not_published=len((served | {arrival.version for arrival in arrivals}) - published),
+    )
+
+
 def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[str, float]:
     """Kill and resume runs; what was found, summed over the runs."""
     chance, life_s = random.Random(seed), REAL_LIFE_S if task == "real" else LIFE_S
@@ -756,21 +798,23 @@ def crash_frozen(cases: int, seed: int, task: str) -> dict[str, float]:
     return dict(results)
 
 
-def lose_engines(kills: int, seed: int, kind: str, task: str) -> dict[str, float]:
-    """Kill engines of runs that go on; what was found, summed over the runs."""
+def lose(kills: int, seed: int, kind: str, task: str, roles: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Kill processes of runs that go on (`Victim.lose`); what was found, summed over the runs."""
     chance, results = random.Random(seed), Counter[str]()
     schedules = PINNED if task == "pinned" else LOSING
     options = OPTIONS | WITH_REQUESTS | {"engine.replicas": str(REPLICAS[kind])}
     options |= ADAPTERS if task == "pinned" else {}
+    options |= {"trainer.restarts": str(kills)} if roles is TRAINERS else {}
     with tempfile.TemporaryDirectory() as name:
         for number, schedule in enumerate(schedules):
             victim = Victim(schedule, schedules[schedule], Path(name), options, EXAMPLE[kind])
             share = len(range(number, kills, len(schedules)))
             began_s = time.monotonic()
-            victim.lose_engines(share, kind, chance)
+            victim.lose(share, kind, chance, roles)
             requests = victim.requests()
             results.update(found_in([victim]))
             results.update(found_of_pins([victim]) if task == "pinned" else {})
+            results.update(found_of_probes(victim) if roles is TRAINERS else {})
             results["kills"] += share
             results["regenerated"] += regenerated_tokens(requests)
             results["requests_evicted"] += sum(each.get("outcome") == "evicted" for each in requests)
@@ -823,7 +867,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 
 def main(
-    kill: Literal["all", "engines"] = "all",
+    kill: Literal["all", "engines", "trainer"] = "all",
     task: Literal["sums", "tools", "papers", "pinned", "real", "service"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
@@ -838,7 +882,9 @@ def main(
         results = crash_frozen(freeze, seed, task)
         repeats = 0
     elif kill == "engines":
-        results = lose_engines(kills, seed, engine, task)
+        results = lose(kills, seed, engine, task, ENGINES)
+    elif kill == "trainer":
+        results = lose(kills, seed, engine, "pinned", TRAINERS)
     elif task == "service":
         results = crash_service(kills, seed)
     elif task == "tools":
@@ -852,7 +898,8 @@ def main(
     for key, value in results.items():
         print(f"{key:32} {value:.4f}" if isinstance(value, float) else f"{key:32} {value}")
     write(json, results)
-    if any(results.get(each) for each in (*Found._fields, "hangs", "unnamed", "left_behind")):
+    faults = (*Found._fields, "hangs", "unnamed", "left_behind", "not_arrived", "not_published")
+    if any(results.get(each) for each in faults):
         raise SystemExit(1)
 
 

@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 from common import run, write
-from crash import WITH_REQUESTS, Victim, running
+from crash import WITH_REQUESTS, Victim, workers_of
 from schedules import SEPARATE, bound
 from tailrace.config import load_config
 from tailrace.controller.base import RunSettings
@@ -107,15 +107,13 @@ class Mortal(Victim):
                 time.sleep(0.05)
                 continue
             time.sleep(chance.expovariate(1 / life_s))
-            servers = running(process.pid, "forkserver")
-            trainers = [each for server in servers for each in running(server, "comm trainer")]
             before = self._round()
             with suppress(ProcessLookupError, IndexError):
-                os.kill(trainers[0], signal.SIGKILL)
+                os.kill(workers_of(process.pid, "trainer")[0], signal.SIGKILL)
                 num_kills += 1
         self._finish(process)
         summary = json_module.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        restarts = re.findall(r"restart \d+ of \d+, after ([\d.]+) s", self._log.read_text(encoding="utf-8"))
+        restarts = re.findall(r"restart \d+ of \d+, after ([\d.]+) s", self.log.read_text(encoding="utf-8"))
         return {
             "ettr": summary["ettr"],
             "kills": num_kills,

@@ -9,19 +9,23 @@ import pytest
 
 import crash
 from crash import (
+    ADAPTERS,
     ASLEEP,
     CALLS,
     CALLS_VARIABLE,
+    ENGINES,
     HEALTHY,
     KILLED,
     LOSING,
     OPTIONS,
+    PINNED,
     REQUESTS,
     WITH_REQUESTS,
     EpisodeVictim,
     Found,
     FrozenVictim,
     Victim,
+    found_of_probes,
     regenerated_tokens,
 )
 from tailrace.record.figures import counts_of, family
@@ -36,7 +40,7 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     monkeypatch.setattr(crash, "LAST_ROUNDS", 2)
     options = OPTIONS | WITH_REQUESTS | {"engine.replicas": "2", "run.eval_every": "0"}
     victim = Victim("tailrace", LOSING["tailrace"], tmp_path, options)
-    victim.lose_engines(kills=1, kind="native", chance=random.Random(0))
+    victim.lose(kills=1, kind="native", chance=random.Random(0), roles=ENGINES)
     assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
     assert regenerated_tokens(victim.requests()) == 0
     counts = counts_of(read_rows(victim.folder / "metrics.jsonl"))
@@ -45,6 +49,18 @@ def test_a_run_that_loses_engines_ends_with_nothing_lost_and_nothing_regenerated
     timelines.update()
     dead = [each for process in timelines.all for each in process.states if each.state == "dead"]
     assert ["signal SIGKILL" in each.why for each in dead] == [True]
+
+
+def test_a_run_that_loses_its_trainer_and_an_engine_at_once_goes_on_with_versions_that_were_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crash, "ROUNDS_PER_KILL", 2)
+    options = OPTIONS | WITH_REQUESTS | ADAPTERS | {"run.eval_every": "0", "trainer.restarts": "1"}
+    victim = Victim("laminar", PINNED["laminar"], tmp_path, options)
+    victim.lose(kills=1, kind="native", chance=random.Random(0), roles=[["trainer", "engine"]])
+    assert victim.audit() == Found(tokens_unaccounted=0, trained_twice=0, lost=0)
+    found = found_of_probes(victim)
+    assert found["probes"] > 0 and +found == {"restarts": 1, "probes": found["probes"]}
 
 
 def test_tokens_are_regenerated_if_a_request_begins_before_the_last_token_of_its_sample() -> None:
