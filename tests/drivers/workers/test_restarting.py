@@ -16,6 +16,7 @@ from tailrace.contracts.weights import Weights
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.weights.settings import FilesystemSettings, SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.restarting import RestartingTrainer
+from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import TransferFailed
 from tailrace.types import Sample
 
@@ -110,6 +111,26 @@ def test_a_load_waits_for_a_process_that_has_published_also_if_one_dies_before_i
     execute(main())
 
 
+def test_a_call_that_is_cancelled_while_the_trainer_starts_again_leaves_it_with_all_calls(
+    model_path: Path, tmp_path: Path, execute: Execute
+) -> None:
+    async def main() -> None:
+        async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, *_):
+            initial = await RemoteTrainer.logprobs(trainer, trained())
+            await step(trainer, 1)
+            expected, dead = await RemoteTrainer.logprobs(trainer, trained()), trainer.workers[0]
+            kill(trainer)
+            await dead.exit_reason()
+            call = asyncio.create_task(trainer.ess([[trained()]], version=1))
+            while trainer.workers[0] is dead:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await trainer.ess([[trained()]], version=1)
+            assert await RemoteTrainer.logprobs(trainer, trained()) == expected != initial
+
+    execute(main())
+
+
 def test_an_engine_whose_trainer_dies_during_the_load_gets_the_version_from_the_next_one(
     model_path: Path, tmp_path: Path, execute: Execute
 ) -> None:
@@ -134,7 +155,7 @@ def test_a_version_that_the_trainer_does_not_keep_is_refused_by_name(
     async def main() -> None:
         async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, engine, arrivals):
             oldest, _, newest = [await step(trainer, version) for version in (1, 2, 3)]
-            with pytest.raises(TransferFailed, match="does not have version 1 of the weights; it has 2, 3"):
+            with pytest.raises(TransferFailed, match=r"the trainer has versions \[2, 3\] .* not 1"):
                 await engine._process.load(oldest, kv="keep")
             assert await proven(engine, arrivals, newest) == (3, "")
 

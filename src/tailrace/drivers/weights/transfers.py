@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from tailrace.clock import waiting
 from tailrace.contracts.weights import Link, Send, Weights, new_link, send_and_load
@@ -18,7 +17,8 @@ from tailrace.errors import EngineDied, NotJoined, TailraceError, TransferFailed
 GATHER_S = 0.02
 """Seconds in which the engines of a transfer ask for it. They go on generating."""
 
-Receive = GiveUp = Callable[[Link], Awaitable[None]]
+GiveUp = Callable[[Link], Awaitable[None]]
+Receive = Callable[[Weights, Link], Awaitable[None]]
 Find = Callable[[int], Awaitable[Weights]]
 
 
@@ -76,14 +76,11 @@ class Transfers:
         self._send, self._give_up, self._find = send, give_up, find
         self._gathering: _Transfer | None = None
 
-    async def load(
-        self, weights: Weights, receiver: Receiver, receive_from: Callable[[Weights, Link], Awaitable[None]]
-    ) -> None:
-        """Transfer weights to an engine. Raises a TransferFailed if they did not arrive, and what
-        `receive_from` raises."""
+    async def load(self, weights: Weights, receiver: Receiver, receive: Receive) -> None:
+        """Transfer weights to an engine. Raises a TransferFailed if they did not arrive, and what `receive`
+        raises."""
         if self._find:
             weights = await self._find(weights.version)
-        receive = partial(receive_from, weights)
         if self._give_up and weights.is_streamed and not receiver.alone:
             transfer = await self._gathered(weights, receiver)
             if len(transfer.receivers) > 1:
@@ -98,7 +95,7 @@ class Transfers:
         if link is None or link.engines != (receiver.engine,):
             ranks = receiver.num_ranks
             link = new_link(receiver.engine, num_ranks=ranks, standalone=receiver.standalone)
-        await send_and_load(self._send(weights, link), receive(link))
+        await send_and_load(self._send(weights, link), receive(weights, link))
         receiver.link = link
 
     async def _gathered(self, weights: Weights, receiver: Receiver) -> _Transfer:
@@ -126,7 +123,7 @@ class Transfers:
         """Receive. The failure of another engine does not concern one that has the weights."""
         receiver.link, link = None, transfer.end_of(receiver)
         try:
-            await receive(link)
+            await receive(transfer.weights, link)
         except (TransferFailed, EngineDied):
             if self._give_up and not transfer.given_up:
                 transfer.given_up = True

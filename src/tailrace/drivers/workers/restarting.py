@@ -48,22 +48,23 @@ class RestartingTrainer(RemoteTrainer):
     ) -> None:
         super().__init__(workers, job)
         self.transfers = Transfers(self.send, find=self._find)
-        self._start, self._restarting, self._num_restarts = start, asyncio.Lock(), 0
-        self._versions: dict[int, Weights] = {}
-        """The publications that the present processes keep, the oldest first."""
+        self._start, self._is_restarting, self._num_restarts = start, False, 0
         self._checkpoint: Path | None = None
         self._calls: list[_Call[Any]] = []
         """Since the checkpoint, or since the start, and the publication before the checkpoint."""
-        self._changed = Signal()
-        """Set when a call was made again, and when a restart has ended."""
+        self._restarted = Signal()
 
     async def watch(self) -> None:
-        """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often."""
+        """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often. No
+        call does so itself: one that is cancelled would leave a trainer that has not all calls."""
         await self.ready()
         while True:
             ends = [asyncio.ensure_future(each.exit_reason()) for each in self.workers]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._is_restarting = True
             await self._restart()
+            self._is_restarting = False
+            self._restarted.fire()
 
     @override
     async def accumulate(
@@ -78,25 +79,16 @@ class RestartingTrainer(RemoteTrainer):
 
     @override
     async def publish(self, version: int) -> Weights:
-        return await self._result(_Call(partial(self._publish, version)))
-
-    async def _publish(self, version: int) -> Weights:
-        weights = await super().publish(version)
-        self._versions.pop(version, None)
-        self._versions = dict([*self._versions.items(), (version, weights)][-KEPT_VERSIONS:])
-        return weights
+        return await self._result(_Call(partial(super().publish, version)))
 
     async def _find(self, version: int) -> Weights:
-        """Return a version as the present processes have it; wait while processes that died are replaced.
-        Raises a TransferFailed if they do not have it."""
-        while any(each.has_ended for each in self.workers) or (
-            version not in self._versions and self._restarting.locked()
-        ):
-            await self._changed.wait(f"the trainer to publish version {version} again")
-        if version not in self._versions:
-            has = ", ".join(map(str, self._versions)) or "none"
-            raise TransferFailed(f"the trainer does not have version {version} of the weights; it has {has}")
-        return self._versions[version]
+        """Return a version as the present processes have it. Raises a TransferFailed if they do not."""
+        await self._alive()
+        published = [each for call in self._calls for each in call.results[-1:] if isinstance(each, Weights)]
+        kept = {each.version: each for each in published[-KEPT_VERSIONS:]}
+        if version not in kept:
+            raise TransferFailed(f"the trainer has versions {[*kept]} of the weights, and not {version}")
+        return kept[version]
 
     @override
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
@@ -109,14 +101,13 @@ class RestartingTrainer(RemoteTrainer):
 
         async def complete() -> None:
             while self._checkpoint != folder:
-                await self._restart()  # which begins it again, after the calls before it
+                await self._alive()  # a restart begins it again, after the calls before it
                 with suppress(WorkerDied):
                     await call.results[-1]
                     self._checkpoint = folder
             place = self._calls.index(call)
-            earlier = self._calls[:place]
-            published = [each for each in earlier if any(isinstance(it, Weights) for it in each.results)]
-            self._calls[: place + 1] = published[-1:]
+            earlier = [each for each in self._calls[:place] if each.results]
+            self._calls[: place + 1] = [each for each in earlier if isinstance(each.results[0], Weights)][-1:]
 
         completed = asyncio.ensure_future(complete())
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -138,33 +129,33 @@ class RestartingTrainer(RemoteTrainer):
         """The first result of a call. A restart makes those that are kept in their turn."""
         self._calls += [call] if is_kept else []
         while not call.results:
-            await self._restart()
+            await self._alive()
             if not call.results:
                 with suppress(WorkerDied):
                     call.results.append(await call.make())
         return call.results[0]
 
+    async def _alive(self) -> None:
+        """Wait until processes that have died are replaced, and have all calls."""
+        while self._is_restarting or any(each.has_ended for each in self.workers):
+            await self._restarted.wait("the trainer to start again")
+
     async def _restart(self) -> None:
-        """Wait for a restart under way; start again if a process has died. Raises a WorkerDied if that was
-        done too often."""
-        async with self._restarting:
-            began_s, limit = now(), self._job.trainer.restarts
-            while dead := [each for each in self.workers if each.has_ended]:
-                why = await dead[0].exit_reason()
-                if self._num_restarts == limit:
-                    raise WorkerDied(why)
-                self._num_restarts += 1
-                with suppress(WorkerDied), waiting("the trainer to start again"):
-                    await asyncio.gather(*(each.close() for each in self.workers))
-                    self._adopt(await self._start())
-                    self._versions = {}
-                    await self.ready()
-                    if self._checkpoint:
-                        await super().restore(self._checkpoint)
-                    for call in self._calls:  # also those that are added meanwhile
-                        call.results.append(await call.make())
-                        self._changed.fire()
-                self._changed.fire()
-                with suppress(OSError, ValueError):  # the output may be closed
-                    took = f"{self._num_restarts} of {limit}, after {now() - began_s:.1f} s"
-                    print(f"tailrace: {why}\ntailrace: restart {took}", file=sys.stderr)
+        """Replace the processes if one has died. Raises a WorkerDied if that was done too often."""
+        began_s, limit = now(), self._job.trainer.restarts
+        while dead := [each for each in self.workers if each.has_ended]:
+            why = await dead[0].exit_reason()
+            if self._num_restarts == limit:
+                raise WorkerDied(why)
+            self._num_restarts += 1
+            with suppress(WorkerDied), waiting("the trainer to start again"):
+                await asyncio.gather(*(each.close() for each in self.workers))
+                self._adopt(await self._start())
+                await self.ready()
+                if self._checkpoint:
+                    await super().restore(self._checkpoint)
+                for call in self._calls:  # also those that are added meanwhile
+                    call.results.append(await call.make())
+            with suppress(OSError, ValueError):  # the output may be closed
+                took = f"{self._num_restarts} of {limit}, after {now() - began_s:.1f} s"
+                print(f"tailrace: {why}\ntailrace: restart {took}", file=sys.stderr)
