@@ -160,6 +160,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/crash.py
 	$(BIN)/python benchmarks/crash.py --kill engines --kills 30
+	$(BIN)/python benchmarks/crash.py --kill trainer --kills 20
 	$(BIN)/python benchmarks/crash.py --task tools --kills 20
 	$(BIN)/python benchmarks/corrupt.py --flips 30 --truncations 10
 	$(BIN)/python benchmarks/memory.py

@@ -115,7 +115,7 @@ class TrainerSettings(Settings):
     checkpoint, while the others wait."""
     restarts: Resumable[int] = Field(default=0, ge=0, le=1000)
     """How often a trainer that dies is started again while engines generate, on devices of its own. It gets
-    the calls since the newest checkpoint again, whose samples are kept for that. 0 to 1000."""
+    the calls since the newest checkpoint again, whose samples are kept for that: `run.checkpoint_every`."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter in place of the weights (`[trainer.lora]`). None: all weights are trained."""
 

@@ -48,11 +48,9 @@ class RestartingTrainer(RemoteTrainer):
     ) -> None:
         super().__init__(workers, job)
         self.transfers = Transfers(self.send, find=self._find)
-        self._start, self._is_restarting, self._num_restarts = start, False, 0
+        self._start, self._num_restarts, self._is_restarting, self._restarted = start, 0, False, Signal()
         self._checkpoint: Path | None = None
-        self._calls: list[_Call[Any]] = []
-        """Since the checkpoint, or since the start, and the publication before the checkpoint."""
-        self._restarted = Signal()
+        self._calls: list[_Call[Any]] = []  # since the checkpoint, or the start, and the publication before
 
     async def watch(self) -> None:
         """Restart whenever one dies. Raises a WorkerDied if that is before it was ready, or too often. No
