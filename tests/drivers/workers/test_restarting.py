@@ -51,8 +51,9 @@ def trained() -> Sample:
     return sample
 
 
-def kill(trainer: RestartingTrainer) -> None:
-    os.kill(trainer.workers[0].process.pid, signal.SIGKILL)
+def kill(trainer: RestartingTrainer) -> int:
+    os.kill(pid := trainer.workers[0].process.pid, signal.SIGKILL)
+    return pid
 
 
 async def proven(engine: SupervisedEngine, arrivals: list[Arrival], weights: Weights) -> tuple[int, str]:
@@ -63,15 +64,12 @@ async def proven(engine: SupervisedEngine, arrivals: list[Arrival], weights: Wei
     return arrivals[-1].version, arrivals[-1].cause
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "filesystem"])
+@pytest.mark.parametrize("kind", [SharedMemorySettings, FilesystemSettings])
 def test_a_version_that_was_published_before_the_checkpoint_is_there_after_each_death_of_the_trainer(
-    model_path: Path, tmp_path: Path, execute: Execute, transport: str
+    model_path: Path, tmp_path: Path, execute: Execute, kind: type[Any]
 ) -> None:
-    folder = FilesystemSettings(folder=tmp_path / "weights")
-    settings = SharedMemorySettings() if transport == "shared_memory" else folder
-
     async def main() -> None:
-        async with restarting(model_path, tmp_path, settings) as (trainer, *engine):
+        async with restarting(model_path, tmp_path, kind()) as (trainer, *engine):
             weights = await step(trainer, 1)
             await (await trainer.save(tmp_path / "checkpoint"))
             for _ in range(2):
@@ -97,9 +95,7 @@ def test_a_load_waits_for_a_process_that_has_published_also_if_one_dies_before_i
             publish = call.make
 
             async def die_once() -> Weights:
-                if not killed:
-                    killed.append(trainer.workers[0].process.pid)
-                    kill(trainer)
+                killed.extend([] if killed else [kill(trainer)])
                 return await publish()
 
             call.make = die_once

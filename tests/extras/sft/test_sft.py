@@ -163,9 +163,16 @@ def test_a_run_learns_evaluates_and_exports_and_training_goes_on(
     assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
 
 
+def test_a_trainer_that_starts_again_without_checkpoints_is_refused(config: Path) -> None:
+    assert sft(config, "--trainer.restarts", "1", "--sft.checkpoint_every", "0") == 2
+
+
 @pytest.mark.slow
-def test_a_killed_run_ends_as_one_that_was_not(config: Path) -> None:
+@pytest.mark.parametrize("dies", ["controller", "trainer"])
+def test_a_killed_run_ends_as_one_that_was_not(config: Path, dies: str) -> None:
+    """It is resumed, or its trainer starts again."""
     words = ["--sft.steps", "12", "--sft.checkpoint_every", "3", "--trainer.lora.rank", "2"]
+    words += ["--sft.eval_every", "1", "--trainer.restarts", "1"] if dies == "trainer" else []
     assert sft(config, *words, out="whole") == 0
     killed = config.parent / "killed"
     command = ["sft", str(config), "--output-dir", str(killed), *words]
@@ -174,9 +181,9 @@ def test_a_killed_run_ends_as_one_that_was_not(config: Path) -> None:
     while not (killed / "checkpoints" / "round_000003").exists():
         assert time.monotonic() < end_s and process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert sft(config, *words, "--resume", out="killed") == 0
+    os.kill(process.pid if dies == "controller" else worker_of(process.pid, "trainer"), signal.SIGKILL)
+    assert process.wait() == (0 if dies == "trainer" else -signal.SIGKILL)
+    assert dies == "trainer" or sft(config, *words, "--resume", out="killed") == 0
     assert metrics(config, "killed") == metrics(config, "whole")
     ours, others = (
         load_file(config.parent / out / "model" / "model.safetensors") for out in ("killed", "whole")
