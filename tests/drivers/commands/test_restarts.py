@@ -101,7 +101,6 @@ def test_a_trainer_that_is_killed_starts_again_beside_its_engines_and_the_weight
 def test_a_run_goes_on_whose_trainer_and_engine_are_killed_at_once(
     config_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The engine comes back to a version that was published before the newest checkpoint."""
     config_path.write_text(config_path.read_text().replace('"rolloutpipe"', '"serial"'))
     folder = config_path.parent / "out"
 
@@ -140,6 +139,5 @@ def test_a_trainer_that_would_repeat_the_whole_run_is_refused(
     config_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train_here(config_path, "--trainer.restarts", "1", "--run.checkpoint_every", "0") == 2
-    err = " ".join(capfd.readouterr().err.split())
-    assert "trainer.restarts = 1: with run.checkpoint_every = 0 it repeats the whole run" in err
+    assert "trainer.restarts = 1: with run.checkpoint_every = 0" in capfd.readouterr().err
     assert not (config_path.parent / "out").exists()

@@ -78,7 +78,6 @@ def test_a_version_that_was_published_before_the_checkpoint_is_there_after_each_
                 assert await proven(*engine, weights) == (1, "")
             newer = await step(trainer, 2)
             kill(trainer)
-            await trainer.ess([[trained()]], version=2)
             assert await proven(*engine, newer) == (2, ""), "the step was made again"
 
     execute(main())
