@@ -428,9 +428,9 @@ def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path, execute:
 def test_a_fork_of_a_process_that_has_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    connection = SimpleNamespace(receive_job=lambda kind: Job())
+    connection = SimpleNamespace()
     with pytest.raises(SystemExit, match="has initialised CUDA, which then works in no worker"):
-        work(StandIn, connection)  # type: ignore[arg-type]
+        work(StandIn, connection, Job())  # type: ignore[arg-type]
 
 
 def test_libraries_that_would_read_other_variables_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:

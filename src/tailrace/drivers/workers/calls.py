@@ -24,6 +24,7 @@ import hmac
 import itertools
 import os
 import queue
+import random
 import secrets
 import select
 import signal
@@ -31,11 +32,12 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, ENOSPC
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from types import UnionType
@@ -60,6 +62,7 @@ from tailrace import errors
 from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.drivers.workers.process_tree import signal_on_parent_death
+from tailrace.drivers.workers.strangers import ACCEPTED_AT_ONCE, BACKLOG, Strangers
 from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied, disk_remedy
 from tailrace.settings import Settings
 
@@ -74,6 +77,8 @@ STARTED, UNANSWERED, EVENT = 0, -1, -1
 """Numbers: of the first call, of a call that is not answered, of a message that answers none."""
 HELLO_S, HELLO_BYTES = 10.0, 1024
 """Limits of the frame with the token."""
+DIAL_S = 60.0
+"""Seconds in which a worker dials again that was closed without an answer."""
 CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
 DRAIN_S = 1.0
@@ -252,19 +257,37 @@ class WorkerConnection:
         self._sending = threading.Lock()
         self._held: list[MethodCall] = []
         """Calls that have arrived together with the first one."""
-        self._is_over = False
+        self._is_over = self.is_let_go = False
+        """Nothing more arrives; the controller said so."""
 
     @classmethod
-    def dial(cls, address: SocketAddress, hello: Hello) -> "WorkerConnection":
+    def dial(cls, address: SocketAddress, hello: Hello, timeout_s: float | None = None) -> "WorkerConnection":
         """Connect to a controller and show the token. Raises an OSError if nothing answers at the address."""
         if isinstance(address, str):
             own = socket.socket(socket.AF_UNIX)
             own.connect(address)
         else:
-            own = socket.create_connection(address)
+            own = socket.create_connection(address, timeout_s)
         _set_options(own)
         own.sendall(frame(*hello))
         return cls(own)
+
+    @classmethod
+    def employed(cls, address: SocketAddress, hello: Hello, kind: type[J]) -> "tuple[Self, J]":
+        """Dial in and wait for the job. Where strangers crowd the port, the controller may close a connection
+        before it has read the token: the worker dials again, for DIAL_S. Raises SystemExit if the controller
+        has no use for this worker, or has ended."""
+        ends_s = time.monotonic() + DIAL_S
+        while (left_s := ends_s - time.monotonic()) > 0:
+            with suppress(ConnectionResetError, BrokenPipeError):  # it is closed while it shows the token
+                connection = cls.dial(address, hello, left_s)
+                if job := connection.receive_job(kind):
+                    return connection, job
+                connection.socket.close()
+                if connection.is_let_go or isinstance(address, str):
+                    break
+            time.sleep(random.uniform(0.01, 0.1))
+        raise SystemExit("the controller does not know the token, expects no such worker, or has ended")
 
     def receive_job(self, kind: type[J]) -> J | None:
         """Return the job, which is the first call; None if the controller has no use for this worker."""
@@ -290,7 +313,7 @@ class WorkerConnection:
             calls = [_decode_call(each) for each in self._frames.feed(data)]
             self._is_over = not data
             while calls and calls[-1].method == END:  # a worker may be closed twice
-                self._is_over = True
+                self._is_over = self.is_let_go = True
                 del calls[-1]
             if calls:
                 return calls
@@ -522,12 +545,11 @@ class RemoteWorker:
             if hmac.compare_digest(hello.token, token) and self.is_awaited:
                 channel.attach(self)
             else:
-                channel.transport.abort()
+                channel.refuse()
 
         listening, address = _listening(host)
-        create: Any = self._loop.create_server if host else self._loop.create_unix_server
         try:
-            server = await create(lambda: Channel(on_hello, self._is_connected), sock=listening)
+            server = await Channel.listen(on_hello, self._is_connected, sock=listening)
         except BaseException:  # asyncio leaves it open when this is cancelled
             self._loop.remove_reader(listening)
             listening.close()
@@ -735,22 +757,35 @@ class Channel(asyncio.Protocol):
     Args:
         on_hello: called with the first frame. It attaches the channel to a worker, keeps it, or aborts it.
         over: once it is done no worker is awaited: a channel that has none then is aborted.
+        strangers: has it until its first frame.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, on_hello: "Callable[[Channel, Hello], None]", over: asyncio.Future[None]) -> None:
-        self._on_hello, self._over = on_hello, over
+    def __init__(
+        self, on_hello: "Callable[[Channel, Hello], None]", over: asyncio.Future[None], strangers: Strangers
+    ) -> None:
+        self._on_hello, self._over, self._strangers = on_hello, over, strangers
         self._frames = Frames(HELLO_BYTES)
         self._worker: RemoteWorker | None = None
         self._has_said_hello = False
+
+    @classmethod
+    async def listen(cls, *arguments: Any, **where: Any) -> asyncio.Server:
+        """Make a channel of each connection to a port. `where`: as of `create_server`."""
+        loop, make = asyncio.get_running_loop(), partial(cls, *arguments, Strangers(HELLO_S))
+        server = await loop.create_server(make, **where, backlog=ACCEPTED_AT_ONCE)
+        for listening in server.sockets:
+            with listening.dup() as same:
+                same.listen(BACKLOG)
+        return server
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         _set_options(transport.get_extra_info("socket"))
-        self._limit = asyncio.get_running_loop().call_later(HELLO_S, transport.abort)
+        self._strangers.add(transport)
         self._over.add_done_callback(self._abort_unattached)
 
     @override
@@ -763,7 +798,7 @@ class Channel(asyncio.Protocol):
                     raise ValueError("a second frame before the job")
                 else:
                     self._has_said_hello = True
-                    self._limit.cancel()
+                    self._strangers.remove(self.transport)
                     self._on_hello(self, _decode_hello(each))
         except Exception as defect:
             if self._worker is not None:
@@ -772,7 +807,7 @@ class Channel(asyncio.Protocol):
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        self._limit.cancel()
+        self._strangers.remove(self.transport)
         self._over.remove_done_callback(self._abort_unattached)
         if self._worker is not None:
             self._worker.on_disconnect()
@@ -782,6 +817,11 @@ class Channel(asyncio.Protocol):
         self._worker = worker
         self._frames.max_bytes = MAX_BYTES
         worker.attach(self.transport)
+
+    def refuse(self) -> None:
+        """Tell a worker that it is not expected: one that is closed without a word dials again."""
+        self.transport.write(frame(UNANSWERED, END, ()))
+        self.transport.close()
 
     def _abort_unattached(self, _: asyncio.Future[None]) -> None:
         if self._worker is None:

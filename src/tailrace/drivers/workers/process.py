@@ -62,6 +62,7 @@ from tailrace.drivers.workers.process_tree import (
     parent_of,
     signal_on_parent_death,
 )
+from tailrace.drivers.workers.strangers import raise_file_limit
 from tailrace.errors import ConfigError, WorkerDied
 
 LOG_END_BYTES = 8192
@@ -298,6 +299,7 @@ def _starts(owner: int) -> "queue.SimpleQueue[Callable[[], None]]":
             starts.get()()
 
     if _STARTS.setdefault(owner, starts) is starts:  # of two threads that ask at once, one is the first
+        raise_file_limit()
         multiprocessing.get_context("forkserver").set_forkserver_preload(["tailrace.drivers.workers.preload"])
         threading.Thread(target=work, name="starts of workers", daemon=True).start()
     return _STARTS[owner]
@@ -382,14 +384,13 @@ def _main(start: Start) -> None:
             Path("/proc/self/comm").write_text(start.name[:15], encoding="utf-8")
         if start.cpus:
             os.sched_setaffinity(0, start.cpus)
-    module, kind = start.kind
-    work(getattr(import_module(module), kind), WorkerConnection.dial(start.address, start.hello))
+    module, name = start.kind
+    kind = getattr(import_module(module), name)
+    work(kind, *WorkerConnection.employed(start.address, start.hello, kind.job_type))
 
 
-def work(kind: type[Worker], connection: WorkerConnection) -> None:
-    """Do the job that the controller sends first."""
-    if (job := connection.receive_job(kind.job_type)) is None:
-        raise SystemExit("the controller does not know the token, expects no such worker, or has ended")
+def work(kind: type[Worker], connection: WorkerConnection, job: Job) -> None:
+    """Do the job that the controller has sent first."""
     if torch := sys.modules.get("torch"):  # it read the environment when it was imported
         if torch.cuda.is_initialized():
             raise SystemExit(

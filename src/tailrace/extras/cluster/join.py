@@ -132,7 +132,7 @@ class JoinSpawner(Spawner):
     def on_hello(self, channel: Channel, hello: Hello) -> None:
         """Take a connection whose first frame has arrived."""
         if not hmac.compare_digest(hello.token, self._token) or hello.role not in self._settings.join:
-            channel.transport.abort()
+            channel.refuse()
             return
         self._waiting[hello.role].append(channel)
         self._match(hello.role)
@@ -179,10 +179,9 @@ async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> Asyn
         print(f"tailrace: token of workers that join: {token}", file=sys.stderr)
     spawner = JoinSpawner(settings, local, token)
     host, _, port = settings.listen.rpartition(":")
-    loop = asyncio.get_running_loop()
-    over = loop.create_future()
+    over = asyncio.get_running_loop().create_future()
     try:
-        server = await loop.create_server(lambda: Channel(spawner.on_hello, over), host, int(port))
+        server = await Channel.listen(spawner.on_hello, over, host=host, port=int(port))
     except (OSError, OverflowError) as why:
         problem = f"this host cannot listen there ({why})"
         raise ConfigError("host.listen", settings.listen, problem, "write an address of it") from None

@@ -229,7 +229,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 async def read(kind: type[M], request: Request) -> M:
     """The body of a request as a message. Raises HTTPException that names the first defect."""
-    if "json" not in request.headers.get("content-type", ""):  # a page of another site sends no JSON unasked
+    kind_sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind_sent != "application/json":  # a page of another site sends it only to a server that allows it
         raise HTTPException(400, "the body must be JSON: Content-Type: application/json")
     return await parsed(partial(_message, kind), await request.body())
 

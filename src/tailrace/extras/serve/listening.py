@@ -4,14 +4,28 @@ import asyncio
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import h11
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tailrace.clock import now
+from tailrace.drivers.workers.strangers import ACCEPTED_AT_ONCE, BACKLOG, Strangers, raise_file_limit
 from tailrace.errors import ConfigError
 
+HEADER_TIMEOUT_S = 30.0
+"""The header of a request must come within this time, from the connection or its own first byte on."""
+MAX_CONNECTIONS = 2**13
+"""Connections of a server, but at most half as many as the process may have descriptors."""
+
+FOREIGN = "a page of another site may not use this server"
 BODY_TIMEOUT_S, BODY_BYTES_PER_S = 30.0, 2**16
 """A body must come within this time, and a second more for each so many bytes that have come."""
 MAX_HELD_BYTES = 2**27
@@ -36,14 +50,29 @@ def bind(host: str, port: int, option: str) -> socket.socket:
         raise ConfigError(option, f"{host}:{port}", problem, "choose another") from why
 
 
-class BoundedBodies:
-    """An application whose bodies come in time and do not fill the memory: its route gets HTTPException."""
+def is_foreign(scope: Scope) -> bool:
+    """Return whether a page of another site sends a request, as its browser says: to open the page of a link
+    it may. Another port of this machine is another site. What is no browser says nothing."""
+    headers = Headers(scope=scope)
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None:  # an old browser, or no address of this machine and no TLS
+        return origin not in (None, f"{scope['scheme']}://{headers.get('host', '')}")
+    opens = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return site not in ("same-origin", "none") and not (opens and scope["method"] == "GET")
+
+
+class Guard:
+    """An application that answers no page of another site, and whose bodies come in time and do not fill the
+    memory: its route gets HTTPException."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._num_held = app, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
+        if is_foreign(scope):
+            await PlainTextResponse(FOREIGN, 403)(scope, receive, send)
+            return
         began_s, num_bytes, is_whole = now(), 0, False
 
         async def bounded() -> Message:
@@ -67,6 +96,39 @@ class BoundedBodies:
             self._num_held -= num_bytes
 
 
+class Connection(H11Protocol):
+    """A connection that is a stranger until the header of its request is complete. Of more connections than
+    `limit` the oldest stranger is closed, or else the one that has waited longest for a next request."""
+
+    def __init__(self, strangers: Strangers, limit: int, **given: Any) -> None:
+        super().__init__(**given)
+        self._strangers, self._limit = strangers, limit
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._strangers.add(transport)
+        if len(self.connections) > self._limit:
+            idle: list[Any] = [each for each in self.connections if each.timeout_keep_alive_task]
+            if idle and len(self._strangers) == 1:
+                min(idle, key=lambda each: each.timeout_keep_alive_task.when()).transport.abort()
+            else:
+                self._strangers.drop_oldest()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.remove(self.transport)
+        super().connection_lost(exc)
+
+    @override
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
+            self._strangers.add(self.transport)
+        else:
+            self._strangers.remove(self.transport)
+
+
 class HttpServer(uvicorn.Server):
     """A server of an application. It leaves signals to the process.
 
@@ -79,9 +141,11 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
     ) -> None:
+        limit = min(MAX_CONNECTIONS, raise_file_limit() // 2)
         config = uvicorn.Config(
-            BoundedBodies(app),
-            http="h11",
+            Guard(app),
+            http=partial(Connection, Strangers(HEADER_TIMEOUT_S), limit),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -89,7 +153,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=shutdown_timeout_s,
         )
         super().__init__(config)
-        bound.listen(config.backlog)  # its URL may be told before it serves: connections wait
+        bound.listen(BACKLOG)  # its URL may be told before it serves: connections wait
         self._bound = bound
         self.signal: int | None = None
         """Signal that has stopped it."""
@@ -99,6 +163,11 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until `stop`."""
         await super().serve(sockets or [self._bound])
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._bound.listen(BACKLOG)
 
     def stop(self, signal: int | None = None) -> None:
         """End soon: the server looks at this several times a second."""

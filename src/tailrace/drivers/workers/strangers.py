@@ -1,0 +1,53 @@
+"""Connections to a port of this process that have not said yet who they are or what they want.
+
+They share the process's file descriptors with its work, and anybody who reaches the port can open them: few
+are kept, none for long, and the newest ones wait in the kernel.
+"""
+
+import asyncio
+import resource
+from contextlib import suppress
+
+MAX_STRANGERS = 64
+"""Connections of a port that may be strangers at a time."""
+ACCEPTED_AT_ONCE, BACKLOG = 8, 128
+"""Connections that a turn of the event loop accepts, before it can close any; and those that wait in the
+kernel, where they have no descriptor."""
+
+
+class Strangers:
+    """The strangers of a port. Of one too many the oldest is closed, and each after `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._limits: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def add(self, transport: asyncio.Transport) -> None:
+        """Count a connection as a stranger, from the first call on."""
+        if transport not in self._limits:
+            self._limits[transport] = asyncio.get_running_loop().call_later(self._limit_s, transport.abort)
+            if len(self) > MAX_STRANGERS:
+                self.drop_oldest()
+
+    def remove(self, transport: asyncio.Transport) -> None:
+        """Count a connection as known, or as closed."""
+        if limit := self._limits.pop(transport, None):
+            limit.cancel()
+
+    def drop_oldest(self) -> None:
+        """Close the connection that has been a stranger for the longest time."""
+        oldest = next(iter(self._limits))
+        self.remove(oldest)
+        oldest.abort()
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of file descriptors of this process, and of those that it starts, as far as it may, and
+    return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS has "unlimited" and refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

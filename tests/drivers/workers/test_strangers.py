@@ -1,0 +1,93 @@
+"""Connections to the port of a worker that say nothing: how many it keeps, and what they take from others."""
+
+import asyncio
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.flood import flood, num_connections
+from helpers.stand_in import StandInJob
+from tailrace.drivers.workers.calls import HELLO_S, Hello, RemoteWorker, WorkerConnection
+from tailrace.drivers.workers.engine import EngineWorker
+from tailrace.drivers.workers.strangers import MAX_STRANGERS, Strangers, raise_file_limit
+from tailrace.extras.cluster.join import JoinedProcess
+
+Execute = Callable[[Any], Any]
+
+
+@contextmanager
+def file_limit(num: int) -> Iterator[None]:
+    """This process may have so many descriptors more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + num, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
+    execute: Execute, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        job = StandInJob(manner="obey")
+        worker = RemoteWorker("engine-0", EngineWorker, job)
+        address, token = await worker.listen("127.0.0.1")
+        worker.watch(JoinedProcess(worker))
+        with file_limit(150):
+            flooding = flood(int(address[1]), 600)
+            await asyncio.to_thread(flooding.__enter__)
+            try:
+                await asyncio.sleep(0.1)
+                assert num_connections(int(address[1])) <= MAX_STRANGERS
+                for each in [os.dup(0) for _ in range(50)]:
+                    os.close(each)
+                employed = WorkerConnection.employed
+                connection, found = await asyncio.to_thread(employed, address, Hello(token), StandInJob)
+                await worker.connected()
+            finally:
+                flooding.__exit__(None, None, None)
+        assert found == job
+        connection.socket.close()
+        await worker.close()
+
+    execute(main())
+    assert caplog.records == []
+
+
+def test_of_one_stranger_too_many_the_oldest_is_closed_and_those_who_are_known_stay(
+    execute: Execute,
+) -> None:
+    class Line(asyncio.Transport):
+        is_open = True
+
+        def abort(self) -> None:
+            self.is_open = False
+
+    async def main() -> None:
+        strangers = Strangers(HELLO_S)
+        lines = [Line() for _ in range(MAX_STRANGERS + 3)]
+        for line in lines:
+            strangers.add(line)
+            strangers.add(line)
+            if line is lines[0]:
+                strangers.remove(line)
+        assert [line.is_open for line in lines[:4]] == [True, False, False, True]
+        assert len(strangers) == MAX_STRANGERS
+        for line in lines:
+            strangers.remove(line)
+
+    execute(main())
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_may() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with file_limit(50):
+        assert raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
