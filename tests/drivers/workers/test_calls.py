@@ -4,6 +4,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ def test_an_error_travels_as_what_it_was_made_of(error: errors.TailraceError) ->
     assert {key: str(value) for key, value in vars(again).items() if key != "arguments"} == attributes
 
 
+REFUSAL = frame(UNANSWERED, END, ())
+
+
 async def listening(host: str | None = "127.0.0.1") -> tuple[RemoteWorker, Any, str]:
     worker = RemoteWorker("clerk", Clerk, Job(threads=3))
     address, token = await worker.listen(host)
@@ -204,7 +208,7 @@ def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(
         reader, writer = await asyncio.open_connection(*address)
         writer.write(first)
         with suppress(ConnectionResetError):
-            assert await reader.read() in (b"", frame(UNANSWERED, END, ()))
+            assert await reader.read() in (b"", REFUSAL)
         writer.close()
         connection = WorkerConnection.dial(address, Hello(token))
         await worker.connected()
@@ -214,6 +218,25 @@ def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(
         await worker.exit_reason()
 
     execute(main())
+
+
+def test_a_worker_that_is_closed_without_a_word_dials_again_and_one_that_is_refused_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as controller, ThreadPoolExecutor(1) as thread:
+        for num_closed, answer in ((3, frame(STARTED, START, (Job().model_dump_json(),))), (1, REFUSAL)):
+            address = controller.getsockname()[:2]
+            dialling = thread.submit(WorkerConnection.employed, address, Hello("a token"), Job)
+            for _ in range(num_closed):
+                controller.accept()[0].close()
+            connection, _ = controller.accept()
+            connection.sendall(answer)
+            if answer != REFUSAL:
+                own, job = dialling.result(timeout=60)
+                assert job == Job()
+                own.socket.close()
+            else:
+                with pytest.raises(SystemExit, match="does not know the token"):
+                    dialling.result(timeout=60)
+            connection.close()
 
 
 def test_a_connection_that_says_nothing_is_closed(execute: Execute, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from tailrace.drivers.workers.calls import Hello, WorkerConnection
 from tailrace.drivers.workers.engine import EngineWorker
 from tailrace.drivers.workers.process import LocalProcess, LocalSpawner, start_process
 from tailrace.drivers.workers.reward_process import RewardWorker
-from tailrace.drivers.workers.strangers import MAX_STRANGERS
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.extras.cluster import join as join_module
 from tailrace.extras.cluster.join import TOKEN_VARIABLE, open_joining
@@ -225,47 +223,30 @@ def test_a_wrong_token_or_a_role_that_is_not_expected_is_sent_away(
     execute(main())
 
 
-def test_a_hundred_that_join_at_once_amid_a_flood_all_get_their_jobs(
-    port: int, tmp_path: Path, execute: Execute
+def test_a_hundred_that_join_at_once_all_get_jobs_though_some_are_taken_for_strangers(
+    port: int, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flood says nothing, and opens a connection for each that is closed. The limit of open files allows
-    for those that join and for the strangers, not for the flood."""
-    job, ended = StandInJob(manner="obey"), threading.Event()
+    monkeypatch.setattr("tailrace.drivers.workers.strangers.MAX_STRANGERS", 2)
+    job = StandInJob(manner="obey")
+    answered = threading.Event()
 
-    def flood() -> int:
-        opened = deque[socket.socket](maxlen=400)
-        num_opened = 0
-        while not ended.is_set():
-            with suppress(OSError):  # of the limit, which is that of this process
-                opened.append(socket.create_connection(("127.0.0.1", port), 0.2))
-                num_opened += 1
-            if len(opened) == opened.maxlen:
-                opened.popleft().close()
-        for each in opened:
-            each.close()
-        return num_opened
-
-    def work() -> WorkerConnection:
+    def work() -> None:
         connection, found = WorkerConnection.employed(("127.0.0.1", port), Hello(TOKEN, "engine"), StandInJob)
         assert found == job
-        return connection
+        answered.wait()
+        connection.socket.close()
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
         async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
-            flooding = loop.run_in_executor(None, flood)
-            await asyncio.sleep(0.2)
             workers = [await spawner.start(f"engine-{each}", EngineWorker, job) for each in range(100)]
             with ThreadPoolExecutor(100) as threads:
-                joining = [loop.run_in_executor(threads, work) for _ in workers]
-                connections = await asyncio.wait_for(asyncio.gather(*joining), 60)
-            assert [worker.is_awaited for worker in workers] == [False] * 100
-            ended.set()
-            assert await flooding > MAX_STRANGERS
-            for connection in connections:
-                connection.socket.close()
-            for worker in workers:
-                await worker.close()
+                joining = [threads.submit(work) for _ in workers]
+                try:
+                    await asyncio.gather(*(worker.connected() for worker in workers))
+                finally:
+                    answered.set()
+            assert [each.result() for each in joining] == [None] * 100
+            await asyncio.gather(*(worker.close() for worker in workers))
 
     execute(main())
 
