@@ -3,14 +3,12 @@
 import asyncio
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from helpers.flood import flood, num_connections
+from helpers.flood import file_limit, flood, num_connections
 from helpers.stand_in import StandInJob
 from tailrace.drivers.workers.calls import HELLO_S, Hello, RemoteWorker, WorkerConnection
 from tailrace.drivers.workers.engine import EngineWorker
@@ -18,18 +16,6 @@ from tailrace.drivers.workers.strangers import MAX_STRANGERS, Strangers, raise_f
 from tailrace.extras.cluster.join import JoinedProcess
 
 Execute = Callable[[Any], Any]
-
-
-@contextmanager
-def file_limit(num: int) -> Iterator[None]:
-    """This process may have so many descriptors more than it has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + num, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
@@ -41,18 +27,13 @@ def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away
         address, token = await worker.listen("127.0.0.1")
         worker.watch(JoinedProcess(worker))
         with file_limit(150):
-            flooding = flood(int(address[1]), 600)
-            await asyncio.to_thread(flooding.__enter__)
-            try:
-                await asyncio.sleep(0.1)
+            async with flood(int(address[1]), 300):
                 assert num_connections(int(address[1])) <= MAX_STRANGERS
                 for each in [os.dup(0) for _ in range(50)]:
                     os.close(each)
                 employed = WorkerConnection.employed
                 connection, found = await asyncio.to_thread(employed, address, Hello(token), StandInJob)
                 await worker.connected()
-            finally:
-                flooding.__exit__(None, None, None)
         assert found == job
         connection.socket.close()
         await worker.close()
