@@ -65,6 +65,14 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
     assert refused(folder) == "the folder has no safetensors weights"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
+def test_a_pipe_is_named_and_not_read(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=f"{name} is a pipe or a device; copy the folder again"):
+        check_files(folder)
+
+
 def test_a_shard_that_the_index_names_and_the_folder_lacks_is_named(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": "model-2.safetensors"}}))

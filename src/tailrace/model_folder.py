@@ -71,6 +71,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json. Raises a ConfigError if there is no such folder, file or JSON object."""
     if not path.is_dir():
         raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
+    for each in sorted(path.iterdir()):
+        if each.exists() and not each.is_file() and not each.is_dir():  # to open a pipe waits for ever
+            raise folder_error(path, f"{each.name} is a pipe or a device", "copy the folder again")
     if not (path / "config.json").is_file():
         raise folder_error(path, "the folder has no config.json")
     config = _read_object(path, "config.json")

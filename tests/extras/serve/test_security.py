@@ -244,12 +244,25 @@ def test_one_defect_of_a_list_is_enough(kind, body):
     assert why.value.error_count() <= 2  # a prompt may be a text, too
 
 
-def test_a_page_of_another_site_cannot_ask_without_asking_first(anonymous):
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("text/plain", 400),
+        ("text/plain; a=application/json", 400),
+        ("application/x-www-form-urlencoded; x=json", 400),
+        ("multipart/form-data; boundary=json", 400),
+        ("application/json", 200),
+        ("Application/JSON ; charset=utf-8", 200),
+    ],
+)
+def test_a_page_of_another_site_cannot_ask_without_asking_first(anonymous, kind, status):
     """It may send a form and plain text at once, and JSON only if the server allowed it."""
-    reply = anonymous.post(
-        "/v1/completions", content=b'{"prompt": [1]}', headers={"content-type": "text/plain"}
-    )
-    assert (reply.status_code, "Content-Type: application/json" in reply.text) == (400, True)
+    body = b'{"prompt": [1], "max_tokens": 1}'
+    for route in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"):
+        if status == 400 or route == "/v1/completions":
+            reply = anonymous.post(route, content=body, headers={"content-type": kind})
+            told = "Content-Type: application/json" in reply.text
+            assert (reply.status_code, told) == (status, status == 400)
 
 
 def test_prompts_under_way_have_a_limit():

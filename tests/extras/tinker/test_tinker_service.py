@@ -21,6 +21,7 @@ from tailrace.extras.serve.generation import ServedModel
 from tailrace.extras.tinker.service import (
     KEPT_S,
     MAX_OPEN,
+    MAX_SESSIONS,
     SILENT_S,
     Busy,
     Failed,
@@ -169,19 +170,38 @@ def test_work_for_samples_ends_with_its_client(tmp_path: Path, how: str) -> None
     played(tmp_path, play)
 
 
-def test_a_session_has_a_limit_of_open_requests_and_the_server_of_sessions(tmp_path: Path) -> None:
+def test_a_session_has_a_limit_of_open_requests(tmp_path: Path) -> None:
     async def play(service: TinkerService, trainer: Trainer, session: str, model: str) -> None:
         service.begin(f"{session}:sample:0", 0, b"", lambda: asyncio.sleep(1e6), MAX_OPEN)
         with pytest.raises(Busy):
             service.begin(f"{session}:sample:0", 1, b"", lambda: asyncio.sleep(1e6), 1)
-        others = [service.create_session() for _ in range(255)]
-        with pytest.raises(Busy):
+
+    played(tmp_path, play)
+
+
+def test_of_too_many_sessions_one_without_a_client_ends_then_the_longest_silent_without_a_request(
+    tmp_path: Path,
+) -> None:
+    """The first one has the trainer, the second one a request under way, the others are never used."""
+
+    async def play(service: TinkerService, trainer: Trainer, session: str, model: str) -> None:
+        await service.result(stepping(service, model, 1), 60)
+        busy = service.create_session()
+        service.begin(f"{busy}:sample:0", 0, b"", lambda: asyncio.sleep(1e6), 1)
+        unused = [service.create_session() for _ in range(MAX_SESSIONS)]
+        await asyncio.sleep(1)
+        newest = service.create_session()
+        assert [each in service._sessions for each in (session, busy, newest)] == [True] * 3
+        assert sum(each in service._sessions for each in unused) == MAX_SESSIONS - 3
+        others = [each for each in service._sessions if each not in (session, busy)]
+        for each in others:
+            service.begin(f"{each}:sample:0", 0, b"", lambda: asyncio.sleep(1e6), 1)
+        service.create_session()
+        with pytest.raises(Unknown, match="it does not have the trainer any more"):
+            service.check_model(model)
+        service.begin(f"{list(service._sessions)[-1]}:sample:0", 0, b"", lambda: asyncio.sleep(1e6), 1)
+        with pytest.raises(Busy, match="have requests under way; close one"):
             service.create_session()
-        await asyncio.sleep(SILENT_S + 1)
-        service.session(session)
-        service.create_session()  # in the place of one that is silent
-        with pytest.raises(Unknown):
-            service.session(others[0])
 
     played(tmp_path, play)
 

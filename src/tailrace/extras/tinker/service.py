@@ -111,6 +111,10 @@ class ClientSession:
     """The highest number of a request, by training client."""
     num_open = 0
 
+    @property
+    def has_clients(self) -> bool:
+        return bool(self.newest or self.samplers)
+
     def cancel(self) -> None:
         """End the requests for samples."""
         for each in self.asked.values():
@@ -170,12 +174,13 @@ class TinkerService:
         self._sweep(now())
 
     def create_session(self) -> str:
-        """Begin a session, and return its id."""
+        """Begin a session, and return its id. Of too many the one ends that has nothing under way, has made
+        no client if there is such a one, and has been silent for the longest time. Raises Busy."""
         if len(self._sessions) >= MAX_SESSIONS:
-            id, longest = min(self._sessions.items(), key=lambda each: each[1].heard_s)
-            if now() - longest.heard_s < SILENT_S:
-                raise Busy(f"this server has {MAX_SESSIONS} sessions; close one")
-            self.finish(id)
+            idle = {id: each for id, each in self._sessions.items() if not each.num_open}
+            if not idle:
+                raise Busy(f"all {MAX_SESSIONS} sessions of this server have requests under way; close one")
+            self.finish(min(idle, key=lambda id: (idle[id].has_clients, idle[id].heard_s)))
         self._sessions[id := os.urandom(8).hex()] = ClientSession(now())
         return id
 
