@@ -1,6 +1,6 @@
 """What do hostile requests do to `tailrace serve` and to `tailrace serve --tinker`?
 
-    python benchmarks/doors.py [--servers serve,tinker] [--num 300] [--seed N] [--json F]
+    python benchmarks/doors.py [--servers serve,tinker] [--num 300] [--limits 1024,256] [--seed N] [--json F]
 
 Each server has the quickstart's model and a folder of its own, beside which other files lie. Several threads
 send requests of all kinds in turn (KINDS): texts and bodies that are too large or too deep, that stop half
@@ -15,6 +15,16 @@ end an honest client must be served.
     health_s    the slowest answer to the other client; more than 1 s fails, if the machine was idle before
     idle_server_s  the same of a server that does nothing else, which tells how loaded the machine is
 
+Then each server, and a run with `host.listen`, is started with few file descriptors (`ulimit -n`, --limits).
+A page of another site sends its requests, of each content type that needs no leave; STRANGERS connections at
+a time send half a header, or to the run nothing, and where one is closed another one comes.
+
+    effects     requests of other sites that had an effect, and tokens that were generated meanwhile
+    strangers   connections that the process held at once, at most; more than 64 fail
+    health_s    the median of the answers to the other client; more than 0.2 s fails
+    log_kb      what the process wrote; 1 MB and more fails
+    exit        of the run, which has one round and an engine that joins amid the flood
+
 The exit code is 1 if a server has not held. The service needs Tinker's SDK (`make .tinker/stamp`).
 """
 
@@ -23,19 +33,21 @@ import math
 import multiprocessing
 import os
 import random
+import resource
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import httpx
@@ -115,6 +127,9 @@ class Target:
 
 
 Attack = Callable[[Target], None]
+SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+STRANGERS, MAX_STRANGERS, MAX_OPENED = 600, 64, 20_000
+MAX_MEDIAN_S, MAX_LOG_BYTES, FLOOD_S = 0.2, 10**6, 10.0
 
 
 def chunks(size: int, piece: bytes = b"a" * MIB) -> Iterator[bytes]:
@@ -427,8 +442,13 @@ DOORS = {
 }
 
 
+def limited(limit: int, command: list[str]) -> list[str]:
+    """The command with a limit of file descriptors; 0: that of this process."""
+    return ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "_", *command] if limit else command
+
+
 @contextmanager
-def started(name: str, seed: int) -> Iterator[Target]:
+def started(name: str, seed: int, limit: int = 0) -> Iterator[Target]:
     """A server in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="doors-") as folder:
         root = Path(folder)
@@ -440,7 +460,7 @@ def started(name: str, seed: int) -> Iterator[Target]:
         with (
             open(root / "stderr", "w", encoding="utf-8") as errors,
             subprocess.Popen(
-                command,
+                limited(limit, command),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -549,11 +569,161 @@ def attacked(name: str, num: int, seed: int) -> dict[str, Any]:
     return result
 
 
+class Crowd(Thread):
+    """Connections of nobody to a port, STRANGERS at a time and MAX_OPENED in all.
+
+    Args:
+        pid: of the process that listens.
+        sent: on each connection.
+        known: connections of others to the port, at most.
+    """
+
+    def __init__(self, pid: int, port: int, sent: bytes, known: int = 1) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._port, self._sent, self._known = pid, port, sent, known
+        self._ended = Event()
+        self.num_opened = self.most_held = 0
+
+    def run(self) -> None:
+        """Open and close connections until `end`."""
+        opened = deque[socket.socket]()
+        while not self._ended.wait(0.004 if len(opened) == STRANGERS else 0.0):
+            if self.num_opened == MAX_OPENED:
+                continue
+            with suppress(OSError):
+                opened.append(socket.create_connection(("127.0.0.1", self._port), 5.0))
+                opened[-1].sendall(self._sent)
+                self.num_opened += 1
+            if len(opened) > STRANGERS:
+                opened.popleft().close()
+            if self.num_opened % 50 == 0:
+                self.most_held = max(self.most_held, self._num_held() - self._known)
+        for each in opened:
+            each.close()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def _num_held(self) -> int:
+        """The descriptors of the process that are connections to the port."""
+        rows = [row.split() for row in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
+        own, listens = f":{self._port:04X}", "0A"
+        inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(own) and row[3] != listens}
+        num = 0
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for each in Path(f"/proc/{self._pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since
+                    num += os.readlink(each) in inodes
+        return num
+
+
+def generated(target: Target) -> float:
+    """The tokens that a server of the OpenAI routes has generated."""
+    if target.name != "serve":
+        return 0.0
+    rows = httpx.get(target.url + "/metrics", timeout=TIMEOUT_S).text.splitlines()
+    return sum(float(row.split()[-1]) for row in rows if row.startswith("vllm:generation_tokens_total"))
+
+
+def asked_from_another_site(target: Target, num: int) -> int:
+    """Send the requests of a page of another site. Returns how many were carried out."""
+    path, body = {
+        "serve": ("/v1/completions", b'{"prompt": "1+1", "max_tokens": 8}'),
+        "tinker": ("/api/v1/create_session", b'{"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}'),
+    }[target.name]
+
+    def ask(number: int) -> bool:
+        kind = SIMPLE_TYPES[number % len(SIMPLE_TYPES)] + ("; a=json", "; application/json", "")[number % 2]
+        headers = {"content-type": kind}
+        if number % 4 >= 2:  # as a browser does
+            headers |= {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-site"}
+        return httpx.post(target.url + path, content=body, headers=headers, timeout=TIMEOUT_S).is_success
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return sum(pool.map(ask, range(num * len(SIMPLE_TYPES))))
+
+
+def flooded(name: str, num: int, limit: int) -> dict[str, Any]:
+    """Let pages of other sites and strangers at a server with few descriptors."""
+    with started(name, 0, limit) as target:
+        before = generated(target)
+        effects = asked_from_another_site(target, num)
+        tokens, seconds = generated(target) - before, []
+        half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-"
+        crowd = Crowd(target.pid, int(target.url.rpartition(":")[2]), half)
+        crowd.start()
+        ends_s = time.monotonic() + FLOOD_S
+        with httpx.Client(headers=target.headers, timeout=TIMEOUT_S) as client:
+            while time.monotonic() < ends_s:
+                began_s = time.monotonic()
+                assert client.get(target.url + DOORS[name].health).status_code == 200
+                seconds.append(time.monotonic() - began_s)
+                time.sleep(0.05)
+        crowd.end()
+        refused = DOORS[name].honest(target)
+        log = (target.root / "stderr").stat().st_size
+    median = round(statistics.median(seconds), 3)
+    result = {"server": name, "ulimit": limit, "effects": effects + round(tokens), "health_s": median}
+    result |= {"opened": crowd.num_opened, "strangers": crowd.most_held, "log_kb": log // 1000}
+    bad = result["effects"] or median > MAX_MEDIAN_S or crowd.most_held > MAX_STRANGERS or refused
+    return result | {"honest": refused or "served", "held": not (bad or log >= MAX_LOG_BYTES)}
+
+
+def crowded_run(limit: int) -> dict[str, Any]:
+    """Let strangers at a run with few descriptors, before its engine joins and until it has ended."""
+    with tempfile.TemporaryDirectory(prefix="doors-") as folder, ExitStack() as ends:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = ["--output-dir", f"{folder}/run", "--run.rounds", "1", "--run.eval_prompts", "8"]
+        words += ["--schedule.groups_per_round", "4", "--schedule.groups_per_step", "2"]
+        words += ["--host.join", '["engine"]', "--host.listen", f"127.0.0.1:{port}"]
+        words += ["--weights.transport", "filesystem"]
+        log = ends.enter_context(open(f"{folder}/log", "wb"))
+        tailrace = [sys.executable, "-m", "tailrace.cli"]
+        environment = {**os.environ, "TAILRACE_JOIN_TOKEN": TOKEN}
+
+        def begun(*command: str) -> "subprocess.Popen[bytes]":
+            process = subprocess.Popen(
+                limited(limit, [*tailrace, *command]), stdout=log, stderr=log, env=environment
+            )
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        training = begun("train", str(QUICKSTART), *words)
+        while socket.socket().connect_ex(("127.0.0.1", port)) and training.poll() is None:
+            time.sleep(0.1)
+        crowd = Crowd(training.pid, port, b"")
+        crowd.start()
+        time.sleep(FLOOD_S / 5)
+        begun("join", "engine", f"127.0.0.1:{port}")
+        try:
+            code: int | None = training.wait(timeout=10 * TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        crowd.end()
+        said = Path(f"{folder}/log").read_bytes()
+        size = len(said)
+        result = {"server": "host.listen", "ulimit": limit, "exit": code, "opened": crowd.num_opened}
+        result |= {"strangers": crowd.most_held, "log_kb": size // 1000}
+        bad = code != 0 or crowd.most_held > MAX_STRANGERS or size >= MAX_LOG_BYTES
+        return result | {"held": not bad, **({"said": said[-2000:].decode()} if bad else {})}
+
+
 def main(
-    *, servers: tuple[str, ...] = tuple(DOORS), num: int = 300, seed: int = 0, json: Path | None = None
+    *,
+    servers: tuple[str, ...] = tuple(DOORS),
+    num: int = 300,
+    limits: tuple[int, ...] = (1024, 256),
+    seed: int = 0,
+    json: Path | None = None,
 ) -> None:
     """Attack the servers, and print what became of them."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     results = [attacked(name, num, seed) for name in servers]
+    for limit in limits:
+        results += [flooded(name, num, limit) for name in servers] + [crowded_run(limit)]
     for result in results:
         for key, value in result.items():
             print(f"{key:14}{value}")

@@ -16,3 +16,13 @@ def test_hostile_requests_leave_a_server_that_serves(name: str, monkeypatch: pyt
     assert [found[key] for key in ("errors", "unanswered", "health_failed")] == [0, 0, 0], found
     assert sum(found["answers"].values()) >= len(kinds)
     assert found["peak_mib"] < doors.MAX_PEAK_MIB
+
+
+def test_strangers_and_pages_of_other_sites_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "FLOOD_S", 2.0)
+    monkeypatch.setattr(doors, "STRANGERS", 300)
+    monkeypatch.setattr(doors, "MAX_MEDIAN_S", 5.0)  # this machine may do other work, too
+    for found in (doors.flooded("serve", 4, limit=256), doors.crowded_run(256)):
+        assert found["held"], found
+        assert found["opened"] >= 300
+        assert 0 < found["strangers"] <= doors.MAX_STRANGERS

@@ -8,11 +8,11 @@ import asyncio
 import resource
 from contextlib import suppress
 
-MAX_STRANGERS = 64
-"""Connections of a port that may be strangers at a time."""
-ACCEPTED_AT_ONCE, BACKLOG = 8, 128
-"""Connections that a turn of the event loop accepts, before it can close any; and those that wait in the
-kernel, where they have no descriptor."""
+MAX_STRANGERS, ACCEPTED_AT_ONCE = 48, 4
+"""Strangers of a port, and connections that a turn of the event loop accepts. Those of four turns have
+descriptors before the first ones are closed: 64 in all."""
+BACKLOG = 128
+"""Connections that wait in the kernel, where they have no descriptor."""
 
 
 class Strangers:
