@@ -27,6 +27,7 @@ from tailrace.drivers.kinds.native import check_served
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker
 from tailrace.drivers.workers.process import LocalSpawner, preload
+from tailrace.drivers.workers.template import TemplateJob, TemplateWorker
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.extras.http.engine import TOKEN_VARIABLE
@@ -160,7 +161,7 @@ async def _serve(
 ) -> None:
     """Serve one engine process until a signal comes or the process ends."""
     from tailrace.extras.serve.app import make_app
-    from tailrace.extras.serve.generation import ServedEngine, ServedModel
+    from tailrace.extras.serve.generation import ServedEngine, ServedModel, body_limit
     from tailrace.extras.serve.listening import HttpServer, bind
 
     context = min(context_length(path), engine.kv_cache_tokens)
@@ -177,8 +178,11 @@ async def _serve(
         bind(settings.host, settings.port, "--host, --port") as bound,
         TemporaryDirectory(prefix="tailrace-serve-") as logs,
     ):
-        worker = await LocalSpawner(Path(logs)).start("engine", EngineWorker, job)
-        process = ServedEngine(worker, job)
+        spawner = LocalSpawner(Path(logs))
+        process = ServedEngine(await spawner.start("engine", EngineWorker, job), job)
+        if tokenizer.chat_template is not None:
+            writing = TemplateJob(model=path, max_chars=body_limit(context))
+            model = model._replace(template=await spawner.start("template", TemplateWorker, writing))
         try:
             await process.ready()
             app = make_app(process, tokenizer, model, settings, token)
@@ -190,6 +194,8 @@ async def _serve(
                 await server.serve()
         finally:
             await process.close()
+            if model.template:
+                await model.template.close()
         if server.signal is not None:
             died.cancel()
             raise Interrupted("the server was stopped", server.signal)

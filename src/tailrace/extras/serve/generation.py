@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from tailrace.contracts.engine import GenerationOutput, GenerationRequest, Usage
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.data.encoding import Tokenizer, encode_up_to, render
+from tailrace.drivers.data.encoding import TEMPLATE_TIMEOUT_S, Tokenizer, encode_up_to
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.engine import EngineClient, EngineJob, EngineWorker, Report
-from tailrace.errors import WorkerDied
+from tailrace.drivers.workers.template import TemplateWorker
+from tailrace.errors import BadRow, WorkerDied
 from tailrace.extras.serve.formats import (
     ChatCompletionRequest,
     ChatFormat,
@@ -42,6 +43,7 @@ from tailrace.types import Span
 
 FIRST = "default"
 """The label of the weights that the server started with, as in vLLM."""
+TEMPLATE_KILLED = "the chat template took too much time or memory and is used no more; use /v1/completions"
 MAX_OPEN_TOKENS = 2**23
 """Tokens of the prompts of all samples under way, at most."""
 
@@ -80,6 +82,7 @@ class ServedModel(NamedTuple):
         name: in requests and replies.
         context: tokens of a prompt and its completion together, at most.
         lora: of the trainer behind Tinker's API; None: it trains all weights, or there is none.
+        template: the process that writes with its chat template; None: it has none, or nothing is written.
     """
 
     name: str
@@ -87,6 +90,7 @@ class ServedModel(NamedTuple):
     vocabulary: int
     context: int
     lora: LoraSettings | None = None
+    template: RemoteWorker | None = None
 
 
 Output = GenerationOutput | None
@@ -227,7 +231,7 @@ class Generation:
     ) -> None:
         self._engine, self._labels, self._tokenizer, self._model = engine, labels, tokenizer, model
         self._strings = token_strings(tokenizer.backend_tokenizer)
-        self._random = random.Random()
+        self._random, self._writing = random.Random(), asyncio.Lock()
 
     def add_to(self, router: APIRouter) -> None:
         """Add the routes."""
@@ -260,7 +264,7 @@ class Generation:
 
     async def _template(self, body: ChatCompletionRequest) -> str:
         """The text of a chat. Raises HTTPException without a chat template, or if it refuses the messages."""
-        if self._tokenizer.chat_template is None:
+        if (template := self._model.template) is None:
             raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
         arguments = body.chat_template_kwargs or {}
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -268,9 +272,13 @@ class Generation:
             raise HTTPException(400, f"chat_template_kwargs must not have {refused[0]!r}")
         try:
             written = {"add_generation_prompt": body.add_generation_prompt, **arguments}
-            return await asyncio.to_thread(render, self._tokenizer, body.messages, written)
-        except Exception as why:  # templates are programs: they raise errors of their own
-            raise HTTPException(400, f"the chat template refuses the messages: {why}") from why
+            async with self._writing, asyncio.timeout(TEMPLATE_TIMEOUT_S):
+                return await template.call(TemplateWorker.write, body.messages, written)
+        except BadRow as why:
+            raise HTTPException(400, str(why)) from why
+        except (WorkerDied, TimeoutError) as why:
+            template.kill()
+            raise HTTPException(400, TEMPLATE_KILLED) from why
 
     async def _respond(
         self,

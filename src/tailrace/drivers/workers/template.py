@@ -1,0 +1,53 @@
+"""The chat template of a served model in a process of its own. It is a program of whoever made the model: one
+that takes too much time or memory takes them there."""
+
+import resource
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
+from tailrace.drivers.workers.calls import Job, Worker, WorkerConnection
+from tailrace.errors import BadRow
+
+MAX_BYTES = 2**30
+"""Memory that a template may take."""
+
+
+class TemplateJob(Job):
+    """Write the prompts of chats. `max_chars`: of a prompt."""
+
+    model: Path
+    max_chars: int
+
+
+class TemplateWorker(Worker):
+    """Writes prompts, one after another."""
+
+    job_type = TemplateJob
+
+    def __init__(self, tokenizer: Tokenizer, max_chars: int) -> None:
+        self._tokenizer, self._max_chars = tokenizer, max_chars
+
+    @override
+    @classmethod
+    def load_job(cls, job: TemplateJob, connection: WorkerConnection) -> "TemplateWorker":
+        tokenizer = load_tokenizer(job.model)
+        with suppress(OSError):  # Linux only
+            pages, *_ = Path("/proc/self/statm").read_text(encoding="utf-8").split()
+            limit = int(pages) * resource.getpagesize() + MAX_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return cls(tokenizer, job.max_chars)
+
+    def write(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """Return the prompt for messages. Raises a BadRow. `arguments`: of the template, by name."""
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            if len(text) > self._max_chars:
+                raise ValueError(f"it writes {len(text)} characters, more than {self._max_chars}")
+            text.encode()  # JSON can spell halves of surrogate pairs
+        except Exception as why:  # templates raise errors of their own
+            raise BadRow("the chat template refuses the messages", f"{why!s:.1000}") from None
+        return text
