@@ -49,5 +49,6 @@ class TemplateWorker(Worker):
                 raise ValueError(f"it writes {len(text)} characters, more than {self._max_chars}")
             text.encode()  # JSON can spell halves of surrogate pairs
         except Exception as why:  # templates raise errors of their own
-            raise BadRow("the chat template refuses the messages", f"{why!s:.1000}") from None
+            problem = str(why) or type(why).__name__
+            raise BadRow("the chat template refuses the messages", problem[:1000]) from None
         return text

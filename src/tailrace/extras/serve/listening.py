@@ -109,7 +109,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._strangers.add(transport)
         if len(self.connections) > self._limit:
-            idle: list[Any] = [each for each in self.connections if each.timeout_keep_alive_task]
+            every: set[Any] = self.connections  # of this class
+            idle = [each for each in every if each.timeout_keep_alive_task]
             if idle and len(self._strangers) == 1:
                 min(idle, key=lambda each: each.timeout_keep_alive_task.when()).transport.abort()
             else:
