@@ -273,7 +273,7 @@ class WorkerConnection:
         return cls(own)
 
     @classmethod
-    def employed(cls, address: SocketAddress, hello: Hello, kind: type[J]) -> "tuple[Self, J]":
+    def employed(cls, address: SocketAddress, hello: Hello, kind: type[J]) -> "tuple[WorkerConnection, J]":
         """Dial in and wait for the job. Where strangers crowd the port, the controller may close a connection
         before it has read the token: the worker dials again, for DIAL_S. Raises SystemExit if the controller
         has no use for this worker, or has ended."""
@@ -771,9 +771,11 @@ class Channel(asyncio.Protocol):
         self._has_said_hello = False
 
     @classmethod
-    async def listen(cls, *arguments: Any, **where: Any) -> asyncio.Server:
+    async def listen(
+        cls, on_hello: "Callable[[Channel, Hello], None]", over: asyncio.Future[None], **where: Any
+    ) -> asyncio.Server:
         """Make a channel of each connection to a port. `where`: as of `create_server`."""
-        loop, make = asyncio.get_running_loop(), partial(cls, *arguments, Strangers(HELLO_S))
+        loop, make = asyncio.get_running_loop(), partial(cls, on_hello, over, Strangers(HELLO_S))
         server = await loop.create_server(make, **where, backlog=ACCEPTED_AT_ONCE)
         for listening in server.sockets:
             with listening.dup() as same:

@@ -96,7 +96,7 @@ class Guard:
             self._num_held -= num_bytes
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection that is a stranger until the header of its request is complete. Of more connections than
     `limit` the oldest stranger is closed, or else the one that has waited longest for a next request."""
 
@@ -145,7 +145,7 @@ class HttpServer(uvicorn.Server):
         limit = min(MAX_CONNECTIONS, raise_file_limit() // 2)
         config = uvicorn.Config(
             Guard(app),
-            http=partial(Connection, Strangers(HEADER_TIMEOUT_S), limit),  # type: ignore[arg-type]
+            http=partial(HttpConnection, Strangers(HEADER_TIMEOUT_S), limit),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
