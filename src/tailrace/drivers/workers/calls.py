@@ -24,7 +24,6 @@ import hmac
 import itertools
 import os
 import queue
-import random
 import secrets
 import select
 import signal
@@ -258,7 +257,6 @@ class WorkerConnection:
         self._held: list[MethodCall] = []
         """Calls that have arrived together with the first one."""
         self._is_over = self.is_let_go = False
-        """Nothing more arrives; the controller said so."""
 
     @classmethod
     def dial(cls, address: SocketAddress, hello: Hello, timeout_s: float | None = None) -> "WorkerConnection":
@@ -274,9 +272,8 @@ class WorkerConnection:
 
     @classmethod
     def employed(cls, address: SocketAddress, hello: Hello, kind: type[J]) -> "tuple[WorkerConnection, J]":
-        """Dial in and wait for the job. Where strangers crowd the port, the controller may close a connection
-        before it has read the token: the worker dials again, for DIAL_S. Raises SystemExit if the controller
-        has no use for this worker, or has ended."""
+        """Dial in and wait for the job; again if strangers crowd the port and the controller closes the
+        connection before it has read the token. Raises SystemExit if it has no use for this worker."""
         ends_s = time.monotonic() + DIAL_S
         while (left_s := ends_s - time.monotonic()) > 0:
             with suppress(ConnectionResetError, BrokenPipeError):  # it is closed while it shows the token
@@ -286,7 +283,7 @@ class WorkerConnection:
                 connection.socket.close()
                 if connection.is_let_go or isinstance(address, str):
                     break
-            time.sleep(random.uniform(0.01, 0.1))
+            time.sleep(0.05)
         raise SystemExit("the controller does not know the token, expects no such worker, or has ended")
 
     def receive_job(self, kind: type[J]) -> J | None:

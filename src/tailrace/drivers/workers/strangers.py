@@ -1,18 +1,13 @@
-"""Connections to a port of this process that have not said yet who they are or what they want.
-
-They share the process's file descriptors with its work, and anybody who reaches the port can open them: few
-are kept, none for long, and the newest ones wait in the kernel.
-"""
+"""Connections to a port of this process that have not said yet who they are or what they want: few are kept,
+and none for long, as they share its file descriptors with its work."""
 
 import asyncio
 import resource
 from contextlib import suppress
 
-MAX_STRANGERS, ACCEPTED_AT_ONCE = 48, 4
-"""Strangers of a port, and connections that a turn of the event loop accepts. Those of four turns have
-descriptors before the first ones are closed: 64 in all."""
-BACKLOG = 128
-"""Connections that wait in the kernel, where they have no descriptor."""
+MAX_STRANGERS, ACCEPTED_AT_ONCE, BACKLOG = 48, 4, 128
+"""Strangers of a port, connections that a turn of the event loop accepts, and those that wait in the kernel.
+Those of four turns have descriptors before the first ones are closed: 64 in all."""
 
 
 class Strangers:
@@ -45,8 +40,7 @@ class Strangers:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of file descriptors of this process, and of those that it starts, as far as it may, and
-    return it."""
+    """Raise the limit of descriptors of this process and of those that it starts, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS has "unlimited" and refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

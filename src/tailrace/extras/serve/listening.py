@@ -20,12 +20,9 @@ from tailrace.clock import now
 from tailrace.drivers.workers.strangers import ACCEPTED_AT_ONCE, BACKLOG, Strangers, raise_file_limit
 from tailrace.errors import ConfigError
 
-HEADER_TIMEOUT_S = 30.0
-"""The header of a request must come within this time, from the connection or its own first byte on."""
-MAX_CONNECTIONS = 2**13
-"""Connections of a server, but at most half as many as the process may have descriptors."""
-
-FOREIGN = "a page of another site may not use this server"
+HEADER_TIMEOUT_S, MAX_CONNECTIONS = 30.0, 2**13
+"""Limits of the time until a header is complete, from the connection or its first byte on, and of the
+connections of a server, which has at most half of the descriptors of its process."""
 BODY_TIMEOUT_S, BODY_BYTES_PER_S = 30.0, 2**16
 """A body must come within this time, and a second more for each so many bytes that have come."""
 MAX_HELD_BYTES = 2**27
@@ -71,7 +68,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if is_foreign(scope):
-            await PlainTextResponse(FOREIGN, 403)(scope, receive, send)
+            await PlainTextResponse("a page of another site may not use this server", 403)(
+                scope, receive, send
+            )
             return
         began_s, num_bytes, is_whole = now(), 0, False
 
