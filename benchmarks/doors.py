@@ -652,12 +652,13 @@ def flooded(name: str, num: int, limit: int) -> dict[str, Any]:
         tokens, seconds = generated(target) - before, []
         half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-"
         crowd = Crowd(target.pid, int(target.url.rpartition(":")[2]), half)
-        crowd.start()
-        ends_s = time.monotonic() + FLOOD_S
         with httpx.Client(headers=target.headers, timeout=TIMEOUT_S) as client:
-            while time.monotonic() < ends_s:
+            while not seconds or time.monotonic() < ends_s:
                 began_s = time.monotonic()
                 assert client.get(target.url + DOORS[name].health).status_code == 200
+                if not seconds:  # its connection is known before the others come
+                    crowd.start()
+                    ends_s = time.monotonic() + FLOOD_S
                 seconds.append(time.monotonic() - began_s)
                 time.sleep(0.05)
         crowd.end()
@@ -692,8 +693,11 @@ def crowded_run(limit: int) -> dict[str, Any]:
             return process
 
         training = begun("train", str(QUICKSTART), *words)
-        while socket.socket().connect_ex(("127.0.0.1", port)) and training.poll() is None:
+        while training.poll() is None:
             time.sleep(0.1)
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
         crowd = Crowd(training.pid, port, b"")
         crowd.start()
         time.sleep(FLOOD_S / 5)
