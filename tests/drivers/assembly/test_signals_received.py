@@ -1,12 +1,17 @@
 """What the first signal, its repetition, and a later one do to a process that waits."""
 
+import asyncio
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from signal import SIGHUP, SIGINT, SIGTERM
+from types import FrameType
 
 import pytest
+
+from tailrace import clock
+from tailrace.drivers.assembly.signals import Terminated, signals_received, terminate
 
 WAITS = """
 import sys, time
@@ -46,3 +51,29 @@ def test_a_later_signal_ends_the_process_at_once(
         out, err = process.communicate("still here\n", timeout=60)
     assert (process.returncode, err) == (code, said)
     assert out == ("" if code else "still here\n")
+
+
+@pytest.mark.parametrize("number", [1, 4, 7])
+def test_a_signal_while_a_loop_takes_a_callback_loses_no_wake_up(number: int) -> None:
+    """It comes after the loop has taken a callback that wakes a task, and before it is called."""
+    taken = 0
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                tasks.create_task(asyncio.sleep(1.0))
+
+    def profile(frame: FrameType, event: str, function: object) -> None:
+        nonlocal taken
+        if event == "c_return" and getattr(function, "__name__", "") == "popleft":
+            taken += 1
+            if taken == number:
+                signal.raise_signal(SIGTERM)
+
+    with pytest.raises(Terminated) as raised, signals_received(terminate):
+        try:
+            sys.setprofile(profile)
+            clock.run(main(), virtual=True)
+        finally:
+            sys.setprofile(None)
+    assert raised.value.signal == SIGTERM and taken > number, "the tasks have ended"

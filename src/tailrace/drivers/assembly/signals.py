@@ -6,6 +6,7 @@ save, and end with SIGKILL.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,16 @@ class Terminated(KeyboardInterrupt):
 
 
 def terminate(signal: int) -> None:
-    """Leave what the main thread does, by raising Terminated."""
+    """Leave what the main thread does, by raising Terminated. A loop that runs raises it between two of its
+    callbacks: inside of one a task that is woken could be lost, and the others would wait for it."""
+    running = getattr(sys.modules.get("asyncio"), "_get_running_loop", lambda: None)
+    if loop := running():
+        loop.call_soon_threadsafe(_terminate, signal)
+    else:
+        _terminate(signal)
+
+
+def _terminate(signal: int) -> None:
     raise Terminated(signal)
 
 
