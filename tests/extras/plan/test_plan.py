@@ -1,7 +1,11 @@
 """`tailrace plan`: the table, the config that it writes, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, Signals
 
 import pytest
 
@@ -53,6 +57,24 @@ def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.
         (config.sim.cluster.rollout_devices or 2) // best["tensor_parallel"]
     )
     assert main(["simulate", str(planned)]) == 0
+
+
+@pytest.mark.parametrize("sent", [SIGINT, SIGTERM, SIGHUP])
+def test_a_signal_ends_the_search_with_the_best_plan_so_far(sent: Signals, tmp_path: Path) -> None:
+    planned, command = tmp_path / "planned.toml", [sys.executable, "-m", "tailrace.cli", "plan", str(EXAMPLE)]
+    command += ["--output", str(planned), "--whole", *words(SMALL | {"sim.cluster.devices": "8"})]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env={**os.environ, "FORCE_COLOR": ""}) as process:
+        assert process.stderr
+        while "best so far" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + sent
+    assert out.splitlines()[-1].startswith("Not finished; fastest so far: ")
+    assert err.splitlines()[-1] == f"tailrace: {sent.name}: the plan is not finished; no file was written"
+    assert not any(each in err for each in ("Traceback", "Stuck", "exception", "Warning"))
+    assert not planned.exists()
 
 
 def test_a_present_setting_that_cannot_run_on_the_devices_is_left_out_with_the_reason() -> None:

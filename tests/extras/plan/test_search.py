@@ -1,13 +1,14 @@
 """The search on a cluster of two devices, and its reasons in words."""
 
 from dataclasses import replace
+from itertools import count
 from math import inf
 
 import pytest
 
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.candidates import Candidate, Work
+from tailrace.extras.plan.candidates import Candidate, Work, candidates
 from tailrace.extras.plan.plan import Floor, Measured, Problem
 from tailrace.extras.plan.search import Plan, reasons, search
 from tailrace.sim.settings import (
@@ -75,7 +76,7 @@ def test_the_whole_search_measures_every_candidate_over_all_steps(plan: Plan) ->
     whole = search(replace(PROBLEM, progress=told.append), whole=True)
     assert whole.pruned == 0 and len(told) == len(PROBLEM.candidates()[0])
     assert whole.best.step_s == plan.best.step_s
-    assert "1 measured, best so far" in told[1] and "s left in this pass" in told[1]
+    assert "1 measured, best so far" in told[1] and told[1].endswith(" s left")
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,83 @@ def test_the_device_seconds_that_a_step_needs_at_least_depend_on_no_limit_and_bo
 )
 def test_the_words_of_other_bottlenecks(devices: int | None, floor: Floor, end: str) -> None:
     assert words(measured("serial", 0, devices, floor, 9.0))[2].endswith(end)
+
+
+def cluster_of(devices: int, groups: int) -> Problem:
+    """Devices that generate as much for each group, whatever their number."""
+    changes = {
+        "cluster": SimClusterSettings(device="H100", devices=devices, model="Qwen3-1.7B", tensor_parallel=1),
+        "rewards": SimRewardSettings(median_s=0.1, workers=groups),
+    }
+    return replace(PROBLEM, sim=PROBLEM.sim.model_copy(update=changes), groups_per_step=groups)
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of 16 devices and 32 samples, so that a run of the whole takes a second."""
+    monkeypatch.setattr("tailrace.extras.plan.candidates.SLICE", 32)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        ("serial", "colocated"),
+        ("april", "colocated"),
+        ("rolloutpipe_eager", "disaggregated"),
+        ("windowed_fifo", "disaggregated"),
+        ("pipelinerl", "disaggregated"),
+    ],
+)
+def test_a_slice_of_a_cluster_predicts_the_whole(schedule: str, kind: str, small_slices: None) -> None:
+    problem = replace(cluster_of(64, 64), max_lag=inf)
+    sims, _ = problem.candidates()
+    found = [each for each in sims if (each.work.schedule, each.kind) == (schedule, kind)]
+    candidate = found[len(found) // 2]
+    assert candidate.slices == 4
+    whole = problem.measure(replace(candidate, slices=1), sims[candidate], 16)
+    predicted = problem.measure(candidate, sims[candidate], 16)
+    assert predicted.step_s == pytest.approx(whole.step_s, rel=0.15)
+    assert predicted.figures["lag_mean"] == pytest.approx(whole.figures["lag_mean"], abs=0.3)
+    assert predicted.figures["kv_share"] == pytest.approx(whole.figures["kv_share"], rel=0.1)
+    assert predicted.floor == whole.floor and predicted.candidate is candidate
+
+
+@pytest.mark.slow
+def test_the_best_of_a_large_cluster_was_measured_whole_and_the_others_on_slices(small_slices: None) -> None:
+    problem = replace(cluster_of(32, 32), max_lag=0)
+    plan = search(problem)
+    slices = [each.candidate.slices for each in plan.ranking]
+    assert slices[0] == 1 and set(slices) == {1, 2} and slices == sorted(slices)
+    sims = {replace(each, slices=1): sim for each, sim in problem.candidates()[0].items()}
+    whole = [problem.measure(each, sim, plan.best.steps) for each, sim in sims.items()]
+    assert plan.best.step_s == min(each.step_s for each in whole if not problem.exceeded(each))
+    assert (
+        plan.candidates
+        == len(sims) + plan.excluded["train tokens that are older than plan.max_lag = 0 steps"]
+    )
+
+
+def test_devices_are_divided_so_that_each_slice_has_its_share_of_engines_groups_and_workers() -> None:
+    for devices, groups, workers, found in [
+        (1024, 1024, 64, {8: 8, 1: 16}),  # with 8 devices an engine, 16 slices would have 8 engines each
+        (1000, 1000, 100, {8: 5, 1: 10}),
+        (1024, 1024, 9, {8: 1, 1: 1}),
+        (8, 1024, 64, {8: 1, 1: 1}),
+    ]:
+        cluster = SimClusterSettings(device="H100", devices=devices, model="Qwen3-1.7B")
+        sim = SimSettings(cluster=cluster, rewards=SimRewardSettings(workers=workers))
+        for candidate in candidates(sim, groups, 8, 3):
+            engines = (candidate.rollout_devices or devices) // candidate.tensor_parallel
+            assert engines % candidate.slices == groups % candidate.slices == workers % candidate.slices == 0
+            if candidate.kind == "disaggregated" and candidate.tensor_parallel in found:
+                assert candidate.slices >= found[candidate.tensor_parallel]
+
+
+def test_the_time_left_is_that_of_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock shows a second more each time, so the first run, of 8 steps, took one. Up to 16 finalists
+    take as long as two each."""
+    seconds, told = count(), list[str]()
+    monkeypatch.setattr("tailrace.clock.wall_time", lambda: float(next(seconds)))
+    search(replace(PROBLEM, max_length_bias=1.0, progress=told.append))
+    waiting = len(PROBLEM.candidates()[0]) - 1
+    assert told[1].endswith(f"; about {waiting + 32} s left")

@@ -8,12 +8,14 @@ Where times cannot differ one schedule represents others: `seer` is planned if r
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from itertools import chain
-from math import ceil, inf
+from math import ceil, gcd, inf
 from statistics import fmean
 from typing import Any
 
 from tailrace.contracts.data import Epochs
+from tailrace.rollout.admission import Frontier, FrontierFirst
 from tailrace.rollout.placement import Kind
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.engine import Steps
@@ -41,6 +43,8 @@ LEAST_GAIN = 0.98
 """A frontier's estimated main time over that of FIFO, at most."""
 PARTS = 16
 """Divisions of more devices than this differ by one part of so many."""
+SLICE = 512
+"""Samples of an optimizer step of a slice of a cluster, at least: the longest of fewer is much shorter."""
 
 
 def response_lengths(sim: SimSettings, group_size: int, prompts: Iterable[int], seed: int) -> list[list[int]]:
@@ -61,6 +65,8 @@ class Workload:
     groups: Sequence[Sequence[int]]
     """The lengths of each group's responses, in tokens."""
     prompt_tokens: int
+    slices: int = 1
+    """Slices of the cluster, of which one has these prompts; numbers of groups are those of them all."""
 
     @cached_property
     def mean_tokens(self) -> float:
@@ -78,12 +84,13 @@ class Workload:
 
     def longest(self, num_groups: int) -> float:
         """Longest response of a rollout of so many groups, mean over rollouts."""
-        return fmean(max(rollout) for rollout in self._rollouts(num_groups))
+        return fmean(max(rollout) for rollout in self._rollouts(ceil(num_groups / self.slices)))
 
     def longest_of_race(self, wanted: int, launched: int) -> float:
         """Longest trained response of a round of tail batching (RollPacker 3), mean over rounds: the first of
         the launched groups win, and the others have a round of their own when there are enough."""
         longest, deferred, rounds = self._longest, list[int](), list[int]()
+        wanted, launched = wanted // self.slices, launched // self.slices
         for first in range(0, len(longest) - launched + 1, launched):
             ordered = sorted(longest[first : first + launched])
             rounds.append(ordered[wanted - 1])
@@ -96,6 +103,7 @@ class Workload:
     def longest_of_step(self, num_groups: int, groups_per_step: int) -> float:
         """Longest response of a step, where the groups of a rollout are trained from short to long and each
         step starts the rest again; mean over steps."""
+        num_groups, groups_per_step = num_groups // self.slices, groups_per_step // self.slices
         ordered = [sorted(rollout) for rollout in self._rollouts(num_groups)]
         return fmean(fmean(rollout[groups_per_step - 1 :: groups_per_step]) for rollout in ordered)
 
@@ -168,6 +176,17 @@ class Work:
     def ready(self) -> Schedule:
         return self.bound or partial(SCHEDULES[self.schedule], **self.parameters)
 
+    def divided(self, num: int) -> "Work":
+        """The work of one of so many slices: its share of groups, and of the tokens of a batch to train."""
+        shares, schedule = dict[str, Any](), self.ready()
+        for name, parameter in signature(schedule).parameters.items():
+            value = parameter.default
+            if isinstance(value, Frontier | FrontierFirst):
+                shares[name] = value.model_copy(update={"groups": max(1, round(value.groups / num))})
+            elif isinstance(value, int) and ("groups" in name or name in ("window", "max_tokens_per_batch")):
+                shares[name] = max(1, round(value / num))
+        return replace(self, alive=self.alive / num, bound=partial(schedule, **shares))
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -178,6 +197,8 @@ class Candidate:
     rollout_devices: int | None
     """Devices that generate; None: all generate and train in turn."""
     tensor_parallel: int
+    slices: int = 1
+    """Equal slices of the cluster, of which one is simulated; 1: the whole cluster is."""
 
     @property
     def replicas(self) -> int:
@@ -207,7 +228,7 @@ def candidates(
     tokens, in optimizer steps, that is tried besides LAGS."""
     assert sim.cluster
     U, K, lags = groups_per_step, group_size, sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
-    for kind, rollout_devices, size in divisions(sim.cluster):
+    for kind, rollout_devices, size in divisions(sim.cluster, partial(num_slices, sim, U, K)):
         num_engines, slots = (rollout_devices or sim.cluster.devices) // size, sim.engines.slots or 1
         if kind == "colocated":
             works = _in_turn(U, K, lags, num_engines * slots)
@@ -218,11 +239,26 @@ def candidates(
             )
         for work in {work.name: work for work in works}.values():
             if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):
-                yield Candidate(work, kind, rollout_devices, size)
+                slices = num_slices(sim, U, K, size, num_engines)
+                yield Candidate(work, kind, rollout_devices, size, slices)
 
 
-def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, int]]:
-    """Yield placement, devices that generate, and tensor-parallel size."""
+def num_slices(sim: SimSettings, groups_per_step: int, group_size: int, size: int, engines: int = 0) -> int:
+    """Return into how many equal slices a cluster is divided to predict a candidate. Each has its share of
+    devices, groups of an optimizer step, workers of rewards, rows of the data, and of these engines of `size`
+    devices; and the devices of at least PARTS engines."""
+    assert sim.cluster
+    common = gcd(sim.cluster.devices, groups_per_step, sim.rewards.workers, sim.lengths.rows or 0, engines)
+    most = min(groups_per_step * group_size // SLICE, sim.cluster.devices // size // PARTS)
+    most = 1 if sim.trainer.pass_s else most  # a slice has as many passes of a step, or fewer
+    return max(num for num in range(1, max(1, most) + 1) if common % num == 0)
+
+
+def divisions(
+    cluster: SimClusterSettings, slices: Callable[[int], int] = lambda size: 1
+) -> Iterator[tuple[Kind, int | None, int]]:
+    """Yield placement, devices that generate, and tensor-parallel size. `slices`: how many there are of the
+    cluster with that size; each has its share of the engines."""
     devices = cluster.devices
     given = cluster.model_fields_set
     largest = min(devices, cluster.devices_per_node)
@@ -232,7 +268,8 @@ def divisions(cluster: SimClusterSettings) -> Iterator[tuple[Kind, int | None, i
             if size <= given_devices:
                 yield "disaggregated", given_devices, size
             continue
-        steps = {round(devices * part / PARTS / size) * size for part in range(1, PARTS)}
+        unit = size * slices(size)
+        steps = {round(devices * part / PARTS / unit) * unit for part in range(1, PARTS)}
         for rollout_devices in sorted(each for each in steps if 0 < each < devices):
             yield "disaggregated", rollout_devices, size
         if devices % size == 0:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 import tomli_w
@@ -18,9 +19,9 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.schedule import resolve, steps_of_a_round, with_published_defaults
 from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
 from tailrace.drivers.commands.tables import check_output, open_console, progress
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, Interrupted
 from tailrace.extras.plan.calibrate import calibrated
-from tailrace.extras.plan.candidates import Candidate, Work, divisions
+from tailrace.extras.plan.candidates import Candidate, Work, divisions, num_slices
 from tailrace.extras.plan.fit import correlation_within_groups
 from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.extras.plan.peer_fit import fit_peer
@@ -93,6 +94,9 @@ def plan(
     for reason in (*found.reasons, *excluded, pruned, _assumed(config), *why_not):
         console.print(f"- {reason}", soft_wrap=False)
     console.print(_answer(found, devices), soft_wrap=False)
+    if found.signal:
+        written = "; no file was written" if output or json_path else ""
+        raise Interrupted(f"{Signals(found.signal).name}: the plan is not finished{written}", found.signal)
     if json_path:
         json_path.write_text(json.dumps(_json(found, devices), indent=1) + "\n", encoding="utf-8")
     if output:
@@ -257,7 +261,14 @@ def present_setting(
     work = Work(name, schedule.keywords, lag=inf, steps=steps, bound=schedule)
     for of, rollout, size in divisions(cluster):
         if (of, rollout) == (kind, cluster.rollout_devices):
-            candidate = Candidate(work, of, rollout, size)
+            parts = num_slices(
+                asked.sim,
+                asked.groups_per_step,
+                asked.run.group_size,
+                size,
+                (rollout or cluster.devices) // size,
+            )
+            candidate = Candidate(work, of, rollout, size, parts)
             try:
                 return (candidate, asked.sim_of(candidate)), ()
             except ConfigError as error:
@@ -280,7 +291,8 @@ def _print_rows(console: Console, config: RunConfig, found: Plan, devices: int) 
     shown = {key: cell for key, cell in CELLS.items() if key in found.best.figures}
     heads = "".join(f"{head:>8}" for head, _ in shown.values())
     room = console.width - len(heads) - 1
-    names = [each.candidate.name(devices) + (" *" if each is found.present else "") for each in rows]
+    marks = [" ~" * (each.candidate.slices > 1) + " *" * (each is found.present) for each in rows]
+    names = [each.candidate.name(devices) + mark for each, mark in zip(rows, marks, strict=True)]
     wide = min(max(map(len, names)), room) if room >= NAMES else 0
     console.print(f"{'schedule (devices)':{wide}}{heads}" if wide else heads)
     for name, each in zip(names, rows, strict=True):
@@ -294,6 +306,9 @@ def _print_rows(console: Console, config: RunConfig, found: Plan, devices: int) 
             console.print(f"  the same figures: {variant.name(devices)}", soft_wrap=False)
     legend = "lag: mean age of a trained token, in optimizer steps; ESS: effective sample size; bias: of the "
     legend += "lengths that are trained; *: the present setting, and times: how much faster than it"
+    if slices := {each.candidate.slices for each in rows} - {1}:
+        parts = " or ".join(f"1/{num}" for num in sorted(slices))
+        legend += f"; ~: of {parts} of the devices with as small a share of the groups, without ~: of all"
     legend += f"; cost: of 1,000 samples, in {config.prices.currency}" if config.prices else ""
     console.print(legend, soft_wrap=False)
 
@@ -315,7 +330,8 @@ def _assumed(config: RunConfig) -> str:
 def _answer(found: Plan, devices: int) -> str:
     """One sentence."""
     best, figures = found.best, found.best.figures
-    words = f"Fastest within the limits: {best.candidate.name(devices)}, {best.step_s:.3g} s a step"
+    known = "Not finished; fastest so far" if found.signal else "Fastest within the limits"
+    words = f"{known}: {best.candidate.name(devices)}, {best.step_s:.3g} s a step"
     if found.present and found.present.looks_like(best):
         words += ", as the present setting is"
     elif found.present:
@@ -346,6 +362,7 @@ def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
         "tensor_parallel": candidate.tensor_parallel,
         "bound": each.floor._asdict(),
         "steps": each.steps,
+        "slices": candidate.slices,
         "variants": [variant.name(devices) for variant in each.variants],
         **{key: each.figures[key] for key in (*CELLS, *WRITTEN) if key in each.figures},
         "wasted": each.figures["waste_share"],

@@ -15,7 +15,7 @@ preemptions, waits for a bound on staleness, and that engines drain at different
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import inf
@@ -33,6 +33,7 @@ from tailrace.record.figures import Row
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
+from tailrace.settings import Settings
 from tailrace.sim.cluster import memory_shares, rates
 from tailrace.sim.settings import SimEngineSettings, SimSettings
 
@@ -175,6 +176,7 @@ class Problem:
         reference: whether the algorithm needs a reference model.
         prices: those of the devices and tokens; None: costs are not measured.
         progress: is told in words how far the search is.
+        slices: equal slices of the cluster, of which this one has its share of the groups.
     """
 
     sim: SimSettings
@@ -189,6 +191,11 @@ class Problem:
     compute_advantages: SetAdvantages = GRPO
     prices: PriceSettings | None = None
     progress: Callable[[str], None] = lambda words: None
+    slices: int = 1
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.groups_per_step * self.run.group_size
 
     @property
     def limits(self) -> Mapping[str, tuple[str, float]]:
@@ -215,7 +222,7 @@ class Problem:
         if steps not in self._loads:
             prompts = range(steps * self.groups_per_step)
             groups = response_lengths(self.sim, self.run.group_size, prompts, self.run.seed)
-            self._loads[steps] = Workload(groups, self.sim.lengths.prompt_tokens)
+            self._loads[steps] = Workload(groups, self.sim.lengths.prompt_tokens, self.slices)
         return self._loads[steps]
 
     @cached_property
@@ -236,8 +243,7 @@ class Problem:
             candidate = Candidate(ANY, kind, rollout, size)
             with suppress(ConfigError):
                 sim = self.sim_of(candidate)
-                samples = self.groups_per_step * self.run.group_size
-                generation_s = generation_seconds(sim.engines, load, samples, 0.0)
+                generation_s = generation_seconds(sim.engines, load, self.samples_per_step, 0.0)
                 training_s = floor(candidate, sim, load, self.groups_per_step).training_s
                 found.append((generation_s * (rollout or num), training_s * (num - (rollout or 0))))
         generation, training = zip(*found, strict=True)
@@ -263,7 +269,9 @@ class Problem:
         return sims, excluded
 
     def measure(self, candidate: Candidate, sim: SimSettings, steps: int) -> Measured:
-        """Run a candidate for some optimizer steps in virtual time."""
+        """Run a candidate, or its slice, for some optimizer steps in virtual time."""
+        if candidate.slices > 1:
+            return self._predicted(candidate, sim, steps)
         work = candidate.work
         assert sim.cluster
         rounds = max(1, steps // work.steps)
@@ -275,15 +283,41 @@ class Problem:
             sharing=DeviceSharing(candidate.kind),
             replicas=candidate.replicas,
             reference=self.reference,
-            prices=self.prices and Prices(self.prices, *sim.cluster.devices_by_use),
+            prices=self.prices
+            and Prices(self.prices, *(n // self.slices for n in sim.cluster.devices_by_use)),
             warm_up_rounds=work.cycle * round(WARM_UP * rounds / work.cycle),
             compute_advantages=self.compute_advantages,
         )
         figures |= {
-            "step_s": self.groups_per_step * self.run.group_size / figures["samples_per_s"],
+            "step_s": self.samples_per_step / figures["samples_per_s"],
             "kv_share": self._kv_share(candidate, sim.engines),
         }
         figures["trainer_share"], figures["device_share"] = memory_shares(sim.cluster)
+        return Measured(candidate, self.floor(candidate, sim, steps), steps, figures)
+
+    def estimate(self, candidate: Candidate, sim: SimSettings, steps: int) -> float:
+        """The bound of a step, and what a schedule mostly waits for besides: with a bound on lag, that the
+        longest response of the steps in flight ends; on devices that both have, that half of the shorter side
+        is not hidden."""
+        work, floor, load = candidate.work, self.floor(candidate, sim, steps), self.load(steps)
+        if candidate.kind == "elastic":
+            return floor.step_s + min(floor.generation_s, floor.training_s) / 2
+        if candidate.kind == "colocated" or work.stops or work.lag == inf:
+            return floor.step_s
+        num = work.lag + 1
+        longest = load.longest(int(num) * self.groups_per_step * self.slices) / num
+        return max(floor.step_s, generation_seconds(sim.engines, load, self.samples_per_step, longest))
+
+    def _predicted(self, candidate: Candidate, sim: SimSettings, steps: int) -> Measured:
+        """Run a candidate on one slice of the cluster, whose trainer takes as long for a step as the whole.
+        The whole takes longer by what the estimates differ: the longest of more responses is longer."""
+        num = candidate.slices
+        part, its = replace(candidate, work=candidate.work.divided(num), slices=1), _slice(sim, num)
+        problem = replace(self, sim=its, groups_per_step=self.groups_per_step // num, slices=num)
+        figures = problem.measure(part, its, steps).figures
+        more_s = self.estimate(candidate, sim, steps) - problem.estimate(part, its, steps)
+        step_s = figures["step_s"] + more_s
+        figures = figures | {"step_s": step_s, "samples_per_s": self.samples_per_step / step_s}
         return Measured(candidate, self.floor(candidate, sim, steps), steps, figures)
 
     def sim_of(self, candidate: Candidate) -> SimSettings:
@@ -293,3 +327,17 @@ class Problem:
     def _kv_share(self, candidate: Candidate, engines: SimEngineSettings) -> float:
         alive = candidate.work.alive * self.run.group_size / (engines.count or 1)
         return min(alive, engines.slots or alive) * self.load(self.steps).mean_context / engines.kv_tokens
+
+
+def _slice(sim: SimSettings, num: int) -> SimSettings:
+    """One of so many equal slices of a cluster. What does not depend on the number of samples stays."""
+
+    def share(section: str, key: str) -> Settings:
+        of = getattr(sim, section)
+        value = getattr(of, key)
+        return of.model_copy(update={key: value // num if isinstance(value, int) else value and value / num})
+
+    keys = dict(
+        engines="count", trainer="tokens_per_s", reference="tokens_per_s", rewards="workers", lengths="rows"
+    )
+    return sim.model_copy(update={section: share(section, key) for section, key in keys.items()})

@@ -1,10 +1,11 @@
 """The search: bounds, a short run of the promising candidates in virtual time, a long one of the best.
 
-A candidate that is predicted to be slower than what another one reaches is not measured. A schedule is about
-as many seconds above its estimate on one division of the devices as on another, and other parameters of a
-schedule with the same lag at least half as many. So those are measured first, over few steps, that are
-predicted to be the fastest; and the best of them over all steps. All candidates train the same prompts, with
-the same lengths of their responses.
+What repeats in a large cluster is simulated once: both runs are of a slice of it, and then the best few are
+measured whole. A candidate that is predicted to be slower than what another one reaches is not measured. A
+schedule is about as many seconds above its estimate on one division of the devices as on another, and other
+parameters of a schedule with the same lag at least half as many. So those are measured first, over few steps,
+that are predicted to be the fastest; and the best of them over all steps. All candidates train the same
+prompts, with the same lengths of their responses.
 """
 
 from collections import Counter
@@ -13,9 +14,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from tailrace import clock
+from tailrace.drivers.assembly.signals import Terminated
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.candidates import Candidate
-from tailrace.extras.plan.plan import Measured, Problem, generation_seconds
+from tailrace.extras.plan.plan import Measured, Problem
 from tailrace.sim.settings import SimSettings
 
 SHORT = 4096
@@ -30,6 +32,9 @@ MARGIN = 1.4
 """A candidate is measured if it is predicted to take at most so many times as long as the best."""
 BUDGET = 40_000
 """Samples of all short runs, and of all long ones, about. What is left then is not measured."""
+WHOLE, CLOSE = 2**17, 1.1
+"""Samples of all runs of a whole cluster after those of its slices, at most; and how many times as long as
+the best a candidate may be predicted to take, to have one. Predictions of slices err by some percent."""
 BUSY = 0.85
 """Share of the time from which a side counts as busy."""
 
@@ -39,13 +44,15 @@ class Plan:
     """The planner's answer.
 
     Args:
-        ranking: the candidates within all limits that were measured over all steps, distinct, the best first.
+        ranking: the candidates within all limits that were measured over all steps, distinct, the best first;
+            those of slices after those of the whole cluster.
         reasons: what limits the cluster, one sentence each.
         candidates: how many there were.
         excluded: how many of them each limit excluded, by what they do, in words.
         pruned: how many were not measured over all steps, because they are predicted to lose.
         least_s: the least bound of a candidate on the seconds of a step.
         present: the user's present setting; None: it does not run on the cluster.
+        signal: that ended the search before it was finished; the ranking is what it knew. None: none did.
     """
 
     ranking: Sequence[Measured]
@@ -55,6 +62,7 @@ class Plan:
     pruned: int
     least_s: float
     present: Measured | None = None
+    signal: int | None = None
 
     @property
     def best(self) -> Measured:
@@ -72,29 +80,52 @@ def search(
         present: the user's present setting, which is measured, too.
     """
     sims, excluded = problem.candidates()
-    total, num_fitting, told = len(sims) + excluded.total(), len(sims), _Told(problem)
-    its = present and told.measured(*present, problem.steps, 1)
-    size = problem.steps * problem.groups_per_step * problem.run.group_size
+    sims = {replace(each, slices=1) if whole else each: sim for each, sim in sims.items()}
+    total, num_fitting, signal = len(sims) + excluded.total(), len(sims), None
+    size = problem.steps * problem.samples_per_step
     num_finalists = len(sims) if whole else min(FINALISTS[1], max(FINALISTS[0], BUDGET // size))
-    ranking: list[Measured] = []
+    told, its, ranking = _Told(problem, num_finalists), None, list[Measured]()
     known, judged = dict[Candidate, Measured](), set[Candidate]()
-    while order := [*sims] if whole else _promising(problem, sims, known, excluded, told):
-        before = excluded.total()
-        for number, candidate in enumerate(each for each in order if each not in judged):
-            if len(ranking) == num_finalists:
+
+    def is_within(measured: Measured) -> bool:
+        if limit := problem.exceeded(measured):
+            excluded[limit] += 1
+            sims.pop(measured.candidate)
+        return not limit
+
+    try:
+        its = present and told.measured(*present, problem.steps, 1)
+        while order := [*sims] if whole else _promising(problem, sims, known, excluded, told):
+            before = excluded.total()
+            for candidate in [each for each in order if each not in judged]:
+                if len(ranking) == num_finalists:
+                    break
+                left = min(len(order) - len(judged), num_finalists - len(ranking))
+                measured = told.measured(candidate, sims[candidate], problem.steps, left)
+                judged.add(candidate)
+                if not is_within(measured):
+                    continue
+                if same := next((each for each in ranking if each.looks_like(measured)), None):
+                    ranking[ranking.index(same)] = replace(same, variants=(*same.variants, candidate))
+                else:
+                    ranking.append(measured)
+            if whole or excluded.total() == before:
                 break
-            left = len(order) - number if whole else num_finalists - len(ranking)
-            measured = told.measured(candidate, sims[candidate], problem.steps, left)
-            judged.add(candidate)
-            if limit := problem.exceeded(measured):
-                excluded[limit] += 1
-                sims.pop(candidate)
-            elif same := next((each for each in ranking if each.looks_like(measured)), None):
-                ranking[ranking.index(same)] = replace(same, variants=(*same.variants, candidate))
-            else:
-                ranking.append(measured)
-        if whole or excluded.total() == before:
-            break
+        told.num_finalists, size = 0, problem.samples_per_step
+        steps = min(problem.steps, max(FEWEST_STEPS, WHOLE // 2 // size))
+        for left in range(WHOLE // (steps * size), 0, -1):
+            if each := _first_of_slices(ranking):
+                candidate, sim = replace(each.candidate, slices=1), sims.pop(each.candidate)
+                sims[candidate] = sim
+                measured = told.measured(candidate, sim, steps, left)
+                ranking.remove(each)
+                if is_within(measured):
+                    ranking.append(replace(measured, variants=each.variants))
+    except Terminated as why:
+        ranking = ranking or [known[each] for each in known if each in sims]
+        if not ranking:
+            raise
+        signal = why.signal
     if not ranking:
         limit = max(problem.limits, key=lambda each: excluded[each])
         key, value = problem.limits[limit]
@@ -105,38 +136,49 @@ def search(
         its, *ranking = (
             replace(each, figures=each.figures | {"times": its.step_s / each.step_s}) for each in timed
         )
-    ranking.sort(key=lambda each: each.step_s)
+    ranking.sort(key=lambda each: (each.candidate.slices > 1, each.step_s))
     floors = {each: problem.floor(each, sim, problem.steps).step_s for each, sim in sims.items()}
     pruned = total - excluded.total() - sum(1 + len(each.variants) for each in ranking)
     least_s = min(floors.values())
-    return Plan(ranking, reasons(problem, floors, ranking), total, excluded, pruned, least_s, its)
+    return Plan(ranking, reasons(problem, floors, ranking), total, excluded, pruned, least_s, its, signal)
 
 
 class _Told:
-    """Measures, and tells how many were measured, the best so far, and the time that is left at most."""
+    """Measures, and tells how many were measured, the best so far, and about the time that is left.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._began_s = problem, clock.wall_time()
-        self._num = self._samples = 0
+    Args:
+        num_finalists: candidates that are measured over all steps, at most.
+    """
+
+    def __init__(self, problem: Problem, num_finalists: int) -> None:
+        self._problem, self.num_finalists = problem, num_finalists
+        self._num, self._samples, self._began_s = 0, 0, clock.wall_time()
         self._best: Measured | None = None
 
     def measured(self, candidate: Candidate, sim: SimSettings, steps: int, left: int) -> Measured:
         """Measure a candidate. `left`: runs of so many steps that are left at most, this one included."""
-        problem = self._problem
+        problem, words = self._problem, f"{self._num} measured"
         assert sim.cluster
-        size = problem.groups_per_step * problem.run.group_size
-        words = f"{self._num} measured"
+        size = problem.samples_per_step // candidate.slices
         if self._best:
             name = self._best.candidate.name(sim.cluster.devices)
             words += f", best so far {name}: {self._best.step_s:.3g} s a step"
-            rate = (clock.wall_time() - self._began_s) / self._samples
-            words += f"; at most {rate * steps * size * left:.0f} s left in this pass"
+            later = problem.steps * self.num_finalists if steps < problem.steps else 0
+            samples = size * (steps * left + later) + WHOLE * (candidate.slices > 1)
+            words += f"; about {(clock.wall_time() - self._began_s) / self._samples * samples:.0f} s left"
         problem.progress(words)
         found = problem.measure(candidate, sim, steps)
         self._num, self._samples = self._num + 1, self._samples + steps * size
         if not problem.exceeded(found) and found.step_s < (self._best.step_s if self._best else inf):
             self._best = found
         return found
+
+
+def _first_of_slices(ranking: Sequence[Measured]) -> Measured | None:
+    """The best candidate of slices if it may be the best of all, which those of the whole cluster tell."""
+    least_s = min((each.step_s for each in ranking if each.candidate.slices == 1), default=inf)
+    close = [each for each in ranking if each.candidate.slices > 1 and each.step_s <= CLOSE * least_s]
+    return min(close, key=lambda each: each.step_s, default=None)
 
 
 def _promising(
@@ -159,10 +201,10 @@ def _promising(
     Returns:
         The candidates that were measured and are within the limits, the best first.
     """
-    step = problem.groups_per_step * problem.run.group_size
-    steps = min(problem.steps // 2, max(FEWEST_STEPS, round(SHORT / step)))
+    size = problem.samples_per_step
+    steps = min(problem.steps // 2, max(FEWEST_STEPS, round(SHORT / size)))
     excess_s: dict[object, float] = {}
-    estimates = {each: _estimate(problem, each, sim, steps) for each, sim in sims.items()}
+    estimates = {each: problem.estimate(each, sim, steps) for each, sim in sims.items()}
     best_s = inf
 
     def predicted(candidate: Candidate) -> float:
@@ -182,7 +224,8 @@ def _promising(
             best_s = min(best_s, known[each].step_s)
     while waiting := [each for each in sims if each not in known]:
         candidate, num = min(waiting, key=predicted), len(known.keys() & sims.keys())
-        left = (BUDGET - len(known) * step * steps) // (step * steps)
+        spent = sum(size // each.slices for each in known)
+        left = int((BUDGET / steps - spent) / (size // candidate.slices))
         if num >= LEAST and (predicted(candidate) > MARGIN * best_s or left < 1):
             break
         measured = told.measured(candidate, sims[candidate], steps, min(len(waiting), max(1, left)))
@@ -197,20 +240,6 @@ def _promising(
             best_s = min(best_s, measured.step_s)
     within = [known[each] for each in known if each in sims]
     return [each.candidate for each in sorted(within, key=lambda each: each.step_s)]
-
-
-def _estimate(problem: Problem, candidate: Candidate, sim: SimSettings, steps: int) -> float:
-    """The bound of a step, and what a schedule mostly waits for besides: with a bound on lag, that the
-    longest response of the steps in flight ends; on devices that both have, that half of the shorter side is
-    not hidden."""
-    work, floor, load = candidate.work, problem.floor(candidate, sim, steps), problem.load(steps)
-    if candidate.kind == "elastic":
-        return floor.step_s + min(floor.generation_s, floor.training_s) / 2
-    if candidate.kind == "colocated" or work.stops or work.lag == inf:
-        return floor.step_s
-    num, samples = work.lag + 1, problem.groups_per_step * problem.run.group_size
-    longest = load.longest(int(num) * problem.groups_per_step) / num
-    return max(floor.step_s, generation_seconds(sim.engines, load, samples, longest))
 
 
 def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:
@@ -259,8 +288,9 @@ def _bottleneck(best: Measured) -> str:
 def _tail(problem: Problem) -> str:
     load, groups = problem.load(problem.steps), problem.groups_per_step
     times = load.longest(groups) / load.mean_tokens
-    number = groups * problem.run.group_size
-    return f"the longest of the {number} responses of a step has {times:.1f}x the mean length"
+    return (
+        f"the longest of the {problem.samples_per_step} responses of a step has {times:.1f}x the mean length"
+    )
 
 
 def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
