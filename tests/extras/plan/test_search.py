@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import count
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
@@ -220,7 +221,9 @@ def test_a_slice_of_a_cluster_predicts_the_whole(schedule: str, kind: str, small
 
 @pytest.mark.slow
 def test_the_best_of_a_large_cluster_was_measured_whole_and_the_others_on_slices(small_slices: None) -> None:
-    problem = replace(cluster_of(32, 32), max_lag=0)
+    problem = cluster_of(32, 32)
+    cluster = problem.sim.cluster.model_copy(update={"rollout_devices": 24})  # type: ignore[union-attr]
+    problem = replace(problem, sim=problem.sim.model_copy(update={"cluster": cluster}), max_lag=0)
     plan = search(problem)
     slices = [each.candidate.slices for each in plan.ranking]
     assert slices[0] == 1 and set(slices) == {1, 2} and slices == sorted(slices)
@@ -253,7 +256,8 @@ def test_the_time_left_is_that_of_all_passes(monkeypatch: pytest.MonkeyPatch) ->
     """The clock shows a second more each time, so the first run, of 8 steps, took one. Up to 16 finalists
     take as long as two each."""
     seconds, told = count(), list[str]()
-    monkeypatch.setattr("tailrace.clock.wall_time", lambda: float(next(seconds)))
+    clock = SimpleNamespace(wall_time=lambda: float(next(seconds)))
+    monkeypatch.setattr("tailrace.extras.plan.search.clock", clock)
     search(replace(PROBLEM, max_length_bias=1.0, progress=told.append))
     waiting = len(PROBLEM.candidates()[0]) - 1
     assert told[1].endswith(f"; about {waiting + 32} s left")
