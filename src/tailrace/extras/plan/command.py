@@ -174,11 +174,13 @@ def problem_of(config: RunConfig) -> Problem:
     config = with_published_defaults(config)
     if "tensor_parallel_size" not in type(config.engine).model_fields and not chooses_server(config):
         sim = sim.model_copy(update={"cluster": sim.cluster.model_copy(update={"tensor_parallel": 1})})
+    groups = _groups_per_step(config)
+    measured = round(MEASURED_SAMPLES / (groups * config.run.group_size))
     return Problem(
         sim=_with_table(without_rates(config.model_copy(update={"sim": sim}))),
         run=config.run,
-        groups_per_step=_groups_per_step(config),
-        steps=limits.steps or _steps(_groups_per_step(config) * config.run.group_size),
+        groups_per_step=groups,
+        steps=limits.steps or min(64, max(16, measured)),
         max_mean_lag=limits.max_mean_lag,
         min_ess=limits.min_ess,
         max_lag=inf if limits.max_lag is None else limits.max_lag,
@@ -367,8 +369,3 @@ def _numbers(each: Measured, devices: int) -> Mapping[str, object]:
         **{key: each.figures[key] for key in (*CELLS, *WRITTEN) if key in each.figures},
         "wasted": each.figures["waste_share"],
     }
-
-
-def _steps(samples: int) -> int:
-    """Optimizer steps that are measured, of so many samples each."""
-    return min(64, max(16, round(MEASURED_SAMPLES / samples)))

@@ -331,13 +331,11 @@ class Problem:
 
 def _slice(sim: SimSettings, num: int) -> SimSettings:
     """One of so many equal slices of a cluster. What does not depend on the number of samples stays."""
-
-    def share(section: str, key: str) -> Settings:
-        of = getattr(sim, section)
-        value = getattr(of, key)
-        return of.model_copy(update={key: value // num if isinstance(value, int) else value and value / num})
-
-    keys = dict(
-        engines="count", trainer="tokens_per_s", reference="tokens_per_s", rewards="workers", lengths="rows"
-    )
-    return sim.model_copy(update={section: share(section, key) for section, key in keys.items()})
+    shares = dict(engines="count", rewards="workers", lengths="rows")
+    rates = dict(trainer="tokens_per_s", reference="tokens_per_s")
+    changes = dict[str, Settings]()
+    for section, key in (shares | rates).items():
+        value = getattr(of := getattr(sim, section), key)
+        divided = value and (value / num if section in rates else value // num)
+        changes[section] = of.model_copy(update={key: divided})
+    return sim.model_copy(update=changes)

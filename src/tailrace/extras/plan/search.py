@@ -145,10 +145,7 @@ def search(
 
 class _Told:
     """Measures, and tells how many were measured, the best so far, and about the time that is left.
-
-    Args:
-        num_finalists: candidates that are measured over all steps, at most.
-    """
+    `num_finalists`: candidates that are still to be measured over all steps, at most."""
 
     def __init__(self, problem: Problem, num_finalists: int) -> None:
         self._problem, self.num_finalists = problem, num_finalists
@@ -308,13 +305,8 @@ def _on_policy(
         return
     if found := [each for each in measured if not each.candidate.work.lag]:
         yield f"on-policy the best is {_compared(found[0], best)}"
-    elif (least := _least(floors)) > best.step_s:
+    elif (least := min((floors[each] for each in floors if not each.work.lag), default=0.0)) > best.step_s:
         yield f"by its bound an on-policy schedule takes at least {least / best.step_s:.2f}x the time"
-
-
-def _least(floors: Mapping[Candidate, float]) -> float:
-    """The least bound of an on-policy candidate."""
-    return min((floor for candidate, floor in floors.items() if not candidate.work.lag), default=0.0)
 
 
 def _compared(measured: Measured, best: Measured) -> str:
