@@ -1,7 +1,8 @@
 """The search: bounds, a short run of the promising candidates in virtual time, a long one of the best.
 
 What repeats in a large cluster is simulated once: both runs are of a slice of it, and then the best few are
-measured whole. A candidate that is predicted to be slower than what another one reaches is not measured. A
+measured whole. `dora` and `laminar`, which move requests to other engines, may seem faster on a slice, which
+has fewer. A candidate that is predicted to be slower than what another one reaches is not measured. A
 schedule is about as many seconds above its estimate on one division of the devices as on another, and other
 parameters of a schedule with the same lag at least half as many. So those are measured first, over few steps,
 that are predicted to be the fastest; and the best of them over all steps. All candidates train the same
@@ -115,9 +116,9 @@ def search(
         steps = min(problem.steps, max(FEWEST_STEPS, WHOLE // 2 // size))
         for left in range(WHOLE // (steps * size), 0, -1):
             if each := _first_of_slices(ranking):
-                candidate, sim = replace(each.candidate, slices=1), sims.pop(each.candidate)
-                sims[candidate] = sim
-                measured = told.measured(candidate, sim, steps, left)
+                candidate = replace(each.candidate, slices=1)
+                sims[candidate] = sims.pop(each.candidate)
+                measured = told.measured(candidate, sims[candidate], steps, left)
                 ranking.remove(each)
                 if is_within(measured):
                     ranking.append(replace(measured, variants=each.variants))
