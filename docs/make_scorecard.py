@@ -8,6 +8,7 @@ paper is a new file, a new release a new folder. A test compares the committed p
 """
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -23,7 +24,8 @@ INTRODUCTION = """\
 
 Each printed or measured figure beside ours, with the error: a column a release, the worst first. *Predicted*:
 nothing was chosen to meet it. *Determined*: it follows from fitted figures or from other rows by arithmetic.
-*Fitted*: a parameter was chosen to meet it. Of a range the middle counts; *inside*: ours is in the range.
+*Fitted*: a parameter was chosen to meet it. Of a range the middle counts; *inside*: ours is in the range. The
+class is that of the newest release; a row that had another one is listed with the reason.
 """
 
 
@@ -53,13 +55,31 @@ def _add(parts: dict[str, dict[str, Any]], paper: dict[str, Any], release: str) 
             row = rows.setdefault(what, {"what": what})
             row |= {"measured": figure["printed"], "unit": unit, "kind": figure["kind"]}
             row[release] = figure["ours"]
+            row["kinds"] = row.get("kinds", {}) | {release: figure["kind"]}
     parts[name] = part | {"row": list(rows.values())}
 
 
 def scorecard(data: dict[str, Any]) -> str:
     """Return the page as Markdown. `data`: releases, and parts with rows, as docs/scorecard.toml explains."""
     parts = [INTRODUCTION.strip(), *(_part(each, data["releases"]) for each in data["part"])]
-    return "\n\n".join(parts) + "\n"
+    parts += [_changes(data["part"], data.get("reclassified", []))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _changes(parts: list[dict[str, Any]], reasons: list[dict[str, str]]) -> str:
+    """Return the rows whose class differs between releases, each with its reason. Raises a LookupError if a
+    row has none."""
+    lines = []
+    for part in parts:
+        for row in part["row"]:
+            kinds = [*dict.fromkeys(row.get("kinds", {}).values())]
+            if len(kinds) > 1:
+                found = [each["why"] for each in reasons if re.search(each["rows"], row["what"])]
+                if not found:
+                    raise LookupError(f"{part['title']}, {row['what']}: no reason for its class {kinds[-1]}")
+                lines.append(_line(part["title"], row["what"], " to ".join(kinds), found[0]))
+    head = ["## Rows of another class", "", _line("", "", "class", "reason"), "|---" * 4 + "|"]
+    return "\n".join([*head, *lines]) if lines else ""
 
 
 def _part(part: dict[str, Any], releases: list[str]) -> str:
@@ -73,6 +93,9 @@ def _part(part: dict[str, Any], releases: list[str]) -> str:
     lines.append(_medians("median error, predicted", predicted, releases))
     if 0 < len(single) < len(predicted):
         lines.append(_medians("the same without ranges", single, releases))
+    first = [row for row in part["row"] if next(iter(row.get("kinds", {}).values()), None) == "predicted"]
+    if first and first != predicted:
+        lines.append(_medians(f"the rows that {releases[0]} predicts", first, releases))
     return "\n".join([*lines, *(["", part["note"]] if "note" in part else [])])
 
 

@@ -10,7 +10,6 @@ import pytest
 from make_scorecard import DATA, RESULTS, error, read_data, scorecard
 from reproductions.__main__ import PAPERS
 
-RELEASE = "0.1.0"
 PRINTED = [name for name in PAPERS if name != "staleness"]  # it has closed forms, and no printed figures
 
 
@@ -22,7 +21,7 @@ def test_the_page_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_each_printed_figure_of_a_paper_has_a_row_with_its_kind(name: str) -> None:
-    written = json.loads((RESULTS / RELEASE / f"{name}.json").read_text())
+    written = json.loads(max(RESULTS.glob(f"*/{name}.json")).read_text())
     assert list(written["tables"]) == list(import_module(f"reproductions.{name}").PAPER.tables)
     printed = [each for table in written["tables"].values() for each in table if each["printed"] is not None]
     (part,) = (part for part in read_data()["part"] if part["title"] == name)
@@ -35,6 +34,21 @@ def test_the_predicted_rows_of_a_part_stand_first_and_the_worst_of_them_at_the_t
     page = scorecard({"releases": ["1.0"], "part": [{"title": "Live", "command": "run", "row": rows}]})
     assert [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ")][1:5] == list("bcad")
     assert page.endswith("|  | median error, predicted |  | 30.0% of 3 |\n")
+
+
+def test_a_row_that_changes_its_class_is_listed_with_the_reason_and_its_first_class_keeps_a_median() -> None:
+    kinds = [{"1.0": "predicted", "1.1": "fitted"}, {"1.0": "predicted", "1.1": "predicted"}]
+    rows = [
+        {"what": what, "measured": 10, "1.0": 15, "1.1": 11, "kind": its["1.1"], "kinds": its}
+        for what, its in zip(("a", "b"), kinds, strict=True)
+    ]
+    data = {"releases": ["1.0", "1.1"], "part": [{"title": "Live", "command": "run", "row": rows}]}
+    page = scorecard(data | {"reclassified": [{"rows": "^a$", "why": "a cost is fitted to it"}]})
+    assert "|  | median error, predicted |  | 50.0% of 1 | 10.0% of 1 |" in page
+    assert "|  | the rows that 1.0 predicts |  | 50.0% of 2 | 10.0% of 2 |" in page
+    assert page.endswith("| Live | a | predicted to fitted | a cost is fitted to it |\n")
+    with pytest.raises(LookupError, match="Live, a: no reason for its class fitted"):
+        scorecard(data)
 
 
 def test_no_row_of_the_page_is_above_a_worse_one_of_its_kind() -> None:
