@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, config_of
 from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.trainer import OffloadSettings
 from tailrace.drivers.assembly.simulation import sim_settings
@@ -26,7 +26,7 @@ from tailrace.sim.settings import (
 
 RUN = {"run": {"rounds": 1, "group_size": 4}, "schedule": {"name": "serial", "groups_per_round": 4}}
 PEAK = {f"{name}_efficiency": 1.0 for name in ("bandwidth", "decode", "prefill", "training", "link")} | {
-    "overhead_s": 0.0,
+    **dict.fromkeys(("overhead_s", "overhead_per_request_s", "update_s"), 0.0),
     "memory_share": 1.0,
 }
 
@@ -67,6 +67,31 @@ def test_the_rates_of_a_seven_billion_model_on_eight_devices() -> None:
     # Adam over a quarter of the parameters; float32 gradients and bfloat16 weights over the links
     assert trainer.step_s == pytest.approx(30 * weights / 2 / (4 * 3350e9) + 3 * weights / 450e9)
     assert trainer.publish_s == pytest.approx(weights / 450e9)
+    # forward, backward and forward again: 4 passes of 2 FLOPs a layer and dimension of the queries
+    assert trainer.attention_s == pytest.approx(4 * 2 * 28 * 28 * 128 / (4 * 989.4e12))
+
+
+def test_an_optimizer_step_takes_the_given_seconds_more_or_those_of_its_parameters() -> None:
+    """0.19 s for each 1e9 parameters, whatever the devices."""
+    none, given, default = (
+        rates(on(devices=8, update_s=update_s)).trainer.step_s for update_s in (0.0, 3.0, None)
+    )
+    assert given == pytest.approx(none + 3.0)
+    assert default == pytest.approx(none + 0.19 * 7.615616512)
+
+
+def test_the_host_takes_time_for_each_running_request_however_many_devices_an_engine_has() -> None:
+    engines = rates(on(overhead_per_request_s=1e-4, tensor_parallel=2)).engines
+    without = rates(on(tensor_parallel=2)).engines
+    for width in (1, 4):
+        with_host_s, without_s = (Steps.of(each, 300, 0, width).first_s for each in (engines, without))
+        assert with_host_s == pytest.approx(without_s + 300 * 1e-4)
+
+
+@pytest.mark.parametrize("key", ["update_s", "overhead_per_request_s"])
+def test_a_cost_below_zero_is_refused_by_its_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sim\.cluster\.{key} = -1.* greater than or equal to 0"):
+        config_of(RUN | {"sim": {"cluster": {key: -1}}})
 
 
 def test_two_devices_an_engine_divide_the_work_and_all_reduce_twice_a_layer() -> None:

@@ -49,6 +49,21 @@ def test_a_step_trains_what_was_accumulated_since_the_last_and_counts_its_own_ti
     clock.run(main(), virtual=True)
 
 
+@pytest.mark.parametrize(("replicas", "expected_s"), [(None, 2 + 2 * 16), (1, 2 * (2 + 2 * 16))])
+def test_attention_takes_time_by_the_square_of_each_sequence(replicas: int | None, expected_s: float) -> None:
+    """Two sequences of 4 tokens, one of them the prompt; one replica of two has half of the speed."""
+
+    async def main() -> None:
+        trainer = SimTrainer(SimTrainerSettings(tokens_per_s=4.0, attention_s=1.0), replicas=2)
+        samples = [sample(number) for number in range(2)]
+        for one in samples:
+            one.grow(2, version=0)
+        await trainer.accumulate([samples], version=0, replicas=replicas)
+        assert clock.now() == expected_s
+
+    clock.run(main(), virtual=True)
+
+
 def test_the_effective_sample_size_is_one_on_policy_and_falls_with_age() -> None:
     async def main() -> None:
         trainer = SimTrainer(SimTrainerSettings(drift=0.5))

@@ -2,8 +2,10 @@
 
 A decode step reads the weights once (base_s) and the KV cache (context_s), or computes (compute_s), whichever
 bounds it, and all-reduces twice a layer over the devices of the engine. Prefill and training are bound by
-arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 2020, section 2.1). Left out are
-the FLOPs of attention over the context, the communication of a prefill, and activations in memory.
+arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 2020, section 2.1), and in
+training for attention, too: a token meets half of its sequence on average, with 4 FLOPs a layer and dimension
+of the queries (the same section). Left out are attention and communication of a prefill, and activations in
+memory.
 
 Rates of devices are peaks of one device, in one direction for links. `SimClusterSettings` says which share of
 them is reached.
@@ -115,6 +117,8 @@ ALL_REDUCES = 2
 OPTIMIZER_BYTES = 30
 """Bytes that a step of Adam reads and writes for each parameter: weight, momentum and variance in float32
 (24), the gradient (4) and the weight in bfloat16 (2)."""
+UPDATE_S = 0.19e-9
+"""Seconds of an optimizer step for each parameter (`SimClusterSettings.update_s`)."""
 RESTART_S = 10.0
 """Seconds of an engine's restart without its weights. Assumed."""
 
@@ -131,7 +135,10 @@ def rates(settings: SimSettings) -> SimSettings:
     setup.check_devices()
     setup.check_memory()
     engines = _filled(settings.engines, setup.engine_rates())
-    trainer = _filled(settings.trainer, setup.trainer_rates())
+    training = setup.trainer_rates()
+    if "tokens_per_s" in settings.trainer.model_fields_set:
+        training["attention_s"] = 0.0  # a rate that is given has it
+    trainer = _filled(settings.trainer, training)
     filled = settings.model_copy(update={"engines": engines, "trainer": trainer})
     _check_lengths(filled, setup.model)
     return filled
@@ -268,6 +275,7 @@ class _Setup:
             "slope_s": reduced * (size - 1) / size / self.link(size),
             "reduce_s": reduced / self.link(size),
             "overhead_s": cluster.overhead_s + hop_s * log2(size),
+            "overhead_per_request_s": cluster.overhead_per_request_s,
             "communication_s": hop_s,
             "kv_tokens": int((self.engine_memory - self.weight_bytes) / kv_bytes),
             "weight_tokens": int(self.weight_bytes / kv_bytes),
@@ -305,7 +313,10 @@ class _Setup:
     def trainer_rates(self) -> dict[str, float]:
         """All state is sharded over the trainer's devices. A step reduces gradients, gathers weights."""
         cluster, device, model, num = self.cluster, self.device, self.model, self.training
-        flops = (8 if cluster.recompute_activations else 6) * self.multiplied
+        passes = 4 if cluster.recompute_activations else 3  # in forward passes; backward is two
+        flops_per_s = num * device.flops * cluster.training_efficiency
+        attention = 2 * model.num_layers * model.query_size
+        update_s = UPDATE_S * model.num_parameters if cluster.update_s is None else cluster.update_s
         optimizer_s = (
             OPTIMIZER_BYTES * model.num_parameters / (num * device.bytes_per_s * cluster.bandwidth_efficiency)
         ) * (cluster.trainer_replicas or 1)
@@ -315,8 +326,9 @@ class _Setup:
         exchange_s = 3 * self.weight_bytes / self.link(num) if num > 1 else 0.0
         swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s("weights")}
         return ({} if cluster.rollout_devices else swaps) | {
-            "tokens_per_s": num * device.flops * cluster.training_efficiency / flops,
-            "step_s": optimizer_s + exchange_s,
+            "tokens_per_s": flops_per_s / (2 * passes * self.multiplied),
+            "attention_s": passes * attention / flops_per_s,
+            "step_s": optimizer_s + exchange_s + update_s,
             "publish_s": gather_s + write_s if cluster.rollout_devices else 0.0,
         }
 

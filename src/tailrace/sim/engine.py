@@ -11,13 +11,13 @@ of the others, and `abort_s` is paid.
 
 The time of decode steps has a closed form. A step of n running requests takes
 
-    overhead_s + max(base_s, compute_s * n) + slope_s * n + context_s * P
+    overhead_s + max(base_s, compute_s * n) + (slope_s + overhead_per_request_s) * n + context_s * P
 
 seconds, where P positions are in the KV cache when it begins. A step adds n positions. So k steps that begin
 with P positions take k * first_s + growth_s * k * (k - 1) / 2 seconds, where first_s is the time of the
 first and growth_s = context_s * n.
 
-Engines that were joined to one tensor-parallel group divide all but overhead_s, and communicate: see
+Engines that were joined to one tensor-parallel group divide all but the overheads, and communicate: see
 `communication_s` and `reduce_s` of `SimEngineSettings`.
 
 Engines may die at random and are started again (`Faults`).
@@ -69,12 +69,13 @@ class Steps(NamedTuple):
         """
         alone_s = max(cost.base_s, cost.compute_s * num_running) + cost.slope_s * num_running
         growth_s = cost.context_s * num_running
+        host_s = cost.overhead_s + cost.overhead_per_request_s * num_running
         if cost.context_s:
             alone_s += cost.context_s * kv_positions
         if width > 1:
             reduced_s = cost.communication_s * log2(width) + cost.reduce_s * num_running * (1 - 1 / width)
-            return cls(alone_s / width + reduced_s + cost.overhead_s, growth_s / width)
-        return cls(alone_s + cost.overhead_s, growth_s)
+            return cls(alone_s / width + reduced_s + host_s, growth_s / width)
+        return cls(alone_s + host_s, growth_s)
 
     def slower(self, factor: float) -> "Steps":
         return Steps(self.first_s * factor, self.growth_s * factor)

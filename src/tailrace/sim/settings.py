@@ -20,7 +20,7 @@ DEFAULT_MAX_TOKENS = 16_384
 
 class SimEngineSettings(Settings):
     """Continuous batching in whole decode steps of overhead_s + max(base_s, compute_s * running) +
-    slope_s * running + context_s * positions in the KV cache."""
+    (slope_s + overhead_per_request_s) * running + context_s * positions in the KV cache."""
 
     count: int | None = Field(default=None, ge=1)
     """Engines. None: engine.replicas of the config."""
@@ -39,6 +39,8 @@ class SimEngineSettings(Settings):
     """Seconds of arithmetic of each running request. A step takes at least their sum."""
     overhead_s: float = Field(default=0.0, ge=0)
     """Seconds of a decode step that neither more devices nor a smaller model make shorter."""
+    overhead_per_request_s: float = Field(default=0.0, ge=0)
+    """The same, for each running request."""
     kv_tokens: int = Field(default=10_000_000, ge=1)
     """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
@@ -68,6 +70,8 @@ class SimTrainerSettings(Settings):
 
     tokens_per_s: float = Field(default=60_000.0, gt=0)
     """Tokens of forward and backward, prompts included, of all replicas together."""
+    attention_s: float = Field(default=0.0, ge=0)
+    """Seconds of attention for the square of a sequence's tokens, of all replicas together."""
     pass_s: float = Field(default=0.0, ge=0)
     """Seconds of each pass of forward and backward, whatever its tokens."""
     step_s: float = Field(default=0.5, ge=0)
@@ -271,6 +275,14 @@ class SimClusterSettings(Settings):
     """Share of the bandwidth that links, network and host memory reach. Default: assumed."""
     overhead_s: float = Field(default=2e-3, ge=0)
     """Seconds of a decode step for scheduling, launches and sampling. Default: assumed."""
+    overhead_per_request_s: float = Field(default=14e-6, ge=0)
+    """Seconds that the host adds to a decode step for each running request. Default: scheduling in Vidur's
+    profile of an A100 (Agrawal et al., 2024): 0.165 ms with 8 requests, 0.952 ms with 64."""
+    update_s: float | None = Field(default=None, ge=0)
+    """Seconds that each optimizer step takes beside its passes, Adam and its communication. None: 0.19 s for
+    each 1e9 parameters. DORA (Hu et al., 2026, Fig. 8) prints training times of 32.8e9 parameters on n H800
+    that are a / n + 11.2 s an optimizer step; links take 4.9 s of these. That it grows with the parameters
+    is assumed."""
     recompute_activations: bool = True
     """Whether the trainer computes the forward pass twice to save memory: 8 instead of 6 FLOPs a parameter
     and token."""

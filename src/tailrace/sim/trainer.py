@@ -57,7 +57,7 @@ class SimTrainer:
         samples = [sample for unit in units for sample in unit]
         self._check("accumulate", self._awake != "asleep")
         rate = self._cost.tokens_per_s * (replicas or self.replicas) / self.replicas
-        await self._work(self._cost.pass_s + _num_positions(samples) / rate)
+        await self._work(self._cost.pass_s + self._compute_s(samples, rate))
         self._accumulated += samples
         self._log_weights += self._variances(samples, version)
 
@@ -81,8 +81,14 @@ class SimTrainer:
     async def ess(self, units: Sequence[Sequence[Sample]], *, version: int) -> float:
         samples = [sample for unit in units for sample in unit]
         # A forward pass is a third of a training pass.
-        await self._work(_num_positions(samples) / self._cost.tokens_per_s / 3)
+        await self._work(self._compute_s(samples, self._cost.tokens_per_s) / 3)
         return _ess(self._variances(samples, version))
+
+    def _compute_s(self, samples: Sequence[Sample], rate: float) -> float:
+        """Return the seconds of forward and backward. `rate`: tokens_per_s of the replicas that work."""
+        sequences = [sample.num_sequence_tokens for sample in samples if sample.num_loss_tokens]
+        squares_s = self._cost.attention_s * sum(num**2 for num in sequences)
+        return sum(sequences) / rate + squares_s * (self._cost.tokens_per_s / rate)
 
     def _variances(self, samples: Sequence[Sample], version: int) -> list[tuple[int, float]]:
         """Tokens in the loss, by span, and the variance of their log importance weights: (drift * age)^2."""
@@ -145,10 +151,6 @@ class SimTrainer:
         if (rest_s := self._back_s - now()) > 0:
             await asyncio.sleep(rest_s)
         return self._num_deaths
-
-
-def _num_positions(samples: Sequence[Sample]) -> int:
-    return sum(sample.num_sequence_tokens for sample in samples if sample.num_loss_tokens)
 
 
 def _ess(log_weights: Sequence[tuple[int, float]]) -> float:

@@ -48,15 +48,20 @@ def test_engines_and_trainer_take_as_long_as_in_the_run(cluster: dict[str, int],
     steps = load.mean_tokens if streams else load.longest(GROUPS)
     expected_s = generation_seconds(FITTED.engines, load, samples, steps)
     assert generation_seconds(sim.engines, load, samples, steps) == pytest.approx(expected_s, rel=0.05)
-    positions = samples * (load.mean_tokens + PROMPT)
-    trained_s = positions / sim.trainer.tokens_per_s + sim.trainer.step_s
-    assert trained_s == pytest.approx(positions / 4000 + 1.0)
+    assert load.passes_s(sim.trainer, samples) == pytest.approx(load.passes_s(FITTED.trainer, samples))
+    assert sim.trainer.step_s == pytest.approx(1.0), "the constant of an update is that of the run"
 
 
 def test_a_measured_time_of_the_training_counts_instead_of_its_costs() -> None:
     sim = rates(without_rates(calibrated(config(), FITTED, GROUPS, 7.0, False)))
-    positions = GROUPS * SIZE * (workload(sim).mean_tokens + PROMPT)
-    assert positions / sim.trainer.tokens_per_s + sim.trainer.step_s == pytest.approx(7.0)
+    assert sim.trainer.step_s == pytest.approx(1.0)
+    assert workload(sim).passes_s(sim.trainer, GROUPS * SIZE) == pytest.approx(6.0)
+
+
+def test_a_run_whose_updates_are_alike_has_the_constant_of_the_cluster() -> None:
+    trainer = FITTED.trainer.model_copy(update={"step_s": 0.5})
+    found = calibrated(config(), FITTED.model_copy(update={"trainer": trainer}), GROUPS, 7.0, False, 0.5)
+    assert found.sim.cluster and found.sim.cluster.update_s is None
 
 
 def test_costs_of_the_config_give_way_to_those_of_the_run() -> None:

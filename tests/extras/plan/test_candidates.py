@@ -81,6 +81,12 @@ def test_the_batch_is_limited_by_slots_and_by_the_kv_cache() -> None:
         assert found.generation_s == pytest.approx(steps * 0.01 + 400 * 0.001)
 
 
+def test_passes_of_a_workload_take_time_by_its_tokens_and_by_their_squares() -> None:
+    """With their prompts sequences have 200, 400, 300, 300 tokens."""
+    trainer = SimTrainerSettings(tokens_per_s=100.0, attention_s=1e-4)
+    assert LOAD.passes_s(trainer, 4) == pytest.approx(1200 / 100 + 1e-4 * (4 + 16 + 9 + 9) * 1e4)
+
+
 def test_losers_of_a_race_have_a_round_of_their_own() -> None:
     """Of 1, 9, 2 the two shortest win; of 8, 3, 4, too; then 9 and 8 have a round."""
     load = Workload([[tokens] for tokens in (1, 9, 2, 8, 3, 4)], prompt_tokens=1)

@@ -33,8 +33,11 @@ from tailrace.sim.trainer import SimReference, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts, law_of
 
 OF_DEVICES = {
-    "engines": ("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
-    "trainer": ("tokens_per_s", "step_s", "swap_s", "early_swap_s"),
+    "engines": (
+        *("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
+        "overhead_per_request_s",
+    ),
+    "trainer": ("tokens_per_s", "attention_s", "step_s", "swap_s", "early_swap_s"),
 }
 """Keys of [sim] that depend on the model and on the devices."""
 

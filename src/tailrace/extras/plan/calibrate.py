@@ -9,6 +9,7 @@ from tailrace.sim.cluster import rates
 from tailrace.sim.settings import SimClusterSettings, SimEngineSettings, SimSettings, SimTrainerSettings
 
 DECODING = ("bandwidth_efficiency", "decode_efficiency", "prefill_efficiency")
+OVERHEADS = ("overhead_s", "overhead_per_request_s")
 NUM_STEPS = 64
 """Optimizer steps whose prompts give the lengths of the responses of a step."""
 PASSES = 8
@@ -16,16 +17,23 @@ PASSES = 8
 
 
 def calibrated(
-    config: RunConfig, fitted: SimSettings, groups_per_step: int, training_s: float | None, streams: bool
+    config: RunConfig,
+    fitted: SimSettings,
+    groups_per_step: int,
+    training_s: float | None,
+    streams: bool,
+    others_s: float = 0.0,
 ) -> RunConfig:
-    """The config with a run's lengths and rewards, and with the efficiencies of [sim.cluster] at which its
-    engines and trainer take as long as in the run. The division of the devices and other costs are left open.
-    Raises a ConfigError if no efficiency explains the run.
+    """The config with a run's lengths and rewards, with the efficiencies of [sim.cluster] at which its
+    engines and trainer take as long as in the run, and with update_s where the run tells it from the passes.
+    The division of the devices and other costs are left open. Raises a ConfigError if no efficiency explains
+    the run.
 
     Args:
         fitted: the costs of the run on the devices of the cluster, divided as they are there.
         training_s: seconds in which it trains a step; None: they follow from the costs.
         streams: it does not wait for the longest response of a step.
+        others_s: of an optimizer step in `fitted`, the seconds that are no part of its training.
     """
     sim, cluster = config.sim, config.sim.cluster
     if cluster is None:
@@ -38,21 +46,29 @@ def calibrated(
     lengths = response_lengths(sim, size, prompts, config.run.seed)
     load, samples = Workload(lengths, sim.lengths.prompt_tokens), groups_per_step * size
     steps = load.mean_tokens if streams else load.longest(groups_per_step)
-    positions = samples * (load.mean_tokens + load.prompt_tokens)
+    passes_s = load.passes_s(fitted.trainer, samples)
+    constant_s = fitted.trainer.pass_s + fitted.trainer.step_s - others_s
     if training_s is None:
-        training_s = positions / fitted.trainer.tokens_per_s + fitted.trainer.step_s
+        training_s = passes_s + constant_s + others_s
     given = {"count": config.engine.num_engines, "slots": engines.slots}
     given = {key: value for key, value in given.items() if getattr(fitted.engines, key) is None}
     wanted_s = generation_seconds(fitted.engines.model_copy(update=given), load, samples, steps)
+    if constant_s > 0:  # the updates of the run told it from the passes
+        cluster = cluster.model_copy(update={"update_s": 0.0})
     for _ in range(PASSES):
         config = config.model_copy(update={"sim": sim.model_copy(update={"cluster": cluster})})
         computed = rates(without_rates(config))
         slower = wanted_s / generation_seconds(computed.engines, load, samples, steps)
         changes = {key: getattr(cluster, key) / slower for key in DECODING}
-        passes_s = max(1e-9, training_s - computed.trainer.step_s)
-        faster = positions / computed.trainer.tokens_per_s / passes_s
+        costs = {key: getattr(cluster, key) * slower for key in OVERHEADS}
+        step_s = computed.trainer.step_s
+        if constant_s > 0:
+            links_s = step_s - (cluster.update_s or 0.0)
+            step_s = max(constant_s, links_s)
+            costs["update_s"] = step_s - links_s
+        faster = load.passes_s(computed.trainer, samples) / max(1e-9, training_s - step_s)
         changes["training_efficiency"] = cluster.training_efficiency * faster
-        cluster = cluster.model_copy(update=changes | {"overhead_s": cluster.overhead_s * slower})
+        cluster = cluster.model_copy(update=changes | costs)
     for key, value in changes.items():
         if value > 1:
             problem = "the run is faster than these devices could be with this model"

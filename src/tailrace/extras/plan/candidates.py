@@ -19,7 +19,7 @@ from tailrace.rollout.admission import Frontier, FrontierFirst
 from tailrace.rollout.placement import Kind
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.engine import Steps
-from tailrace.sim.settings import SimClusterSettings, SimSettings
+from tailrace.sim.settings import SimClusterSettings, SimSettings, SimTrainerSettings
 from tailrace.sim.world import Lengths, SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
@@ -75,8 +75,17 @@ class Workload:
     @cached_property
     def mean_context(self) -> float:
         """Positions of a running request, mean over its decode steps."""
-        squares = fmean(fmean(tokens**2 for tokens in group) for group in self.groups)
-        return self.prompt_tokens + squares / self.mean_tokens / 2
+        return self.prompt_tokens + self._mean_square / self.mean_tokens / 2
+
+    @cached_property
+    def _mean_square(self) -> float:
+        return fmean(fmean(tokens**2 for tokens in group) for group in self.groups)
+
+    def passes_s(self, trainer: SimTrainerSettings, samples: int) -> float:
+        """Seconds of forward and backward of some samples."""
+        prompt, mean = self.prompt_tokens, self.mean_tokens
+        squares = self._mean_square + 2 * prompt * mean + prompt**2
+        return samples * ((prompt + mean) / trainer.tokens_per_s + trainer.attention_s * squares)
 
     @cached_property
     def longest_of_group(self) -> float:
@@ -117,7 +126,7 @@ class Workload:
         R, U, K, trainer = groups_per_round, groups_per_step, len(self.groups[0]), sim.trainer
         num_engines, longest = sim.engines.count or 1, self.longest_of_group
         slots = num_engines * (sim.engines.slots or R * K)
-        train_s = K * (self.prompt_tokens + self.mean_tokens) / trainer.tokens_per_s + trainer.step_s / U
+        train_s = self.passes_s(trainer, K) + trainer.step_s / U
 
         def step_s(num_requests: float) -> float:
             running = ceil(min(num_requests, slots) / num_engines)

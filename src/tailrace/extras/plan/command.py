@@ -127,9 +127,11 @@ def from_run(config: RunConfig, path: Path) -> tuple[RunConfig, PeerLog]:
         problem = f"a step of {path} trains {log.mean('samples'):g} samples, and one of the config {samples}"
         remedy = "change it, or run.group_size"
         raise ConfigError("schedule.groups_per_step", _groups_per_step(config), problem, remedy)
-    fitted = fitted_run(path) if folder.config.exists() else fit_peer(log)
-    training_s = log.mean("update_s") if log.has("update_s") else None
-    return calibrated(config, fitted.sim, samples // config.run.group_size, training_s, log.overlaps), log
+    is_own = folder.config.exists()
+    fitted = fitted_run(path) if is_own else fit_peer(log)
+    training_s, others_s = log.mean("update_s") if log.has("update_s") else None, log.other_s * (not is_own)
+    groups = samples // config.run.group_size
+    return calibrated(config, fitted.sim, groups, training_s, log.overlaps, others_s), log
 
 
 def _against(log: PeerLog, found: Plan, asked: Problem, cluster: SimClusterSettings) -> Plan:

@@ -91,7 +91,7 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
     busy_s = generation_seconds(engines, load, samples, alive_steps)
     waited_steps = max(alive_steps, work.waited_tokens(load))
     generation_s = generation_seconds(engines, load, samples, waited_steps)
-    pass_s = samples * (load.mean_tokens + load.prompt_tokens) / trainer.tokens_per_s
+    pass_s = load.passes_s(trainer, samples)
     last_s, others_s = trainer.step_s / work.steps, trainer.step_s * (work.steps - 1) / work.steps
     publish_s, load_s = trainer.publish_s / work.steps, engines.load_s / work.steps
     reward_s = sim.rewards.median_s / work.steps if sim.rewards.code is None else 0.0
@@ -116,7 +116,8 @@ def generation_seconds(cost: SimEngineSettings, load: Workload, samples: int, st
     room = max(1.0, cost.kv_tokens / load.mean_context)
     steps = max(steps, tokens / min(cost.slots or room, room))
     base_s = max(cost.base_s * steps, cost.compute_s * tokens)
-    return cost.overhead_s * steps + base_s + (cost.slope_s + cost.context_s * load.mean_context) * tokens
+    slope_s = cost.slope_s + cost.overhead_per_request_s + cost.context_s * load.mean_context
+    return cost.overhead_s * steps + base_s + slope_s * tokens
 
 
 class TrainedLengths:
