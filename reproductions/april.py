@@ -114,7 +114,11 @@ def sim_settings(setting: Setting) -> SimSettings:
     median_tokens, sigma = LENGTHS[setting.data]
     lengths = {"median_tokens": median_tokens, "sigma": sigma, "correlation": CORRELATION[setting.algorithm]}
     sections = {
-        "cluster": {**CLUSTER, "model": setting.model, "bandwidth_efficiency": 0.32},
+        # The fitted share of the bandwidth holds what the host takes for each request.
+        "cluster": {
+            **CLUSTER,
+            **{"model": setting.model, "bandwidth_efficiency": 0.32, "overhead_per_request_s": 0.0},
+        },
         "engines": {"slots": 1024},
         "lengths": lengths | {"max_tokens": MAX_TOKENS, "prompt_tokens": 150},
         "rewards": {"workers": 512, "median_s": 0.01, "sigma": 0.0, "solvable": SOLVABLE},

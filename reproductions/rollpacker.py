@@ -302,9 +302,9 @@ printed 4 | limits of 30 s for programs and 2 s for rules; 5% of the prompts hav
     half of the judge's layers are copied | sections 4.3, 5 and 6.5
 fitted 2 | the median length is 1/29 of the limit, sigma is 1.05 | the longest response, 25 to 32 times as
     long as the median (section 1), and the 75th percentile of Code (section 2.2)
-fitted 3 | training reaches 8.5% of the devices' FLOP/s; a reward of Math takes 0.3 s and one of the judge 0.8
+fitted 3 | training reaches 8.7% of the devices' FLOP/s; a reward of Math takes 0.3 s and one of the judge 0.8
     s | Table 1
-fitted 1 | 27 s of a round beside its stages | the four rows of Qwen2.5-7B in Table 2
+fitted 1 | 25.5 s of a round beside its stages | the four rows of Qwen2.5-7B in Table 2
 assumed 8 | 32, 256 and 64 reward workers; programs of 4 cases of 0.2 s; prompts of 200 tokens; engines with
     60% of the memory and 256 slots |
 fitted 1 | Figs. 6 and 12b: the median length is 32% of the limit | the 87% of Fig. 6b

@@ -45,7 +45,7 @@ ROUNDS = 2 * PERIOD
 NODE = 8
 """Devices of a server: the largest tensor-parallel size (section 4.2)."""
 MEDIAN_OF_LIMIT, SIGMA = 1 / 29, 1.05
-TRAINING_EFFICIENCY, ROUND_S = 0.085, 27.0
+TRAINING_EFFICIENCY, ROUND_S = 0.087, 25.5
 """Fitted: forward and backward of the actor as a share of the devices' FLOP/s, with the forward passes of the
 reference in it; seconds that each round takes beside its stages."""
 

@@ -26,6 +26,7 @@ from reproductions.rollpacker_runs import (
     LARGE,
     PERIOD,
     REWARDS,
+    ROUND_S,
     SMALL,
     TAIL_BATCHING,
     VERL,
@@ -145,8 +146,8 @@ def test_each_part_has_a_bar_of_its_own_and_the_unexplained_seconds_a_row(
     assert [round(figure.printed, 2) for figure in own] == [1.55, 1.0, 1.01]
     assert all(figure.tolerance == 0.15 * figure.printed for figure in own)
     before, after = run(few, VERL), run(few, PARTS["+ trainer"])
-    free = [(each.seconds - 27 * len(each.rounds)) / each.seconds for each in (before, after)]
-    ours = rows["all parts, without the 27 s"].ours
+    free = [(each.seconds - ROUND_S * len(each.rounds)) / each.seconds for each in (before, after)]
+    ours = rows[f"all parts, without the {ROUND_S:g} s"].ours
     assert ours == pytest.approx(cumulative[-1] * free[0] / free[1]) and ours > cumulative[-1]
     monkeypatch.setattr(rollpacker, "TASKS", ("Math",))
     monkeypatch.setattr(rollpacker, "FIRST", 1)
