@@ -28,10 +28,11 @@ ASYNCHRONOUS = Variant(tailbatch_of, asynchronous=True)
 SOLVED = Programs(solvable=(4.0, 4.0))
 """One prompt in 300 has no correct response among eight; of U-shaped solve rates, as assumed, one in five."""
 PROGRAMS: Mapping[str, Programs] = {
-    "prompts with solutions": SOLVED,
-    "the same, second epoch": replace(SOLVED, rows=512),
-    "the same, cases of 1 s": replace(SOLVED, median_s=1.0),
+    "cases of 1 s": Programs(median_s=1.0),
     "64 workers": Programs(workers=64),
+    "anchors that are learnt": Programs(referenced=False),
+    "the same, prompts with solutions": replace(SOLVED, referenced=False),
+    "the same, second epoch": replace(SOLVED, referenced=False, rows=512),
 }
 ANSWERS = (16, 32, 128)
 """Tokens that a judge writes."""
@@ -138,12 +139,14 @@ def figure_13c(seed: int) -> Table:
             fmean(_waits_s(replace(variant, programs=programs), rounds, seed))
             for variant in (ASYNCHRONOUS, REWARDS)
         )
-        figures.append(Figure(row, what, "x", None if row in PROGRAMS else 1.6, fixed_s / adaptive_s))
+        ours, printed = fixed_s / adaptive_s, None if row in PROGRAMS else 1.6
+        # The rule of the limit was read in the published code after the row had been seen.
+        figures.append(Figure(row, what, "x", printed, ours, "determined" if printed else "predicted"))
     notes = (
-        "A timeout adapts to a correct response to the same prompt. A short round has some eight prompts with"
-        " a program that never ends, and waits for the last of them: one without a correct response keeps the"
-        " 30 s. So the printed factor needs that nearly every prompt is solved, as in data filtered for it."
-        " With longer cases or fewer workers it is smaller: both timeouts then wait for other programs.",
+        "In the published code the limit is twice the reference time of the row, at least 2 s and at most"
+        " 30 s, from the first response on. Where the anchor is a correct response to the same prompt, as the"
+        " paper says, a prompt without one keeps the 30 s, and a short round waits for it: the printed factor"
+        " then needs that nearly every prompt is solved.",
     )
     return Table("Fig. 13c", f"adaptive timeout, {SMALL}, Code", tuple(figures), notes)
 

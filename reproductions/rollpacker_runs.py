@@ -134,6 +134,7 @@ class Programs:
         median_s: of the time of a test case.
         workers: test cases that run at the same time.
         rows: of the data, which come again in the next epoch; 0: no row comes again.
+        referenced: each row has a reference time (the column `reference_time` of the published code).
     """
 
     solvable: tuple[float, float] = SimRewardSettings().solvable
@@ -141,6 +142,7 @@ class Programs:
     median_s: float = 0.2
     workers: int = 256
     rows: int = 0
+    referenced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,9 @@ def rewards_of(task: Task, variant: Variant, anchors: Anchors, seed: int) -> Rew
     if task == "LLM-as-a-Judge":
         return SimRewards(SimRewardSettings(workers=64, median_s=0.8, timeout_s=60.0), first + 1)
     # Of 8 responses one or more never ends for 5% of the prompts (section 4.3): 1 - (1 - 0.0064)^8.
-    programs, timeout = variant.programs, TimeoutSettings(adaptive=variant.adaptive)
+    programs = variant.programs
+    reference = {"reference_column": "reference_time", "factor": 2.0} if programs.referenced else {}
+    timeout = TimeoutSettings.model_validate({"adaptive": variant.adaptive} | reference)
     code = SimCodeSettings(cases=programs.cases, median_s=programs.median_s, endless=0.0064, timeout=timeout)
     cost = SimRewardSettings(workers=programs.workers, solvable=programs.solvable)
     return SimCodeRewards(cost, code, first + 2, anchors)

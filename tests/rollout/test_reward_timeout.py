@@ -59,6 +59,20 @@ def test_evaluations_neither_learn_nor_have_a_limit_that_was_learnt() -> None:
     assert anchors.limit_s(sample(index=-1), 0, SETTINGS) == 30.0
 
 
+@pytest.mark.parametrize(("reference_s", "limit_s"), [(0.3, 2.0), (4.0, 8.0), (20.0, 30.0)])
+def test_a_reference_time_is_the_anchor_before_the_first_response_and_after(
+    reference_s: float, limit_s: float
+) -> None:
+    """min(max(2 x reference, 2), 30), as in the published code; a correct response changes nothing."""
+    anchors, settings = Anchors(), TimeoutSettings(reference_column="reference_time", factor=2.0)
+    for each in (sample(), sample(index=-1)):
+        assert anchors.limit_s(each, 0, settings, reference_s) == limit_s
+        with anchors.limit(each, 0, settings, reference_s) as limit:
+            anchors.observe(sample(), [14.0])
+            assert limit.seconds == limit_s
+        assert anchors.limit_s(each, 0, settings, reference_s) == limit_s
+
+
 def test_a_fixed_limit_stays() -> None:
     anchors = Anchors()
     anchors.observe(sample(), [4.0])

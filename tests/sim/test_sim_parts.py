@@ -235,3 +235,19 @@ def test_a_simulated_test_case_is_stopped_by_its_own_anchor() -> None:
         assert stopped_s == {round(1.5 * first_s, 6), round(max(first_s, 1.5 * second_s), 6)}
 
     clock.run(main(), virtual=True)
+
+
+def test_a_simulated_program_is_stopped_by_the_reference_time_before_any_is_correct() -> None:
+    """Twice the longest of its test cases; without the column a program that hangs has the whole limit."""
+
+    async def score(column: str | None) -> float:
+        timeout = TimeoutSettings(reference_column=column, min_s=0.01, factor=2.0, max_s=300.0)
+        code = SimCodeSettings(cases=1, median_s=4.0, sigma=0.0, endless=1.0, timeout=timeout)
+        start_s = clock.now()
+        await rewards_of(SimRewardSettings(code=code), 0, Anchors()).score(sample(0))
+        return clock.now() - start_s
+
+    async def main() -> None:
+        assert [await score(column) for column in ("reference_time", None)] == [8.0, 300.0]
+
+    clock.run(main(), virtual=True)

@@ -11,12 +11,16 @@ from tailrace.types import Sample
 class TimeoutSettings(Settings):
     """The time limit of a test case: min(max(min_s, factor * anchor), max_s) (RollPacker 4.3).
 
-    The anchor is the longest run of this test case among the correct responses to the prompt so far. Without
-    one, and in evaluations, the limit is max_s.
+    The anchor is the longest run of this test case among the correct responses to the prompt so far, or the
+    reference time of the row. Without one the limit is max_s. Evaluations learn no anchor and use none.
     """
 
     adaptive: bool = True
     """False: the limit is always max_s."""
+    reference_column: str | None = Field(default=None, min_length=1)
+    """Column with the seconds that a correct program takes for a test case: the anchor before the first
+    response, in evaluations, too. RollPacker's published code has it, with factor = 2. A simulation takes
+    the longest test case of a correct program, whatever the name. None: anchors are learnt."""
     factor: float = Field(default=1.5, ge=1, le=1000)
     """Lambda of the paper."""
     min_s: float = Field(default=2.0, gt=0, le=86_400)

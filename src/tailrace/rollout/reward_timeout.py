@@ -53,19 +53,26 @@ class Anchors:
         """Return to an earlier state."""
         self.longest_s = dict(longest_s)
 
-    def limit_s(self, sample: Sample, case: int, settings: TimeoutSettings) -> float:
-        """Return the time limit of a test case of a response: min(max(T_min, lambda T_anchor), T_max)."""
+    def limit_s(
+        self, sample: Sample, case: int, settings: TimeoutSettings, reference_s: float | None = None
+    ) -> float:
+        """Return the time limit of a test case of a response: min(max(T_min, lambda T_anchor), T_max).
+        `reference_s`: the anchor of the row; None: it is learnt."""
         # Rows of the evaluation set have numbers of their own.
         anchors_s = [] if sample.id.is_held_out else self.longest_s.get(_key(sample), [])
-        if case >= len(anchors_s) or not settings.adaptive:
+        anchor_s = next(iter(anchors_s[case : case + 1]), None) if reference_s is None else reference_s
+        if anchor_s is None or not settings.adaptive:
             return settings.max_s
-        return min(max(settings.min_s, settings.factor * anchors_s[case]), settings.max_s)
+        return min(max(settings.min_s, settings.factor * anchor_s), settings.max_s)
 
     @contextmanager
-    def limit(self, sample: Sample, case: int, settings: TimeoutSettings) -> Iterator[TimeLimit]:
-        """Yield the time limit of a test case that runs inside. Correct responses meanwhile lower it."""
-        limit = TimeLimit(self.limit_s(sample, case, settings))
-        if sample.id.is_held_out:
+    def limit(
+        self, sample: Sample, case: int, settings: TimeoutSettings, reference_s: float | None = None
+    ) -> Iterator[TimeLimit]:
+        """Yield the time limit of a test case that runs inside. Correct responses meanwhile lower it, unless
+        the row has a reference time."""
+        limit = TimeLimit(self.limit_s(sample, case, settings, reference_s))
+        if sample.id.is_held_out or reference_s is not None:
             yield limit
             return
         key, entry = (_key(sample), case), (limit, settings)

@@ -105,7 +105,8 @@ class SimCodeRewards:
         if chance.uniform() < code.endless:
             is_correct, times[chance.below(code.cases)] = False, math.inf
         wrong = None if is_correct or math.inf in times else chance.below(code.cases)
-        runs = [asyncio.create_task(self._run(sample, *each)) for each in enumerate(times)]
+        reference_s = max(medians_s) if code.timeout.reference_column else None
+        runs = [asyncio.create_task(self._run(sample, *each, reference_s)) for each in enumerate(times)]
         try:
             for number, run in enumerate(runs):
                 if not await run:
@@ -118,10 +119,11 @@ class SimCodeRewards:
         self._anchors.observe(sample, times)
         return 1.0
 
-    async def _run(self, sample: Sample, case: int, seconds: float) -> bool:
+    async def _run(self, sample: Sample, case: int, seconds: float, reference_s: float | None) -> bool:
         """Whether a test case ends in time."""
         async with self._workers:
-            with self._anchors.limit(sample, case, self._code.timeout) as limit, suppress(TimeoutError):
+            limited = self._anchors.limit(sample, case, self._code.timeout, reference_s)
+            with limited as limit, suppress(TimeoutError):
                 async with limit.enforced():
                     await asyncio.sleep(min(seconds, limit.seconds))
         return seconds <= limit.seconds

@@ -165,6 +165,34 @@ def test_rows_without_test_cases_go_to_the_reward_functions() -> None:
         asyncio.run(alone.score(saying("x", row={"answer": "x"})))
 
 
+@needs_bubblewrap
+def test_a_program_is_stopped_by_the_reference_time_of_its_row_before_any_response_is_correct() -> None:
+    timeout = TimeoutSettings(reference_column="meta.seconds", factor=2.0, min_s=0.3)
+    settings = CodeSettings(timeout=timeout)
+    sample = saying("while True: pass", SQUARES | {"meta": {"seconds": 0.01}})
+    limits = list[float]()
+
+    class Asked(Anchors):
+        def limit_s(self, *given: Any, **named: Any) -> float:
+            limits.append(super().limit_s(*given, **named))
+            return limits[-1]
+
+    rewards = rewards_of(Sandbox("bubblewrap", settings), settings, Asked())
+    assert asyncio.run(rewards.score(sample)) == 0.0
+    assert sample.timed_out and set(limits) == {0.3}
+
+
+@pytest.mark.parametrize("value", ["2", None, True, 0, -1.0, float("nan"), float("inf")])
+def test_a_reference_time_that_is_no_number_is_refused_with_row_and_value(value: object) -> None:
+    settings = CodeSettings(timeout=TimeoutSettings(reference_column="reference_time"))
+    rows = [SQUARES | {"reference_time": 1}, SQUARES | {"reference_time": value}]
+    problem = rf"row 1 of the data: reference_time = {value!r} is not a number of seconds above 0"
+    with pytest.raises(ConfigError, match=rf"reward.code.timeout.reference_column = .*{problem}"):
+        check_cases(rows, settings, others=False)
+    with pytest.raises(RewardFailed, match=rf"^reference_time: reference_time = {value!r} is not a number"):
+        asyncio.run(rewards_of(Unsteady(0), settings).score(saying(RIGHT, rows[1])))
+
+
 def test_columns_are_checked_before_the_start() -> None:
     settings, other = CodeSettings(), {"answer": "x"}
     check_cases([SQUARES], settings, others=False)

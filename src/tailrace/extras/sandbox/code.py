@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from math import isclose
+from math import inf, isclose
 from typing import Any, Literal
 
-from tailrace.contracts.reward import Rewards
+from tailrace.contracts.reward import Rewards, TimeoutSettings
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.settings import CodeSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
@@ -176,11 +176,12 @@ class CodeRewards:
             return await self._others.score(sample)
         sample.text = self._text_of(sample.scored_ids)
         cases = parse_cases(value)
+        reference_s = reference_time(sample.prompt.row, self._settings.timeout)
         program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
         is_cut_off = self.completed_only and sample.finish_reason == "length"
         if is_cut_off or not program.strip():
             return self._reward(sample, Counter(), len(cases))
-        verdicts, seconds = await self._run_all(sample, program, cases)
+        verdicts, seconds = await self._run_all(sample, program, cases, reference_s)
         if verdicts["passed"] == len(cases):
             self._anchors.observe(sample, seconds)
         sample.timed_out = verdicts["timeout"] > 0
@@ -193,12 +194,13 @@ class CodeRewards:
         return share if self._settings.score == "share" else float(share == 1.0)
 
     async def _run_all(
-        self, sample: Sample, program: str, cases: Sequence[Case]
+        self, sample: Sample, program: str, cases: Sequence[Case], reference_s: float | None
     ) -> tuple[Counter[CaseResult], list[float]]:
         """Return the number of each result, and the seconds of each test case that ran."""
         verdicts: Counter[CaseResult] = Counter()
         runs = [
-            asyncio.create_task(self._run(sample, program, case, number)) for number, case in enumerate(cases)
+            asyncio.create_task(self._run(sample, program, case, number, reference_s))
+            for number, case in enumerate(cases)
         ]
         try:
             for next_run in asyncio.as_completed(runs):
@@ -212,11 +214,13 @@ class CodeRewards:
             ended = await asyncio.gather(*runs, return_exceptions=True)
         return verdicts, [each[1] for each in ended if not isinstance(each, BaseException)]
 
-    async def _run(self, sample: Sample, program: str, case: Case, number: int) -> tuple[CaseResult, float]:
+    async def _run(
+        self, sample: Sample, program: str, case: Case, number: int, reference_s: float | None
+    ) -> tuple[CaseResult, float]:
         secret = os.urandom(16).hex()
         stdin = case.text if isinstance(case, StdinCase) else ""
         async with self._workers:
-            with self._anchors.limit(sample, number, self._settings.timeout) as limit:
+            with self._anchors.limit(sample, number, self._settings.timeout, reference_s) as limit:
                 execution = await self._execute(_job(program, case, secret), stdin, limit)
         if execution.end == "timeout":
             return "timeout", execution.seconds
@@ -254,9 +258,22 @@ def _passes(execution: Execution, case: Case, secret: str) -> bool:
             return execution.answer == secret.encode()
 
 
+def reference_time(row: Mapping[str, object], timeout: TimeoutSettings) -> float | None:
+    """Return the seconds of a row's reference column; None: none is named. Raises a RewardFailed if the row
+    has no number above 0 there."""
+    if timeout.reference_column is None:
+        return None
+    value = column_of(row, timeout.reference_column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        found = f"{timeout.reference_column} = {value!r}"
+        raise RewardFailed("reference_time", f"{found} is not a number of seconds above 0")
+    return value
+
+
 def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
     """Check the test cases of the first rows before anything starts. Raises a ConfigError if no row has test
-    cases, one lacks them and nothing else scores it, or their format is unknown. `others`: rows without test
+    cases, one lacks them and nothing else scores it, their format is unknown, or one has no reference time.
+    `others`: rows without test
     cases are scored by reward functions."""
     key, column = "reward.code.column", settings.column
     values = [column_of(row, column) for row in rows]
@@ -264,13 +281,20 @@ def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *,
         columns = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
         problem = f"a row has no such column (columns: {columns})"
         raise ConfigError(key, column, problem, "name the column of the test cases")
-    for value in values:
+    for number, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if value is None:
+            continue
         try:
-            if value is not None:
-                parse_cases(value)
+            parse_cases(value)
         except RewardFailed as why:
             remedy = "docs/how-to/score-responses.md lists the formats"
             raise ConfigError(key, column, why.detail, remedy) from None
+        try:
+            reference_time(row, settings.timeout)
+        except RewardFailed as why:
+            of_time, name = "reward.code.timeout.reference_column", settings.timeout.reference_column
+            remedy = "correct the row, or leave the setting out"
+            raise ConfigError(of_time, name, f"row {number} of the data: {why.detail}", remedy) from None
 
 
 class CodeKind:
