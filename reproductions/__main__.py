@@ -17,7 +17,7 @@ from reproductions.base import Paper, Span, Table, count, over_seeds
 from tailrace.drivers.commands.tables import check_output
 from tailrace.errors import ConfigError
 
-PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker", "verl", "dora", "laminar", "staleness")
+PAPERS = ("rolloutpipe", "april", "pipelinerl", "rollpacker", "verl", "dora", "laminar", "peers", "staleness")
 """Files beside this one."""
 INNERMOST = re.compile(r"\{[^{}]+\}")
 COUNTED = (

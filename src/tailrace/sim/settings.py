@@ -40,7 +40,7 @@ class SimEngineSettings(Settings):
     overhead_s: float = Field(default=0.0, ge=0)
     """Seconds of a decode step that neither more devices nor a smaller model make shorter."""
     overhead_per_request_s: float = Field(default=0.0, ge=0)
-    """The same, for each running request."""
+    """Seconds of that kind for each running request."""
     kv_tokens: int = Field(default=10_000_000, ge=1)
     """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)

@@ -63,9 +63,8 @@ def calibrated(
         costs = {key: getattr(cluster, key) * slower for key in OVERHEADS}
         step_s = computed.trainer.step_s
         if constant_s > 0:
-            links_s = step_s - (cluster.update_s or 0.0)
-            step_s = max(constant_s, links_s)
-            costs["update_s"] = step_s - links_s
+            costs["update_s"] = max(0.0, constant_s - step_s + (before_s := cluster.update_s or 0.0))
+            step_s += costs["update_s"] - before_s
         faster = load.passes_s(computed.trainer, samples) / max(1e-9, training_s - step_s)
         changes["training_efficiency"] = cluster.training_efficiency * faster
         cluster = cluster.model_copy(update=changes | costs)

@@ -176,12 +176,11 @@ class CodeRewards:
             return await self._others.score(sample)
         sample.text = self._text_of(sample.scored_ids)
         cases = parse_cases(value)
-        reference_s = reference_time(sample.prompt.row, self._settings.timeout)
         program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
         is_cut_off = self.completed_only and sample.finish_reason == "length"
         if is_cut_off or not program.strip():
             return self._reward(sample, Counter(), len(cases))
-        verdicts, seconds = await self._run_all(sample, program, cases, reference_s)
+        verdicts, seconds = await self._run_all(sample, program, cases)
         if verdicts["passed"] == len(cases):
             self._anchors.observe(sample, seconds)
         sample.timed_out = verdicts["timeout"] > 0
@@ -194,13 +193,12 @@ class CodeRewards:
         return share if self._settings.score == "share" else float(share == 1.0)
 
     async def _run_all(
-        self, sample: Sample, program: str, cases: Sequence[Case], reference_s: float | None
+        self, sample: Sample, program: str, cases: Sequence[Case]
     ) -> tuple[Counter[CaseResult], list[float]]:
         """Return the number of each result, and the seconds of each test case that ran."""
         verdicts: Counter[CaseResult] = Counter()
         runs = [
-            asyncio.create_task(self._run(sample, program, case, number, reference_s))
-            for number, case in enumerate(cases)
+            asyncio.create_task(self._run(sample, program, case, number)) for number, case in enumerate(cases)
         ]
         try:
             for next_run in asyncio.as_completed(runs):
@@ -214,13 +212,13 @@ class CodeRewards:
             ended = await asyncio.gather(*runs, return_exceptions=True)
         return verdicts, [each[1] for each in ended if not isinstance(each, BaseException)]
 
-    async def _run(
-        self, sample: Sample, program: str, case: Case, number: int, reference_s: float | None
-    ) -> tuple[CaseResult, float]:
+    async def _run(self, sample: Sample, program: str, case: Case, number: int) -> tuple[CaseResult, float]:
+        timeout = self._settings.timeout
+        reference_s = reference_time(sample.prompt.row, timeout)
         secret = os.urandom(16).hex()
         stdin = case.text if isinstance(case, StdinCase) else ""
         async with self._workers:
-            with self._anchors.limit(sample, number, self._settings.timeout, reference_s) as limit:
+            with self._anchors.limit(sample, number, timeout, reference_s) as limit:
                 execution = await self._execute(_job(program, case, secret), stdin, limit)
         if execution.end == "timeout":
             return "timeout", execution.seconds
