@@ -14,6 +14,7 @@ from tailrace.kinds import sections_in
 from tailrace.settings import SHARED, Settings, marks_of
 
 PRIVATE = """
+contracts.reward reference_column
 controller.base replay
 drivers.data.settings system_prompt template answer prompt_column tools_column eval_path args verifiers agent
 drivers.engine.settings urls python args env

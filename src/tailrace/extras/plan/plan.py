@@ -339,4 +339,5 @@ def _slice(sim: SimSettings, num: int) -> SimSettings:
         value = getattr(of := getattr(sim, section), key)
         divided = value and (value / num if section in rates else value // num)
         changes[section] = of.model_copy(update={key: divided})
-    return sim.model_copy(update=changes)
+    attention = {"attention_s": sim.trainer.attention_s * num}
+    return sim.model_copy(update={**changes, "trainer": changes["trainer"].model_copy(update=attention)})
