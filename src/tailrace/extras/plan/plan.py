@@ -78,6 +78,11 @@ class Measured:
     def step_s(self) -> float:
         return self.figures["step_s"]
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The less, the better: what was measured whole comes before what a slice predicts."""
+        return self.candidate.slices > 1, self.step_s
+
     def looks_like(self, other: "Measured") -> bool:
         """Whether both are the same run: to the last digit they take as long, with as old tokens."""
         return all(self.figures[key] == other.figures[key] for key in ("step_s", "lag_mean", "waste_share"))

@@ -33,7 +33,7 @@ MARGIN = 1.4
 """A candidate is measured if it is predicted to take at most so many times as long as the best."""
 BUDGET = 40_000
 """Samples of all short runs, and of all long ones, about. What is left then is not measured."""
-WHOLE, CLOSE = 2**17, 1.1
+WHOLE, CLOSE = 2**16, 1.1
 """Samples of all runs of a whole cluster after those of its slices, at most; and how many times as long as
 the best a candidate may be predicted to take, to have one. Predictions of slices err by some percent."""
 BUSY = 0.85
@@ -137,7 +137,7 @@ def search(
         its, *ranking = (
             replace(each, figures=each.figures | {"times": its.step_s / each.step_s}) for each in timed
         )
-    ranking.sort(key=lambda each: (each.candidate.slices > 1, each.step_s))
+    ranking.sort(key=lambda each: each.rank)
     floors = {each: problem.floor(each, sim, problem.steps).step_s for each, sim in sims.items()}
     pruned = total - excluded.total() - sum(1 + len(each.variants) for each in ranking)
     least_s = min(floors.values())
@@ -167,7 +167,7 @@ class _Told:
         problem.progress(words)
         found = problem.measure(candidate, sim, steps)
         self._num, self._samples = self._num + 1, self._samples + steps * size
-        if not problem.exceeded(found) and found.step_s < (self._best.step_s if self._best else inf):
+        if not problem.exceeded(found) and (not self._best or found.rank < self._best.rank):
             self._best = found
         return found
 
