@@ -246,7 +246,7 @@ def test_a_connection_that_says_nothing_is_closed(execute: Execute, monkeypatch:
         greeted: list[Hello] = []
         over = asyncio.get_running_loop().create_future()
         note = lambda channel, hello: greeted.append(hello)  # noqa: E731
-        server = await Channel.listen(note, over, host="127.0.0.1", port=0)
+        server = Channel.listen(note, over, [socket.create_server(("127.0.0.1", 0))])
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
         assert await reader.read() == b""
         writer.close()

@@ -19,8 +19,10 @@ Execute = Callable[[Any], Any]
 
 
 def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
-    execute: Execute, caplog: pytest.LogCaptureFixture
+    execute: Execute, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
+
     async def main() -> None:
         job = StandInJob(manner="obey")
         worker = RemoteWorker("engine-0", EngineWorker, job)
@@ -42,9 +44,11 @@ def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away
     assert caplog.records == []
 
 
-def test_of_one_stranger_too_many_the_oldest_is_closed_and_those_who_are_known_stay(
-    execute: Execute,
+def test_a_stranger_for_whom_there_is_no_room_waits_until_the_oldest_has_had_its_time(
+    execute: Execute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
+
     class Line(asyncio.Transport):
         is_open = True
 
@@ -53,14 +57,17 @@ def test_of_one_stranger_too_many_the_oldest_is_closed_and_those_who_are_known_s
 
     async def main() -> None:
         strangers = Strangers(HELLO_S)
-        lines = [Line() for _ in range(MAX_STRANGERS + 3)]
+        lines = [Line() for _ in range(MAX_STRANGERS)]
         for line in lines:
+            await strangers.room()
             strangers.add(line)
             strangers.add(line)
-            if line is lines[0]:
-                strangers.remove(line)
-        assert [line.is_open for line in lines[:4]] == [True, False, False, True]
-        assert len(strangers) == MAX_STRANGERS
+        room = asyncio.create_task(strangers.room())
+        await asyncio.sleep(0)
+        assert not room.done() and lines[0].is_open
+        await room
+        assert [line.is_open for line in lines[:2]] == [False, True]
+        assert len(strangers) == MAX_STRANGERS - 1
         for line in lines:
             strangers.remove(line)
 

@@ -97,7 +97,11 @@ def test_a_header_that_comes_in_pieces_is_waited_for():
 
 
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half headers"])
-def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_that_is_known(sent, caplog):
+def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_that_is_known(
+    sent, caplog, monkeypatch
+):
+    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
+
     async def clients(*address):
         pages = [await asyncio.open_connection(*address) for _ in range(MAX_STRANGERS // 2)]
         assert [await status(*page) for page in pages] == [204] * len(pages)

@@ -61,7 +61,7 @@ from tailrace import errors
 from tailrace.clock import waiting
 from tailrace.devices import Devices
 from tailrace.drivers.workers.process_tree import signal_on_parent_death
-from tailrace.drivers.workers.strangers import ACCEPTED_AT_ONCE, BACKLOG, Strangers
+from tailrace.drivers.workers.strangers import Door, Strangers
 from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied, disk_remedy
 from tailrace.settings import Settings
 
@@ -545,13 +545,8 @@ class RemoteWorker:
                 channel.refuse()
 
         listening, address = _listening(host)
-        try:
-            server = await Channel.listen(on_hello, self._is_connected, sock=listening)
-        except BaseException:  # asyncio leaves it open when this is cancelled
-            self._loop.remove_reader(listening)
-            listening.close()
-            raise
-        self._is_connected.add_done_callback(lambda _: server.close())
+        door = Channel.listen(on_hello, self._is_connected, [listening])
+        self._is_connected.add_done_callback(lambda _: door.close())
         return address, token
 
     @property
@@ -768,16 +763,15 @@ class Channel(asyncio.Protocol):
         self._has_said_hello = False
 
     @classmethod
-    async def listen(
-        cls, on_hello: "Callable[[Channel, Hello], None]", over: asyncio.Future[None], **where: Any
-    ) -> asyncio.Server:
-        """Make a channel of each connection to a port. `where`: as of `create_server`."""
-        loop, make = asyncio.get_running_loop(), partial(cls, on_hello, over, Strangers(HELLO_S))
-        server = await loop.create_server(make, **where, backlog=ACCEPTED_AT_ONCE)
-        for listening in server.sockets:
-            with listening.dup() as same:
-                same.listen(BACKLOG)
-        return server
+    def listen(
+        cls,
+        on_hello: "Callable[[Channel, Hello], None]",
+        over: asyncio.Future[None],
+        sockets: Iterable[socket.socket],
+    ) -> Door:
+        """Make a channel of each connection to some sockets."""
+        strangers = Strangers(HELLO_S)
+        return Door(partial(cls, on_hello, over, strangers), sockets, strangers)
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

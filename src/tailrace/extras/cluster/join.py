@@ -179,14 +179,17 @@ async def open_joining(settings: LocalHostSettings, local: LocalSpawner) -> Asyn
         print(f"tailrace: token of workers that join: {token}", file=sys.stderr)
     spawner = JoinSpawner(settings, local, token)
     host, _, port = settings.listen.rpartition(":")
-    over = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
     try:
-        server = await Channel.listen(spawner.on_hello, over, host=host, port=int(port))
+        bound = await loop.create_server(asyncio.Protocol, host, int(port), start_serving=False)
     except (OSError, OverflowError) as why:
         problem = f"this host cannot listen there ({why})"
         raise ConfigError("host.listen", settings.listen, problem, "write an address of it") from None
+    door = Channel.listen(spawner.on_hello, over, [each.dup() for each in bound.sockets])
+    bound.close()
     try:
         yield spawner
     finally:
-        server.close()
+        door.close()
         over.cancel()

@@ -17,7 +17,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tailrace.clock import now
-from tailrace.drivers.workers.strangers import ACCEPTED_AT_ONCE, BACKLOG, Strangers, raise_file_limit
+from tailrace.drivers.workers.strangers import BACKLOG, Door, Strangers, raise_file_limit
 from tailrace.errors import ConfigError
 
 HEADER_TIMEOUT_S, MAX_CONNECTIONS = 30.0, 2**13
@@ -99,8 +99,8 @@ class HttpConnection(H11Protocol):
     """A connection that is a stranger until the header of its request is complete. Of more connections than
     `limit` the oldest stranger is closed, or else the one that has waited longest for a next request."""
 
-    def __init__(self, strangers: Strangers, limit: int, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, strangers: Strangers, limit: int, *given: Any) -> None:
+        super().__init__(*given)
         self._strangers, self._limit = strangers, limit
 
     @override
@@ -141,11 +141,11 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
     ) -> None:
-        limit = min(MAX_CONNECTIONS, raise_file_limit() // 2)
+        self._strangers = Strangers(HEADER_TIMEOUT_S)
+        self._limit = min(MAX_CONNECTIONS, raise_file_limit() // 2)
         config = uvicorn.Config(
             Guard(app),
-            http=partial(HttpConnection, Strangers(HEADER_TIMEOUT_S), limit),  # type: ignore[arg-type]
-            backlog=ACCEPTED_AT_ONCE,
+            http="h11",
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -160,14 +160,12 @@ class HttpServer(uvicorn.Server):
         host, port = bound.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until `stop`."""
-        await super().serve(sockets or [self._bound])
-
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._bound.listen(BACKLOG)
+        of_server = (self.config, self.server_state, self.lifespan.state)
+        make = partial(HttpConnection, self._strangers, self._limit, *of_server)
+        self.servers = [Door(make, [self._bound], self._strangers)]  # type: ignore[list-item]
+        self.started = True
 
     def stop(self, signal: int | None = None) -> None:
         """End soon: the server looks at this several times a second."""
