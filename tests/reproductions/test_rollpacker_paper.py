@@ -30,6 +30,7 @@ from reproductions.rollpacker_runs import (
     SMALL,
     TAIL_BATCHING,
     VERL,
+    Programs,
     growing_rollouts,
     long_rounds,
     run,
@@ -113,12 +114,19 @@ def test_devices_that_change_hands_later_train_all_groups_and_make_a_long_round_
     assert max(adaptive, early) < late
 
 
-def test_an_adaptive_timeout_cuts_short_rounds_where_prompts_have_correct_responses() -> None:
-    fixed, assumed, solved = (
+def test_reference_times_cut_short_rounds_and_learnt_ones_only_where_prompts_have_correct_responses() -> None:
+    learnt = Programs(referenced=False)
+    fixed, referenced, assumed, solved = (
         [row["round/wait_s"] for row in run(SMALL, variant, ("Code",), 2).rounds[:2]]
-        for variant in (ASYNCHRONOUS, REWARDS, replace(REWARDS, programs=SOLVED))
+        for variant in (
+            ASYNCHRONOUS,
+            REWARDS,
+            replace(REWARDS, programs=learnt),
+            replace(REWARDS, programs=replace(SOLVED, referenced=False)),
+        )
     )
     assert min(fixed) > 30 and min(assumed) > 30
+    assert max(referenced) < 15
     assert max(solved) < 20
 
 
