@@ -39,10 +39,11 @@ SAID = "this command would replace what tailrace did not write there: "
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """A digest of each file of a tree, by path; "": a folder."""
+    """A digest of each file of a tree, by path; "": a folder. Python compiles the module of the reward."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
     }
 
 

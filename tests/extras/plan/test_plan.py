@@ -61,7 +61,8 @@ def test_the_written_config_runs_in_virtual_time(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("sent", [SIGINT, SIGTERM, SIGHUP])
 def test_a_signal_ends_the_search_with_the_best_plan_so_far(sent: Signals, tmp_path: Path) -> None:
-    planned, command = tmp_path / "planned.toml", [sys.executable, "-m", "tailrace.cli", "plan", str(EXAMPLE)]
+    planned, command = tmp_path / "planned.toml", ["env", "--default-signal=HUP"]  # of nohup
+    command += [sys.executable, "-m", "tailrace.cli", "plan", str(EXAMPLE)]
     command += ["--output", str(planned), "--whole", *words(SMALL | {"sim.cluster.devices": "8"})]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env={**os.environ, "FORCE_COLOR": ""}) as process:
