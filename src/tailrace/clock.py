@@ -13,10 +13,11 @@ import asyncio
 import gc
 import heapq
 import itertools
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -47,14 +48,18 @@ def wall_time() -> float:
 def run(main: Coroutine[Any, Any, T], *, virtual: bool) -> T:
     """Run a coroutine to its end, in virtual or in real time. Raises a Stuck in virtual time, if every
     task waits and no timer is set."""
-    with (
-        asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop) as runner,
-        rare_collections() if virtual else nullcontext(),
-    ):
+    held = _signals_held if virtual else nullcontext
+    runner = asyncio.Runner(loop_factory=VirtualTimeLoop if virtual else RealTimeLoop)
+    with closing(main), rare_collections() if virtual else nullcontext():
         try:
+            with held():
+                runner.get_loop()
             return runner.run(main if virtual else _without_exit(main))
         except _Exited as exited:
             raise SystemExit(*exited.args) from exited
+        finally:
+            with held():
+                runner.close()
 
 
 class RealTimeLoop(asyncio.SelectorEventLoop):
@@ -84,6 +89,16 @@ async def _without_exit(main: Coroutine[Any, Any, T]) -> T:
         return await main
     except SystemExit as why:
         raise _Exited(*why.args) from why
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold signals back, whose handlers may raise between any two bytecodes and leave a loop half made."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

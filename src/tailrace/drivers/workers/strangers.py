@@ -61,10 +61,7 @@ class Door:
     among the strangers leaves them in the kernel, where they have no descriptor."""
 
     def __init__(
-        self,
-        make: Callable[[], asyncio.Protocol],
-        sockets: Iterable[socket.socket],
-        strangers: Strangers,
+        self, make: Callable[[], asyncio.Protocol], sockets: Iterable[socket.socket], strangers: Strangers
     ) -> None:
         self._make, self._strangers, self.sockets = make, strangers, tuple(sockets)
         for each in self.sockets:
@@ -76,10 +73,8 @@ class Door:
         """Stop, and close the sockets."""
         for task, listening in zip(self._accepting, self.sockets, strict=True):
             task.cancel()
-            if listening.fileno() >= 0:
-                asyncio.get_running_loop().remove_reader(
-                    listening
-                )  # before its number is that of another file
+            if listening.fileno() >= 0:  # the reader goes before its number is that of another file
+                asyncio.get_running_loop().remove_reader(listening)
                 listening.close()
 
     async def wait_closed(self) -> None:
