@@ -12,6 +12,7 @@ kl          how far sequences of mixed policies are from on-policy (kl_study.py)
 april       april against serial, and with a bound on the age of a token
 order       rolloutpipe, which trains short groups first, against serial
 rollpacker  serial against tail batching that races prompts, or prompts and responses
+rates       in-flight updates and G = 8, 16, 32, 64 at equal mean lags, at three learning rates
 lagcurve    accuracy and reward after equal samples over the mean lag, of fifteen schedules
 masked      a bound on lag that masks stale tokens, beside one that waits, and none
 kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift

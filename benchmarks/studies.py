@@ -51,6 +51,9 @@ class Study(NamedTuple):
 IN_FLIGHT = {"name": "pipelinerl", "groups_per_step": 2, "in_flight_per_engine": 128}
 BLOCK = {"ring_groups": 2, "ring_full": "block"}
 REINFORCE = {"algorithm.name": "reinforce", "trainer.learning_rate": "2e-4"}
+MORE_SLOTS = {"engine.max_num_seqs": "1024"}
+EQUAL_LAGS = {8: 40, 16: 120, 32: 352, 64: 744}
+"""Steps a round of conventional RL, and the requests in flight of the same mean lag (3.5, 7.5, 15, 31)."""
 FASTER = {"trainer.learning_rate": "4e-4"}
 WHOLE = {"groups_per_round": 32, "groups_per_step": 16}
 STEP, ROUND = {"groups_per_step": 8}, {"groups_per_round": 8}
@@ -69,6 +72,23 @@ def conventional(*steps: int, label: str = "G={}") -> dict[str, Parameters]:
     }
 
 
+def at_rates(*rates: str) -> tuple[dict[str, Parameters], dict[str, dict[str, str]]]:
+    """On-policy RL, and conventional RL and in-flight updates at equal mean lags, at each learning rate: the
+    schedules, and the settings of single runs. A mean lag of 15 or 31 takes more requests than the engine of
+    the quickstart has slots."""
+    schedules: dict[str, Parameters] = {}
+    own: dict[str, dict[str, str]] = {}
+    for rate in rates:
+        kinds = conventional(1, *EQUAL_LAGS, label=f"G={{}} {rate}")
+        kinds |= {
+            f"pipelinerl H={n} {rate}": {**IN_FLIGHT, **BLOCK, "in_flight_per_engine": n}
+            for n in EQUAL_LAGS.values()
+        }
+        schedules |= kinds
+        own |= {name: {"trainer.learning_rate": rate} for name in kinds}
+    return schedules, own
+
+
 def window(name: str, staleness: int, times: int = 1) -> Parameters:
     """A schedule with a bound on staleness, and as many groups in flight as it allows without masks; or so
     many times as many."""
@@ -81,7 +101,17 @@ def masked(staleness: int, times: int = 1) -> Parameters:
     return {**window("tailrace", staleness, times), "stale": "mask"}
 
 
+AT_RATES, OWN_RATES = at_rates("5e-5", "1e-4", "2e-4")
+
 STUDIES = {
+    "rates": Study(
+        "PipelineRL, Figs. 5b and 6, at three learning rates: at equal mean lag, in-flight updates learn as "
+        "much as conventional RL or more; each schedule is judged at its best rate",
+        {"algorithm.name": "reinforce", **MORE_SLOTS},
+        AT_RATES,
+        evaluations=8,
+        own=OWN_RATES,
+    ),
     "lag": Study(
         "PipelineRL, Figs. 5b, 6a, 6b: with a largest lag above that of G = 32, in-flight updates learn from "
         "as many samples as much as G = 8, and have its effective sample size; G = 32 is slower",
