@@ -104,14 +104,6 @@ def masked(staleness: int, times: int = 1) -> Parameters:
 AT_RATES, OWN_RATES = at_rates("5e-5", "1e-4", "2e-4")
 
 STUDIES = {
-    "rates": Study(
-        "PipelineRL, Figs. 5b and 6, at three learning rates: at equal mean lag, in-flight updates learn as "
-        "much as conventional RL or more; each schedule is judged at its best rate",
-        {"algorithm.name": "reinforce", **MORE_SLOTS},
-        AT_RATES,
-        evaluations=8,
-        own=OWN_RATES,
-    ),
     "lag": Study(
         "PipelineRL, Figs. 5b, 6a, 6b: with a largest lag above that of G = 32, in-flight updates learn from "
         "as many samples as much as G = 8, and have its effective sample size; G = 32 is slower",
@@ -133,6 +125,14 @@ STUDIES = {
         samples=20_480,
         shared={"lag": ("G=1", "G=32", "G=64", "pipelinerl")},
         margin_named="after the runs",
+    ),
+    "rates": Study(
+        "PipelineRL, Figs. 5b and 6, at three learning rates: at equal mean lag, in-flight updates learn as "
+        "much as conventional RL or more; each schedule is judged at its best rate",
+        {"algorithm.name": "reinforce", **MORE_SLOTS},
+        AT_RATES,
+        evaluations=8,
+        own=OWN_RATES,
     ),
     "kl": Study(
         "PipelineRL, Fig. 7: sequences of mixed policies stay close to on-policy, those of a lag g do "
