@@ -19,10 +19,8 @@ Execute = Callable[[Any], Any]
 
 
 def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
-    execute: Execute, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    execute: Execute, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
-
     async def main() -> None:
         job = StandInJob(manner="obey")
         worker = RemoteWorker("engine-0", EngineWorker, job)
@@ -45,10 +43,8 @@ def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away
 
 
 def test_a_stranger_for_whom_there_is_no_room_waits_until_the_oldest_has_had_its_time(
-    execute: Execute, monkeypatch: pytest.MonkeyPatch
+    execute: Execute,
 ) -> None:
-    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
-
     class Line(asyncio.Transport):
         is_open = True
 
@@ -56,7 +52,7 @@ def test_a_stranger_for_whom_there_is_no_room_waits_until_the_oldest_has_had_its
             self.is_open = False
 
     async def main() -> None:
-        strangers = Strangers(HELLO_S)
+        strangers = Strangers(HELLO_S, 0.05)
         lines = [Line() for _ in range(MAX_STRANGERS)]
         for line in lines:
             await strangers.room()

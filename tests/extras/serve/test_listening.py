@@ -100,7 +100,7 @@ def test_a_header_that_comes_in_pieces_is_waited_for():
 def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_that_is_known(
     sent, caplog, monkeypatch
 ):
-    monkeypatch.setattr("tailrace.drivers.workers.strangers.GRACE_S", 0.05)
+    monkeypatch.setattr("tailrace.extras.serve.listening.HEADER_GRACE_S", 0.05)
 
     async def clients(*address):
         pages = [await asyncio.open_connection(*address) for _ in range(MAX_STRANGERS // 2)]

@@ -74,8 +74,8 @@ START, END = "start", "end"
 """Names of the first call, and of the one with which the controller lets a worker end."""
 STARTED, UNANSWERED, EVENT = 0, -1, -1
 """Numbers: of the first call, of a call that is not answered, of a message that answers none."""
-HELLO_S, HELLO_BYTES = 10.0, 1024
-"""Limits of the frame with the token."""
+HELLO_S, HELLO_GRACE_S, HELLO_BYTES = 10.0, 0.1, 1024
+"""Limits of the frame with the token, which a worker sends at once."""
 DIAL_S = 60.0
 """Seconds in which a worker dials again that was closed without an answer."""
 CLOSE_S = 5.0
@@ -770,7 +770,7 @@ class Channel(asyncio.Protocol):
         sockets: Iterable[socket.socket],
     ) -> Door:
         """Make a channel of each connection to some sockets."""
-        strangers = Strangers(HELLO_S)
+        strangers = Strangers(HELLO_S, HELLO_GRACE_S)
         return Door(partial(cls, on_hello, over, strangers), sockets, strangers)
 
     @override

@@ -9,18 +9,15 @@ from contextlib import suppress
 
 MAX_STRANGERS, BACKLOG = 48, 128
 """Strangers of a port, and connections that wait in the kernel."""
-GRACE_S = 5.0
-"""Seconds in which a stranger may speak before another one takes its place: clients that come by the hundred
-connect first and speak then."""
 ACCEPT_AGAIN_S = 0.1
 """Seconds after which a port that could accept no connection tries again."""
 
 
 class Strangers:
-    """The strangers of a port. Each is closed after `limit_s` seconds."""
+    """The strangers of a port. Each is closed after `limit_s` seconds, and after `grace_s` if others wait."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float, grace_s: float) -> None:
+        self._limit_s, self._grace_s = limit_s, grace_s
         self._limits: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         self._fewer = asyncio.Event()
 
@@ -45,12 +42,12 @@ class Strangers:
         oldest.abort()
 
     async def room(self) -> None:
-        """Wait until there is room for one more: the oldest is closed once it has had GRACE_S."""
+        """Wait until there is room for one more: the oldest is closed once it has had its grace."""
         while len(self) >= MAX_STRANGERS:
             self._fewer.clear()
             oldest = next(iter(self._limits.values()))
             try:
-                async with asyncio.timeout_at(oldest.when() - self._limit_s + GRACE_S):
+                async with asyncio.timeout_at(oldest.when() - self._limit_s + self._grace_s):
                     await self._fewer.wait()
             except TimeoutError:
                 self.drop_oldest()

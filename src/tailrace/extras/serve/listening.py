@@ -20,9 +20,10 @@ from tailrace.clock import now
 from tailrace.drivers.workers.strangers import BACKLOG, Door, Strangers, raise_file_limit
 from tailrace.errors import ConfigError
 
-HEADER_TIMEOUT_S, MAX_CONNECTIONS = 30.0, 2**13
-"""Limits of the time until a header is complete, from the connection or its first byte on, and of the
-connections of a server, which has at most half of the descriptors of its process."""
+HEADER_TIMEOUT_S, HEADER_GRACE_S, MAX_CONNECTIONS = 30.0, 5.0, 2**13
+"""Limits of the time until a header is complete, from the connection or its first byte on; the second one
+while others wait, as clients that come by the hundred connect first and speak then. And of the connections
+of a server, which has at most half of the descriptors of its process."""
 BODY_TIMEOUT_S, BODY_BYTES_PER_S = 30.0, 2**16
 """A body must come within this time, and a second more for each so many bytes that have come."""
 MAX_HELD_BYTES = 2**27
@@ -141,7 +142,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, bound: socket.socket, *, idle_timeout_s: float = 30.0, shutdown_timeout_s: int = 1
     ) -> None:
-        self._strangers = Strangers(HEADER_TIMEOUT_S)
+        self._strangers = Strangers(HEADER_TIMEOUT_S, HEADER_GRACE_S)
         self._limit = min(MAX_CONNECTIONS, raise_file_limit() // 2)
         config = uvicorn.Config(
             Guard(app),
