@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from signal import SIGHUP, SIGINT, SIGTERM
 from types import FrameType
@@ -11,7 +12,7 @@ from types import FrameType
 import pytest
 
 from tailrace import clock
-from tailrace.drivers.assembly.signals import Terminated, signals_received, terminate
+from tailrace.drivers.assembly.signals import Terminated, signals_awaited, signals_received, terminate
 
 WAITS = """
 import sys, time
@@ -77,3 +78,15 @@ def test_a_signal_while_a_loop_takes_a_callback_loses_no_wake_up(number: int) ->
         finally:
             sys.setprofile(None)
     assert raised.value.signal == SIGTERM and taken > number, "the tasks have ended"
+
+
+def test_a_signal_while_an_object_is_freed_is_raised_where_it_is_asked_for() -> None:
+    """Of a callback of a weak reference Python only prints what is raised."""
+    with pytest.raises(Terminated) as raised, signals_awaited() as check:
+        check()
+        freed = set[int]()
+        reference = weakref.ref(freed, lambda _: signal.raise_signal(SIGTERM))
+        del freed
+        assert reference() is None
+        check()
+    assert raised.value.signal == SIGTERM

@@ -30,15 +30,38 @@ class Terminated(KeyboardInterrupt):
 def terminate(signal: int) -> None:
     """Leave what the main thread does, by raising Terminated. A loop that runs raises it between two of its
     callbacks: inside of one a task that is woken could be lost, and the others would wait for it."""
-    running = getattr(sys.modules.get("asyncio"), "_get_running_loop", lambda: None)
-    if loop := running():
-        loop.call_soon_threadsafe(_terminate, signal)
-    else:
+    if not _in_loop(_terminate, signal):
         _terminate(signal)
 
 
 def _terminate(signal: int) -> None:
     raise Terminated(signal)
+
+
+def _in_loop(function: Callable[..., None], *args: object) -> bool:
+    """Let the loop that runs call a function between two of its callbacks. Returns whether one runs."""
+    running = getattr(sys.modules.get("asyncio"), "_get_running_loop", lambda: None)
+    if loop := running():
+        loop.call_soon_threadsafe(function, *args)
+    return loop is not None
+
+
+@contextmanager
+def signals_awaited() -> Iterator[Callable[[], None]]:
+    """Inside the block the first signal raises Terminated where the yielded function is called next, or
+    between two callbacks of a loop. Python drops what a handler raises elsewhere, while an object is freed."""
+    received: list[int] = []
+
+    def check() -> None:
+        if received:
+            raise Terminated(received[0])
+
+    def first(number: int) -> None:
+        received.append(number)
+        _in_loop(check)
+
+    with signals_received(first):
+        yield check
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.schedule import resolve, steps_of_a_round, with_published_defaults
+from tailrace.drivers.assembly.signals import signals_awaited
 from tailrace.drivers.assembly.simulation import costs_given, sim_sampling, without_rates
 from tailrace.drivers.commands.tables import check_output, open_console, progress
 from tailrace.errors import ConfigError, Interrupted
@@ -81,7 +82,12 @@ def plan(
     config = given
     if run:
         config, log = from_run(given, run)
-    with progress() as said:
+    with progress() as say, signals_awaited() as check:
+
+        def said(words: str) -> None:
+            check()
+            say(words)
+
         asked = replace(problem_of(config), progress=said)
         present, why_not = present_setting(config, asked)
         found = search(asked, whole=whole, present=present)
