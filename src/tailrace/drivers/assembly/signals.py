@@ -49,7 +49,7 @@ def _in_loop(function: Callable[..., None], *args: object) -> bool:
 @contextmanager
 def signals_awaited() -> Iterator[Callable[[], None]]:
     """Inside the block the first signal raises Terminated where the yielded function is called next, or
-    between two callbacks of a loop. Python drops what a handler raises elsewhere, while an object is freed."""
+    between two callbacks of a loop. What a handler raises while an object is freed Python drops."""
     received: list[int] = []
 
     def check() -> None:
