@@ -24,5 +24,5 @@ def test_strangers_and_pages_of_other_sites_change_nothing(monkeypatch: pytest.M
     monkeypatch.setattr(doors, "MAX_MEDIAN_S", 5.0)  # this machine may do other work, too
     for found in (doors.flooded("serve", 4, limit=256), doors.crowded_run(256)):
         assert found["held"], found
-        assert found["opened"] >= 300
+        assert found["opened"] > 2 * doors.MAX_STRANGERS  # the others wait in the kernel
         assert 0 < found["strangers"] <= doors.MAX_STRANGERS
