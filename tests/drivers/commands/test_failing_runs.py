@@ -11,6 +11,7 @@ import pytest
 
 from helpers.processes import worker_of
 from helpers.small_run import train_here, wait_for_steps
+from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.data.rows import RowPrompts
 from tailrace.types import Prompt
 
@@ -102,9 +103,10 @@ def test_a_worker_that_is_stopped_ends_the_run_which_can_be_resumed(
 def test_a_disk_that_is_full_while_workers_start_is_not_taken_for_a_wrong_model(
     config_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    logs = config_path.parent / "out" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "trainer.log").symlink_to("/dev/full")
+    folder = RunFolder(config_path.parent / "out")
+    folder.claim("train")
+    (folder.path / "logs").mkdir()
+    (folder.path / "logs" / "trainer.log").symlink_to("/dev/full")
     assert train_here(config_path) == 1
     assert capfd.readouterr().err.endswith(
         "tailrace: DiskFull: [Errno 28] No space left on device; make room on the disk, then --resume\n"
