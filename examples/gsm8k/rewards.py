@@ -1,8 +1,9 @@
 """The reward of run.toml: a function of a response and of any column of its row, matched by name."""
 
 import re
+from fractions import Fraction
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/0*[1-9]\d*)?")
 
 
 def score(completion: str, answer: object, finish_reason: str) -> float:
@@ -13,8 +14,9 @@ def score(completion: str, answer: object, finish_reason: str) -> float:
     numbers = NUMBER.findall(completion)
     if NUMBER.fullmatch(right):
         return float(bool(numbers) and value(numbers[-1]) == value(right))
-    return float(bool(right) and completion.strip().rstrip(".").endswith(right))
+    last = re.search(rf"(?<!\w){re.escape(right)}[\s.*)]*\Z", completion)  # A, not BANANA
+    return float(bool(right and last))
 
 
 def value(number: str) -> float:
-    return float(number.replace(",", ""))
+    return float(Fraction(number.replace(",", "")))

@@ -51,6 +51,13 @@ async def ask_once(judge: EndpointJudge, endpoint: Endpoint) -> tuple[Verdict, i
     return await judge.judge(said("x")), len(endpoint.bodies)
 
 
+THREE = (
+    *("Score: 3", "Score: 3/10", "**3** / 10", "I give it 3 out of 10.", "3 of 10", "3/10.0"),
+    *("3 (out of 10)", "3 points out of 10"),
+    *("3 (on a scale of 0 to 10)", "3 (0-10)", "3 (scale: 0 - 10)", "3 (max 10)", "On a scale of 10: 3"),
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "answer", "score"),
     [
@@ -66,6 +73,16 @@ async def ask_once(judge: EndpointJudge, endpoint: Endpoint) -> tuple[Verdict, i
         ({"field": "score"}, '{"score": NaN}', None),
         ({"field": "score"}, "{score: 1}", None),
         ({"field": "ok"}, '{"ok": true}', 1.0),
+        ({"field": "ok"}, '{"ok": "1/10"}', None),
+        *(({"scale": (0, 10)}, answer, 0.3) for answer in THREE),
+        *(
+            ({"scale": (0, 10)}, answer, None)
+            for answer in ("3/5", "10%", "between 6 and 10", "-1", "1 to 10")
+        ),
+        *(({}, answer, 0.0) for answer in ("0/1", "0 out of 1", "**Score:** 0/1")),
+        *(({}, answer, None) for answer in ("1/10", "1%", "1 out of 5")),
+        ({"scale": (0, 100)}, "30%", 0.3),
+        ({"scale": (10, 1)}, "7/10", 1 / 3),
     ],
 )
 def test_the_score_is_read_from_the_answer(

@@ -33,6 +33,12 @@ def test_each_format_is_read_as_it_is_and_as_json(value: Any, cases: Any) -> Non
         assert parse_cases(json.dumps(value)) == cases
 
 
+def test_a_functional_case_has_the_function_that_the_metadata_name_and_its_exact_value() -> None:
+    value = [{"input": "[1]\n2", "output": "[3]", "testtype": "functional"}]
+    assert parse_cases(value, '{"func_name": "f"}') == [CallCase("f", [[1], 2], [3], may_be_wrapped=False)]
+    assert not same_value(b"3", [3], may_be_wrapped=False)
+
+
 def test_arguments_of_a_function_may_be_lines_of_json() -> None:
     value = [{"input": '[1, 2]\n"x"', "output": "3", "fn_name": "f"}]
     assert parse_cases(value) == [CallCase("f", [[1, 2], "x"], 3)]

@@ -22,8 +22,8 @@ RIGHT = "n = int(input())\nprint(n * n)"
 HALF = "n = int(input())\nprint(4 if n == 2 else 16)"
 
 
-def saying(text: str, row: Mapping[str, object] = SQUARES, index: int = 0) -> Sample:
-    group = Group(Prompt(index, [], row=row, row_number=index), 1, [])
+def saying(text: str, row: Mapping[str, object] = SQUARES, index: int = 0, opened: str = "") -> Sample:
+    group = Group(Prompt(index, [], row=row, row_number=index, opened=opened), 1, [])
     ids = list(text.encode())
     return Sample(SampleId(index, 0, 0), group, completion_ids=ids, num_tokens=len(ids))
 
@@ -54,7 +54,72 @@ def test_the_last_block_of_a_completion_is_its_program() -> None:
     text = "First:\n```python\nprint(1)\n```\nBetter:\n```py\nprint(2)\n```\nDone."
     assert extract_code(text) == "print(2)\n"
     assert extract_code("print(3)") == "print(3)"
-    assert extract_code("```python\nprint(1)") == "```python\nprint(1)"
+    assert extract_code("So:\n~~~py\nprint(1)\n~~~\n") == extract_code("```\nprint(1)\n```") == "print(1)\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nprint(1)",
+        "```python\nprint(1)\n```\nBetter:\n```python\nprint(2)",
+        "<think>```python\nprint(1)\n```",
+        "<think>```python\nprint(1)\n```</think>",
+    ],
+)
+def test_a_block_without_an_end_and_thinking_are_no_program(text: str) -> None:
+    assert extract_code(text) == ""
+
+
+@needs_bubblewrap
+def test_a_program_in_thinking_that_the_prompt_has_begun_is_not_run() -> None:
+    rewards = rewards_of(Sandbox("bubblewrap", CodeSettings()), CodeSettings())
+    assert asyncio.run(rewards.score(saying(RIGHT))) == 1.0
+    assert asyncio.run(rewards.score(saying(RIGHT, opened="<think>\n"))) == 0.0
+
+
+FUNCTIONAL = {
+    "tests": [{"input": '["ab", "a"]\n1', "output": '["ab"]', "testtype": "functional"}],
+    "metadata": '{"func_name": "longer"}',
+}
+"""In the form of livecodebench/code_generation_lite, release_v6: inputs are lines of JSON."""
+METHOD = """class Solution:
+    def longer(self, words: List[str], than: int) -> List[str]:
+        return [word for word in words if len(word) > than]"""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("program", "function", "reward"),
+    [
+        (METHOD, "longer", 1.0),  # the starter code uses List without an import
+        ("def longer(words, than):\n    return [word for word in words if len(word) > than]", "longer", 1.0),
+        (f"def longer(words, than):\n    return None\n{METHOD}", "longer", 1.0),
+        (METHOD.replace(">", "<="), "longer", 0.0),
+        ("def longer(words, than):\n    return words[0]", "longer", 0.0),
+        ("", "longer", 0.0),
+        ("pass", "filterfalse", 0.0),  # a function of itertools
+    ],
+)
+def test_functional_cases_of_livecodebench_are_called(program: str, function: str, reward: float) -> None:
+    sample = saying(program, FUNCTIONAL | {"metadata": {"func_name": function}})
+    rewards = rewards_of(Sandbox("bubblewrap", CodeSettings()), CodeSettings())
+    assert asyncio.run(rewards.score(sample)) == reward
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"metadata": "{}"}, "testtype is .*functional.*, and the column `metadata` has no func_name"),
+        ({"tests": "eJxrYJmqxgABqhFA+/9aq=="}, "a text without an assertion"),  # private tests of lite
+        ({"tests": ["import math", "assert f(1)"]}, "a text without an assertion"),
+    ],
+)
+def test_cases_that_no_program_or_each_would_pass_are_refused_with_the_row(row: object, problem: str) -> None:
+    rows = [FUNCTIONAL, {**FUNCTIONAL, **row}]  # type: ignore[dict-item]
+    with pytest.raises(
+        ConfigError, match=rf"'tests': row 1 of the data: they have no known format .*{problem}"
+    ):
+        check_cases(rows, CodeSettings(), others=False)
 
 
 @needs_bubblewrap
@@ -200,5 +265,7 @@ def test_columns_are_checked_before_the_start() -> None:
     for rows, others in (([other], True), ([SQUARES, other], False)):
         with pytest.raises(ConfigError, match=r"reward.code.column = 'tests': a row has no such column"):
             check_cases(rows, settings, others=others)
-    with pytest.raises(ConfigError, match=r"^reward.code.column = 'tests': they have no known format"):
+    with pytest.raises(
+        ConfigError, match=r"^reward.code.column = 'tests': row 0 of the data: they have no known format"
+    ):
         check_cases([{"tests": 7}], settings, others=False)

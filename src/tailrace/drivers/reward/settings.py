@@ -40,7 +40,7 @@ class AnswerSettings(JudgeBase):
 
     pattern: str | None = None
     """Regular expression with one group, the score in the answer; the last match counts. None, without
-    `field`: the last number."""
+    `field`: the last number. "3/10", "3 out of 10" and "3 (on a scale of 0 to 10)" are 3."""
     field: str | None = Field(default=None, min_length=1)
     """Key of the score, where the answer has a JSON object; the last such object counts."""
     values: dict[str, float] = {}

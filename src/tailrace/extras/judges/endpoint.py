@@ -95,7 +95,16 @@ def check_template(judge: JudgeSettings, rows: Sequence[Mapping[str, object]]) -
             raise ConfigError("reward.judges.template", judge.template, problem, remedy)
 
 
-_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_NUMBER = r"\d+(?:\.\d+)?"
+_RANGE = rf"{_NUMBER}[ \t]*(?:to|and|[-\u2013])[ \t]*{_NUMBER}"
+_SCALE = r"\b(?:scale(?: of| from)?|max(?:imum)?(?: of)?):?[ \t]*"
+_ENDS = re.compile(rf"(?:{_SCALE})?{_RANGE}|{_SCALE}{_NUMBER}", re.IGNORECASE)
+"""Numbers that name a scale or a range, and no score."""
+_SCORE = re.compile(
+    rf"(-?{_NUMBER})(?:(?:[^\d\n]{{0,20}}?out of|[ \t*(]*(?:/|of))[ \t*]*({_NUMBER})|[ \t]*(%))?",
+    re.IGNORECASE,
+)
+"""A score, and the end of its scale where it is given."""
 _DECODER = json.JSONDecoder()
 
 
@@ -119,9 +128,13 @@ def score_reader(settings: AnswerSettings) -> Callable[[str], float | None]:
 
 def _find(settings: AnswerSettings, answer: str) -> Any:
     """Return what the answer gives as the score, as text or JSON; None: nothing."""
-    if settings.field is None:
-        matches: list[str] = re.findall(settings.pattern or _NUMBER, answer)
+    if settings.pattern is not None:
+        matches: list[str] = re.findall(settings.pattern, answer)
         return matches[-1] if matches else None
+    if settings.field is None:
+        score, end, percent = (_SCORE.findall(_ENDS.sub("", answer)) or [("", "", "")])[-1]
+        end = "100" if percent else end
+        return score if not end or float(end) == max(settings.scale) else None
     for match in reversed(list(re.finditer(r"\{", answer))):
         with suppress(ValueError, RecursionError):
             found, _ = _DECODER.raw_decode(answer, match.start())

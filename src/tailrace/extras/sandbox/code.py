@@ -48,6 +48,8 @@ class CallCase:
     function: str
     arguments: Sequence[Any]
     expected: Any
+    may_be_wrapped: bool = True
+    """Whether the expected value may be a list of the value, as APPS writes some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ class AssertCase:
 Case = StdinCase | CallCase | AssertCase
 
 
-def parse_cases(value: object) -> list[Case]:
-    """Read the test cases of a row. Raises a RewardFailed ("test cases") if none has a known format."""
+def parse_cases(value: object, metadata: object = None) -> list[Case]:
+    """Read the test cases of a row. `metadata`: the column of that name, in which LiveCodeBench names the
+    function. Raises a RewardFailed ("test cases") if one has no known format."""
     try:
-        cases = _parse(value)
+        about = json.loads(metadata) if isinstance(metadata, str) else metadata
+        cases = _parse(value, about.get("func_name") if isinstance(about, Mapping) else None)
     except (KeyError, TypeError, ValueError, AttributeError) as why:
         raise RewardFailed("test cases", f"they have no known format ({why!r}): {value!r:.200}") from why
     if not cases:
@@ -71,32 +75,39 @@ def parse_cases(value: object) -> list[Case]:
     return cases
 
 
-def _parse(value: object) -> list[Case]:
+def _parse(value: object, function: object) -> list[Case]:
     match value:
         case str() if value.lstrip()[:1] in ("{", "["):
-            return _parse(json.loads(value))
+            return _parse(json.loads(value), function)
         case str():
-            return [AssertCase(value)] if value.strip() else []
+            return [_parse_one(value, function)] if value.strip() else []
         case {"test_cases": list(cases)}:
-            return [_parse_one(case, {}) for case in cases]
+            return [_parse_one(case, function) for case in cases]
         case {"inputs": list(inputs), "outputs": list(outputs), **shared}:
-            pairs = zip(inputs, outputs, strict=True)
-            name = {"fn_name": shared.get("fn_name")}
-            return [_parse_one({"input": given, "output": expected}, name) for given, expected in pairs]
+            pairs, name = zip(inputs, outputs, strict=True), shared.get("fn_name")
+            return [_parse_one({"input": a, "output": b, "fn_name": name}, None) for a, b in pairs]
         case list():
-            return [AssertCase(case) if isinstance(case, str) else _parse_one(case, {}) for case in value]
+            return [_parse_one(case, function) for case in value]
     raise ValueError("neither an object, a list nor a text")
 
 
-def _parse_one(case: Mapping[str, Any], shared: Mapping[str, Any]) -> Case:
-    given, expected = case["input"], case["output"]
-    function = case.get("fn_name") or shared.get("fn_name")
+def _parse_one(case: str | Mapping[str, Any], named: object) -> Case:
+    """Read a test case. `named`: the function that the row's metadata names."""
+    if isinstance(case, str):
+        if "assert" not in case and "raise" not in case:  # each program would pass it, or none
+            raise ValueError("a text without an assertion")
+        return AssertCase(case)
+    given, expected, function = case["input"], case["output"], case.get("fn_name")
+    is_functional = function is None and case.get("testtype") == "functional"
+    if is_functional and not named:
+        raise ValueError('testtype is "functional", and the column `metadata` has no func_name')
+    function = named if is_functional else function
     if function is None:
         return StdinCase(_text(given), _text(expected))
     if isinstance(given, str):  # one argument a line, as JSON
         given = [json.loads(line) for line in given.splitlines()]
         expected = json.loads(expected)
-    return CallCase(str(function), list(given), expected)
+    return CallCase(str(function), list(given), expected, may_be_wrapped=not is_functional)
 
 
 def _text(value: Any) -> str:
@@ -121,27 +132,32 @@ def _same_word(printed: str, expected: str) -> bool:
         return False
 
 
-def same_value(answer: bytes, expected: Any) -> bool:
-    """Return whether a function's value, as JSON, is the expected one. APPS wraps some values in a list."""
+def same_value(answer: bytes, expected: Any, *, may_be_wrapped: bool = True) -> bool:
+    """Return whether a function's value, as JSON, is the expected one, or the only one in its list."""
     try:
         value = json.loads(answer)
         wrapped = json.loads(json.dumps(expected))
     except (ValueError, RecursionError):
         return False
-    return bool(value == wrapped or [value] == wrapped)
+    return bool(value == wrapped or (may_be_wrapped and [value] == wrapped))
 
 
 RETRIES_S = (0.5, 1.0)
 """Seconds before a second and a third attempt with a sandbox that does not start its program."""
-_BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"^(?:[^\n`]*(?=`)|[ \t]*)(`{3,}|~{3,})[^\n`]*\n(.*?)(\1|\Z)", re.DOTALL | re.MULTILINE)
+"""A fenced block: its fence, its text, and the fence that closes it, or nothing."""
 
 CaseResult = Literal["passed", "failed", "timeout"]
 
 
 def extract_code(completion: str) -> str:
-    """Return the last fenced block of a completion, or all of it where there is none."""
-    blocks: list[str] = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    """Return the last fenced block after the thinking, as LiveCodeBench does, or all of that text where there
+    is none. Thinking or a last block without an end: nothing."""
+    answer = completion.rpartition("</think>")[2]
+    if "<think>" in answer:
+        return ""
+    *_, (_, block, end) = [("", answer, "all"), *_BLOCK.findall(answer)]
+    return str(block) if end else ""
 
 
 class CodeRewards:
@@ -175,8 +191,9 @@ class CodeRewards:
         if value is None and self._others is not None:
             return await self._others.score(sample)
         sample.text = self._text_of(sample.scored_ids)
-        cases = parse_cases(value)
-        program = extract_code(self._text_of(sample.completion_ids))  # not the environment's
+        cases = parse_cases(value, sample.prompt.row.get("metadata"))
+        own_text = self._text_of(sample.completion_ids)  # not the environment's
+        program = extract_code(sample.prompt.opened + own_text)
         is_cut_off = self.completed_only and sample.finish_reason == "length"
         if is_cut_off or not program.strip():
             return self._reward(sample, Counter(), len(cases))
@@ -250,8 +267,8 @@ def _passes(execution: Execution, case: Case, secret: str) -> bool:
     match case:
         case StdinCase(expected=expected):
             return same_output(execution.output.decode(errors="replace"), expected)
-        case CallCase(expected=expected):
-            return same_value(execution.answer, expected)
+        case CallCase(expected=expected, may_be_wrapped=may_be_wrapped):
+            return same_value(execution.answer, expected, may_be_wrapped=may_be_wrapped)
         case AssertCase():
             return execution.answer == secret.encode()
 
@@ -283,10 +300,10 @@ def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *,
         if value is None:
             continue
         try:
-            parse_cases(value)
+            parse_cases(value, row.get("metadata"))
         except RewardFailed as why:
             remedy = "docs/how-to/score-responses.md lists the formats"
-            raise ConfigError(key, column, why.detail, remedy) from None
+            raise ConfigError(key, column, f"row {number} of the data: {why.detail}", remedy) from None
         try:
             reference_time(row, settings.timeout)
         except RewardFailed as why:

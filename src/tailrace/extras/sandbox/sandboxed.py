@@ -21,11 +21,17 @@ def limit(limits: dict[str, int]) -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
 
 
+STARTER = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+"""Modules whose names the starter code of a function may use, as LiveCodeBench and APPS import them."""
+
+
 def call(namespace: dict[str, Any], name: str, arguments: list[Any]) -> Any:
-    """Call a function of the program, or a method of its class `Solution`."""
-    if name in namespace:
-        return namespace[name](*arguments)
-    return getattr(namespace["Solution"](), name)(*arguments)
+    """Call a method of the program's class `Solution`, or a function."""
+    solution = namespace.get("Solution")
+    return (getattr(solution(), name) if hasattr(solution, name) else namespace[name])(*arguments)
 
 
 def main(fd: int) -> None:
@@ -49,6 +55,10 @@ def main(fd: int) -> None:
     limit(job["limits"])
     sys.argv = ["program.py"]
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    if "function" in job:
+        for form in ("from {0} import *", "import {0}"):
+            run("\n".join(map(form.format, STARTER)), namespace)
+        namespace.pop(job["function"], None)  # a function of Python's is not the program's
     run(translate(job["program"], "program.py", "exec"), namespace)
     if not reports:
         return
