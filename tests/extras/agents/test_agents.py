@@ -21,8 +21,8 @@ from tailrace.contracts.environments import Completion, EpisodeOver, Message, Ou
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.history import RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
-from tailrace.drivers.environments.settings import AgentSettings
-from tailrace.drivers.environments.tools import parse_hermes
+from tailrace.drivers.environments.settings import AgentSettings, ParserName
+from tailrace.drivers.environments.tools import PARSERS
 from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.extras.agents.session import Session, SessionRequest
 from tailrace.types import Prompt, Sample, Turn
@@ -76,13 +76,17 @@ def test_a_loop_with_tools_is_one_token_exact_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "content", "num_calls"),
+    ("parser", "turn", "content", "num_calls"),
     [
-        (f"<think>{CALL}</think>408", f"<think>{CALL}</think>408", 0),
-        (f"<think>{CALL}</think> So {CALL}", f"<think>{CALL}</think> So", 1),
+        ("hermes", f"<think>{CALL}</think>408", f"<think>{CALL}</think>408", 0),
+        ("hermes", f"<think>{CALL}</think> So {CALL}", f"<think>{CALL}</think> So", 1),
+        ("qwen3_coder", "So <tool_call>\n<function=f>\n</function>\n</tool_call>", "So", 1),
+        ("mistral", "So [TOOL_CALLS]f{}[TOOL_CALLS]f{}", "So", 2),
     ],
 )
-def test_a_call_in_thinking_is_text_and_what_follows_is_read(turn: str, content: str, num_calls: int) -> None:
+def test_a_call_in_thinking_is_text_and_what_follows_is_read(
+    parser: ParserName, turn: str, content: str, num_calls: int
+) -> None:
     class Policy(ScriptedPolicy):
         def open(self, ids: Sequence[int]) -> None:
             assert list(ids) == render([USER], [TOOL])
@@ -92,7 +96,7 @@ def test_a_call_in_thinking_is_text_and_what_follows_is_read(turn: str, content:
 
     async def said() -> dict[str, Any]:
         encoder = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), TOKENIZER, 512)
-        session = Session("1", "key", encoder.contexts(Prompt(0, [1]), "keep", 1), parse_hermes)
+        session = Session("1", "key", encoder.contexts(Prompt(0, [1]), "keep", 1), PARSERS[parser])
         body = SessionRequest(model="policy", messages=[USER], tools=[TOOL])
         return (await session.serve(session.ask(body), Policy(turn))).result().message()
 

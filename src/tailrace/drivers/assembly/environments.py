@@ -7,7 +7,7 @@ from functools import partial
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.trainer import Reference
-from tailrace.drivers.data.encoding import LEFT_OUT, PromptEncoder, Tokenizer, text_of
+from tailrace.drivers.data.encoding import CALL_MARKS, LEFT_OUT, PromptEncoder, Tokenizer, text_of
 from tailrace.drivers.environments.history import Chat, RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -107,7 +107,7 @@ async def open_episodes(
         episode = partial(
             Episode,
             observe=_chat(config, tokenizer).observe,
-            decode=text_of(tokenizer),
+            decode=text_of(tokenizer, CALL_MARKS),
             sampling=config.sampling,
             max_context_tokens=context_length(config.model.path),
             parking_timeout_s=settings.parking_timeout_s,

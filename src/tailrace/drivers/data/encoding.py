@@ -5,10 +5,11 @@ Loads the tokenizer of a model folder. It does not import torch, which the contr
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol, TypeGuard, cast
@@ -86,15 +87,28 @@ def render(
         raise folder_error(Path(tokenizer.name_or_path), problem, remedy) from None
 
 
-def text_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Return a function from token ids to text, without special tokens.
+CALL_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+"""Marks of tool calls, which some tokenizers have as special tokens."""
+
+
+def text_of(tokenizer: Tokenizer, kept: Collection[str] = ()) -> Callable[[Sequence[int]], str]:
+    """Return a function from token ids to text, without special tokens but for those that are kept.
 
     Where there are no spaces to clean up, the function calls the library `tokenizers` directly: the wrapper
     of transformers takes twice as long as the decoding itself.
     """
     cleans = tokenizer.clean_up_tokenization_spaces
     decode = tokenizer.decode if cleans else tokenizer.backend_tokenizer.decode
-    return partial(decode, skip_special_tokens=True)
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+    ids = {id for id, token in added if token.special and token.content in kept}
+    if not ids:
+        return partial(decode, skip_special_tokens=True)
+
+    def text(tokens: Sequence[int]) -> str:
+        parts = groupby(tokens, ids.__contains__)
+        return "".join(decode([*part], skip_special_tokens=not is_kept) for is_kept, part in parts)
+
+    return text
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> list[int]:

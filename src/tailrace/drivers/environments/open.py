@@ -78,7 +78,8 @@ class ToolsEnvironments(EnvironmentKind):
     async def open(
         self, settings: ToolsSettings, tokenizer: Tokenizer, encoder: RequestEncoder
     ) -> AsyncIterator[Environment]:
-        yield ToolsEnvironment(settings, import_tools(settings))
+        functions = import_tools(settings)
+        yield ToolsEnvironment(settings, functions, schemas_of(functions))
 
 
 class FromFunction(Environment):

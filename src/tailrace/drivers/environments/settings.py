@@ -7,7 +7,7 @@ from pydantic import Field, Tag, model_validator
 
 from tailrace.settings import Resumable, RunFunction, Settings, Shared, default_tag
 
-ParserName = Literal["hermes", "llama3_json"]
+ParserName = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
 """The formats of tool calls have the names that vLLM gives its parsers."""
 MODEL = "policy"
 """The name that agents give the model."""
@@ -62,8 +62,9 @@ class ToolsSettings(EpisodeSettings):
     """The tools: 'package.module:name' or 'path/to/file.py:name'. Their type hints and docstrings tell the
     chat template of the prompt what they do."""
     parser: ParserName = "hermes"
-    """How the model writes a call. "hermes" (also Qwen): <tool_call>JSON</tool_call>. "llama3_json": the
-    whole turn is JSON."""
+    """How the model writes a call. "hermes" (also Qwen 2.5 and 3): <tool_call>JSON</tool_call>.
+    "llama3_json": the whole turn is JSON. "mistral": JSON after [TOOL_CALLS]. "qwen3_coder" (also Qwen 3.5):
+    <function=NAME><parameter=NAME>TEXT</parameter></function>."""
     max_turns: int = Field(default=8, ge=1, le=100_000)
     """Turns of the model in an episode; at least 1."""
     call_timeout_s: Resumable[float] = Field(default=30.0, gt=0, le=86_400, allow_inf_nan=False)
@@ -109,8 +110,8 @@ class AgentSettings(EpisodeSettings):
     "data": the prompt of the data, which the first request must repeat; engines then compute it once for a
     group."""
     parser: ParserName = "hermes"
-    """How the model writes tool calls, which the agent gets as `tool_calls`: "hermes" (also Qwen):
-    <tool_call>JSON</tool_call>; "llama3_json": the whole turn is JSON."""
+    """How the model writes tool calls, which the agent gets as `tool_calls`, as in the environment "tools".
+    """
     idle_timeout_s: Resumable[float] = Field(default=600.0, gt=0, le=86_400)
     """Seconds without a request after which an episode fails; above 0, at most a day. The time in which the
     policy generates does not count."""

@@ -5,9 +5,10 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -30,17 +31,23 @@ NO_JSON = (ValueError, RecursionError)
 open brackets."""
 
 
-class ToolCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCall:
     """A call that a turn asks for."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
     """Why the text is no call; empty if it is one. Name and arguments may then be missing."""
+    begin: int = field(default=0, compare=False)
+    """Place in the turn at which its text begins; 0: the whole turn is calls."""
 
 
-Parse = Callable[[str], list[ToolCall]]
-"""Returns the calls of a turn in their order, malformed ones included."""
+Schemas = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI's API describes them."""
+Parse = Callable[[str, Schemas], list[ToolCall]]
+"""Returns the calls of a turn in their order, malformed ones included. The schemas give arguments types where
+the format has none."""
 
 
 _MARK = re.compile(r"<think>.*?(?:</think>|\Z)|(?:<tool_call>\s*)+", re.DOTALL)
@@ -57,9 +64,10 @@ _JSON = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=_fini
 """Takes line breaks in strings, which models write."""
 
 
-def hermes_calls(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the place of each call of a turn in the format of Hermes, and its JSON, which ends the call."""
-    place = 0
+def parse_hermes(text: str, tools: Schemas = ()) -> list[ToolCall]:
+    """Return the calls of a turn in the format of Hermes and Qwen: each is a JSON object with `name` and
+    `arguments` between <tool_call> and </tool_call>."""
+    calls, place = [], 0
     while mark := _MARK.search(text, place):
         place = mark.end()
         if mark[0].startswith("<think>"):
@@ -68,48 +76,153 @@ def hermes_calls(text: str) -> Iterator[tuple[int, str]]:
             end = _JSON.raw_decode(text, place)[1]
         except NO_JSON:
             end = text.find("</tool_call>", place) % (len(text) + 1)  # without the mark: at the end
-        yield mark.start(), text[place:end]
+        calls.append(_tool_call(text[place:end], mark.start()))
         place = end
+    return calls
 
 
-def parse_hermes(text: str) -> list[ToolCall]:
-    """Return the calls of a turn in the format of Hermes and Qwen: each is a JSON object with `name` and
-    `arguments` between <tool_call> and </tool_call>."""
-    return [_tool_call(found) for _, found in hermes_calls(text)]
-
-
-def parse_llama3_json(text: str) -> list[ToolCall]:
+def parse_llama3_json(text: str, tools: Schemas = ()) -> list[ToolCall]:
     """Return the calls of a turn in the format of Llama 3: the whole turn, but for thinking, is JSON objects
     with `name` and `parameters`, separated by semicolons. One that does not begin with a brace has none."""
     text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).strip()
     text = text.removeprefix("<|python_tag|>").strip()
     calls = []
     while text.startswith("{"):
-        try:
-            _, end = _JSON.raw_decode(text)
-        except NO_JSON:
-            end = len(text)
+        end = _end_of_json(text, 0)
         calls.append(_tool_call(text[:end]))
         text = text[end:].lstrip("; \n")
     return calls
 
 
-PARSERS: Mapping[ParserName, Parse] = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
+_XML_CALL = re.compile(
+    r"<think>.*?(?:</think>|\Z)"
+    r"|(?:<tool_call>[^<]*)*+<function=((?:(?!</function>)[^>])*)(?:>(.*?))?(?:</function>|\Z)"
+    r"|(?:<tool_call>[^<]*)+",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL
+)
 
 
-def _tool_call(text: str) -> ToolCall:
+def parse_qwen3_coder(text: str, tools: Schemas = ()) -> list[ToolCall]:
+    """Return the calls of a turn in the format of Qwen3-Coder and Qwen 3.5: <function=NAME> with its
+    arguments, each <parameter=NAME>TEXT</parameter>, in <tool_call> or alone."""
+    calls = []
+    for mark in _XML_CALL.finditer(text):
+        name, given = (mark[1] or "").strip(), _PARAMETER.findall(mark[2] or "")
+        problem = "" if name else "a call is <function=NAME> with a <parameter=NAME> for each argument"
+        functions = [each["function"] for each in tools if each["function"].get("name") == name]
+        types = {key: each for f in functions for key, each in _properties(f).items()}
+        arguments = {
+            key: _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key)) for key, value in given
+        }
+        if not mark[0].startswith("<think>"):
+            calls.append(ToolCall(name, arguments, problem, mark.start()))
+    return calls
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
+    return found
+
+
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPES |= {"dict": "object", "list": "array", "NoneType": "null"}
+"""Types of JSON schemas by Python's names."""
+
+
+def _typed(text: str, schema: object) -> Any:
+    """Return a value of the first type that a schema allows and the text is, in vLLM's order. Without one it
+    is a string."""
+    types = _types(schema)
+    if "null" in types and text.lower() == "null":
+        return None
+    with suppress(ValueError):
+        if "integer" in types:
+            return int(text)
+    with suppress(ValueError, OverflowError):  # int refuses NaN and infinity
+        if "number" in types:
+            return whole if (whole := int(number := float(text))) == number else number
+    if "boolean" in types and (word := text.strip().lower()) in ("true", "1", "false", "0"):
+        return word in ("true", "1")
+    if types & {"object", "array"} or "string" not in types:
+        with suppress(*NO_JSON):
+            return _decoded(text)
+    return text
+
+
+def _types(schema: object) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    given = schema.get("type", [])
+    names = [given] if isinstance(given, str) else [*given]
+    names += [type(value).__name__ for value in schema.get("enum") or ()]
+    choices = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or ()]
+    return set().union((_TYPES.get(name, name) for name in names), *map(_types, choices)) or {"string"}
+
+
+_NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+def parse_mistral(text: str, tools: Schemas = ()) -> list[ToolCall]:
+    """Return the calls of a turn in the formats of Mistral: after [TOOL_CALLS] a list of JSON objects with
+    `name` and `arguments`, or, each after a mark, a name and its arguments as JSON."""
+    calls = list[ToolCall]()
+    begin = text.find("[TOOL_CALLS]")
+    for part in text[begin:].split("[TOOL_CALLS]")[1:] if begin >= 0 else ():
+        if named := _NAMED.match(part):
+            arguments = part[named.end() : _end_of_json(part, named.end())]
+            calls.append(_tool_call(arguments, begin, named[1]))
+        elif part.strip() and not calls:
+            place = next((each.start() for each in re.finditer(r"\[\s*\{|\{", part)), 0)
+            end = _end_of_json(part, place)
+            try:
+                listed = _decoded(part[place:end])
+            except NO_JSON:
+                return [_tool_call(part[place:end], begin)]
+            listed = listed if isinstance(listed, list) else [listed]
+            return [_tool_call(json.dumps(each), begin) for each in listed]
+    return calls
+
+
+PARSERS: Mapping[ParserName, Parse] = {
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "mistral": parse_mistral,
+    "qwen3_coder": parse_qwen3_coder,
+}
+
+
+def _end_of_json(text: str, place: int) -> int:
+    """Return the end of the JSON value at a place of a text; of the text where it is none."""
     try:
-        # Twice, because JSON can spell halves of surrogate pairs, which are not Unicode.
-        call = json.loads(json.dumps(_JSON.decode(text), ensure_ascii=False).encode(errors="replace"))
+        return _JSON.raw_decode(text, place)[1]
+    except NO_JSON:
+        return len(text)
+
+
+def _decoded(text: str) -> Any:
+    """Decode JSON. Raises one of NO_JSON."""
+    # Twice, because JSON can spell halves of surrogate pairs, which are not Unicode.
+    return json.loads(json.dumps(_JSON.decode(text), ensure_ascii=False).encode(errors="replace"))
+
+
+def _tool_call(text: str, begin: int = 0, name: str | None = None) -> ToolCall:
+    """Return the call that a JSON object makes, or whose arguments it is where the name is given."""
+    try:
+        call = _decoded(text)
+        if name is None and isinstance(call, dict):
+            name, call = call.get("name"), call.get("arguments", call.get("parameters"))
+            if isinstance(call, str):  # JSON text, as in OpenAI's API
+                call = _decoded(call) if call.lstrip()[:1] == "{" else call or None
     except NO_JSON as why:
-        return ToolCall("", {}, f"this is not JSON: {why}")
-    name = call.get("name") if isinstance(call, dict) else None
+        return ToolCall("", {}, f"this is not JSON: {why}", begin)
     if not isinstance(name, str):
-        return ToolCall("", {}, "a call is a JSON object with a name and arguments")
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are not a JSON object")
-    return ToolCall(name, arguments)
+        return ToolCall("", {}, "a call is a JSON object with a name and arguments", begin)
+    if not isinstance(call, dict | None):
+        return ToolCall(name, {}, "the arguments are not a JSON object", begin)
+    return ToolCall(name, call or {}, begin=begin)
 
 
 class Caller(NamedTuple):
@@ -135,8 +248,10 @@ class Answer(NamedTuple):
 class ToolsEnvironment(Environment):
     """Each turn may call tools; a turn without calls ends the episode."""
 
-    def __init__(self, settings: ToolsSettings, functions: Mapping[str, Function]) -> None:
-        self._settings, self._functions = settings, functions
+    def __init__(
+        self, settings: ToolsSettings, functions: Mapping[str, Function], schemas: Schemas = ()
+    ) -> None:
+        self._settings, self._functions, self._schemas = settings, functions, schemas
         self._parse = PARSERS[settings.parser]
 
     @override
@@ -149,7 +264,7 @@ class ToolsEnvironment(Environment):
     async def _play(self, opened: str, policy: Policy, counts: dict[str, int]) -> None:
         messages: Sequence[Message] = ()
         for turn in range(self._settings.max_turns):
-            calls = self._parse(opened + (await policy.complete(messages)).text)
+            calls = self._parse(opened + (await policy.complete(messages)).text, self._schemas)
             opened = opened if OPEN_TAG.fullmatch(opened) else ""  # the template writes it in each turn
             counts["turns"] += 1
             counts["calls"] += len(calls)

@@ -21,7 +21,7 @@ from tailrace.contracts.environments import Completion, EpisodeOver, Message, Po
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import Contexts, TooManyBranches
 from tailrace.drivers.environments.settings import MODEL
-from tailrace.drivers.environments.tools import Parse, hermes_calls
+from tailrace.drivers.environments.tools import Parse, Schemas
 from tailrace.errors import BadRow, EnvironmentFailed
 from tailrace.extras.agents.loop_thread import STOP_S
 from tailrace.extras.serve.app import RequestRefused, bearer, check_token, model_list, openai_app
@@ -233,7 +233,7 @@ class Session:
             raise RequestRefused("invalid_prompt", str(why)) from why
         self.num_turns += 1
         self._asked, self._tools = messages, body.tools
-        turn = self._delta(completion, has_tools=bool(body.tools) and body.tool_choice != "none")
+        turn = self._delta(completion, () if body.tool_choice == "none" else body.tools or ())
         self._last = ChatReply(f"{self.name}-{self.num_turns}", completion.num_context_tokens, turn)
         return self._last
 
@@ -270,12 +270,12 @@ class Session:
             detail = f"the first request has {len(ids)} tokens"
             raise EnvironmentFailed("prompt too long", detail) from why
 
-    def _delta(self, completion: Completion, *, has_tools: bool) -> Delta:
+    def _delta(self, completion: Completion, tools: Schemas) -> Delta:
         """The turn as text and tool calls. A turn with a malformed call is text: the agent decides about
         it."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         text = self._contexts.opened + completion.text
-        calls = self._parse(text) if has_tools else []
+        calls = self._parse(text, tools) if tools else []
         if not calls or any(call.problem for call in calls):
             return Delta(ids, logprobs, completion.text, completion.finish_reason)
         called = []
@@ -285,9 +285,8 @@ class Session:
             id, self._num_calls = f"call{self._num_calls:05}", self._num_calls + 1
             function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
             called.append({"id": id, "type": "function", "function": function})
-        begin, _ = next(hermes_calls(text), (0, ""))  # without marks the whole text is calls
         finish = "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
-        content = text[len(self._contexts.opened) : begin].strip() or None
+        content = text[len(self._contexts.opened) : calls[0].begin].strip() or None
         return Delta(ids, logprobs, content, finish, tool_calls=called)
 
 
