@@ -20,38 +20,24 @@ from tailrace.drivers.environments.tools import (
 )
 
 
-def tool(name: str, **properties: object) -> dict[str, Any]:
+def tool(name: str, **types: str) -> dict[str, Any]:
+    """A tool with these types of its parameters; with a bar each of several."""
+    properties: dict[str, Any] = {}
+    for key, given in types.items():
+        choices = [{"type": each} for each in given.split("|")]
+        properties[key] = {"anyOf": choices} if len(choices) > 1 else choices[0]
     return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
 
 
-def options(*types: str) -> dict[str, object]:
-    return {"anyOf": [{"type": each} for each in types]}
-
-
-INTEGER, NUMBER, BOOLEAN, STRING, OBJECT = (
-    {"type": each} for each in ("integer", "float", "boolean", "string", "object")
-)
 TOOLS = [
-    tool("get_current_weather", city=STRING, state=STRING, unit={"type": "string", "enum": ["celsius"]}),
-    tool("calculate_area", shape=STRING, dimensions=OBJECT, precision=INTEGER),
+    tool("get_current_weather", city="string", state="string", unit="string"),
+    tool("calculate_area", shape="string", dimensions="object", precision="integer"),
+    tool("test_types", i="integer", f="float", b="boolean", s="string", o="object"),
     tool(
-        "test_types",
-        int_param=INTEGER,
-        float_param=NUMBER,
-        bool_param=BOOLEAN,
-        str_param=STRING,
-        obj_param=OBJECT,
-    ),
-    tool(
-        "test_anyof",
-        anyof_int=options("integer", "null"),
-        anyof_str=options("string", "null"),
-        anyof_array=options("array", "null"),
-        anyof_obj=options("object", "null"),
-        type_as_array={"type": ["integer", "null"]},
-        multi_non_null=options("string", "integer", "null"),
+        "test_anyof", i="integer|null", s="string|null", a="array|null", o="object|null", m="string|integer"
     ),
 ]
+TOOLS[3]["function"]["parameters"]["properties"]["t"] = {"type": ["integer", "null"]}
 
 
 def xml(name: str, **arguments: str) -> str:
@@ -60,11 +46,9 @@ def xml(name: str, **arguments: str) -> str:
 
 
 DALLAS = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
-WEATHER, ORLANDO = (
-    xml("get_current_weather", **DALLAS),
-    xml("get_current_weather", city="Orlando", state="FL"),
-)
-ASKED = ToolCall("get_current_weather", DALLAS)
+ORLANDO = {"city": "Orlando", "state": "FL", "unit": "celsius"}
+WEATHER, SECOND = xml("get_current_weather", **DALLAS), xml("get_current_weather", **ORLANDO)
+ASKED, ASKED_SECOND = ToolCall("get_current_weather", DALLAS), ToolCall("get_current_weather", ORLANDO)
 
 
 @pytest.mark.parametrize(
@@ -73,62 +57,45 @@ ASKED = ToolCall("get_current_weather", DALLAS)
         ("This is a test response without any tool calls", []),
         (WEATHER, [ASKED]),
         (f"Sure! Let me check the weather for you.{WEATHER}", [ASKED]),
-        (
-            f"{WEATHER}\n{ORLANDO}",
-            [ASKED, ToolCall("get_current_weather", {"city": "Orlando", "state": "FL"})],
-        ),
-        (
-            xml(
-                "calculate_area",
-                shape="rectangle",
-                dimensions='{"width": 10, \n "height": 20}',
-                precision="2",
-            ),
-            [
-                ToolCall(
-                    "calculate_area",
-                    {"shape": "rectangle", "dimensions": {"width": 10, "height": 20}, "precision": 2},
-                )
-            ],
-        ),
+        (f"{WEATHER}\n{SECOND}", [ASKED, ASKED_SECOND]),
         (WEATHER.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"), [ASKED]),
         (WEATHER.replace("</parameter>\n", "", 1), [ASKED]),
-        (
-            xml(
-                "test_types",
-                **{"int_param": "42", "float_param": "3.14", "bool_param": "true"},
-                **{"str_param": "hello world", "obj_param": '{"key": "value"}'},
-            ),
-            [
-                ToolCall(
-                    "test_types",
-                    {"int_param": 42, "float_param": 3.14, "bool_param": True}
-                    | {"str_param": "hello world", "obj_param": {"key": "value"}},
-                )
-            ],
-        ),
-        (
-            xml(
-                "test_anyof",
-                **{"anyof_int": "5", "anyof_str": "hello", "anyof_array": '["a", "b", "c"]'},
-                **{"anyof_obj": '{"key": "value"}', "type_as_array": "42", "multi_non_null": "some text"},
-            ),
-            [
-                ToolCall(
-                    "test_anyof",
-                    {"anyof_int": 5, "anyof_str": "hello", "anyof_array": ["a", "b", "c"]}
-                    | {"anyof_obj": {"key": "value"}, "type_as_array": 42, "multi_non_null": "some text"},
-                )
-            ],
-        ),
         (f"<tool_call>\n<function=bad\n</function>\n</tool_call>\n{WEATHER}", [ToolCall("bad", {}), ASKED]),
-        (f"<think>{ORLANDO}</think>{WEATHER}<think>{ORLANDO}", [ASKED]),  # here no call is made in thinking
+        (f"<think>{SECOND}</think>{WEATHER}<think>{SECOND}", [ASKED]),  # no call is made in thinking
     ],
 )
 def test_the_format_of_qwen3_coder(text: str, calls: list[ToolCall]) -> None:
-    found = parse_qwen3_coder(text, TOOLS)
-    assert found == calls
-    assert json.dumps([each.arguments for each in found]) == json.dumps([each.arguments for each in calls])
+    assert parse_qwen3_coder(text, TOOLS) == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "arguments"),
+    [
+        (
+            "calculate_area",
+            {"shape": "rectangle", "dimensions": '{"width": 10, \n "height": 20}', "precision": "2"},
+            {"shape": "rectangle", "dimensions": {"width": 10, "height": 20}, "precision": 2},
+        ),
+        (
+            "test_types",
+            {"i": "42", "f": "3.14", "b": "true", "s": "hello world", "o": '{"key": "value"}'},
+            {"i": 42, "f": 3.14, "b": True, "s": "hello world", "o": {"key": "value"}},
+        ),
+        (
+            "test_anyof",
+            {"i": "5", "s": "hello", "a": '["a", "b"]', "o": '{"key": 42}', "m": "some text", "t": "42"},
+            {"i": 5, "s": "hello", "a": ["a", "b"], "o": {"key": 42}, "m": "some text", "t": 42},
+        ),
+        ("test_types", {"i": "five", "b": "False", "s": "5"}, {"i": "five", "b": False, "s": "5"}),
+        ("test_anyof", {"i": "null", "s": "7", "m": "7"}, {"i": None, "s": "7", "m": 7}),
+        ("not_among_them", {"i": "5"}, {"i": "5"}),
+    ],
+)
+def test_arguments_have_the_types_of_the_tools_schema(
+    name: str, written: dict[str, str], arguments: dict[str, object]
+) -> None:
+    (found,) = parse_qwen3_coder(xml(name, **written), TOOLS)
+    assert json.dumps(found.arguments) == json.dumps(arguments)  # 1 is not True
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": "add"}</tool_call>', "<tool_call>", "<function=>"])
@@ -137,10 +104,8 @@ def test_a_call_without_a_name_is_malformed(text: str) -> None:
     assert found.problem == "a call is <function=NAME> with a <parameter=NAME> for each argument"
 
 
-ADD = ToolCall("add", {"a": 3.5, "b": 4})
-CITY = {"city": "San Francisco", "state": "CA", "unit": "celsius"}
-CITY_JSON = json.dumps(CITY)
-LISTED = ToolCall("get_current_weather", CITY)
+ADD, AGE = ToolCall("add", {"a": 3.5, "b": 4}), ToolCall("get_age", {"name": "John Doe"})
+LISTED_AGE = '{"arguments":{"name": "John Doe"}, "name": "get_age"}'
 HELLO = {"command": "print(\"hello world!\")\nre.compile(r'{}')"}
 
 
@@ -150,26 +115,12 @@ HELLO = {"command": "print(\"hello world!\")\nre.compile(r'{}')"}
         ("This is a test", []),
         ('[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', [ADD]),
         ('[TOOL_CALLS]  [ {"name":"add" , "arguments" : {"a": 3.5, "b": 4} } ]', [ADD]),
-        (f'[TOOL_CALLS] [{{"arguments":{CITY_JSON}, "name": "get_current_weather"}}]', [LISTED]),
-        (
-            '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "get_age"}]',
-            [ToolCall("get_age", {"name": "John Doe"})],
-        ),
-        (
-            '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3.5, "b": 4}}, '
-            f'{{"name": "get_current_weather", "arguments":{CITY_JSON}}}]',
-            [ADD, LISTED],
-        ),
+        (f"[TOOL_CALLS] [{LISTED_AGE}]", [AGE]),
+        (f'[TOOL_CALLS] [{{"name": "add", "arguments": {{"a": 3.5, "b": 4}}}}, {LISTED_AGE}]', [ADD, AGE]),
         ('Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]\nextra trailing data', [ADD]),
         ('[TOOL_CALLS]  junk [{"name": "add", "arguments":{"a": 3.5, "b": 4}}] trail', [ADD]),
-        (
-            '[TOOL_CALLS]add_this_and_that{"a": 3.5, "b": 4}',
-            [ToolCall("add_this_and_that", {"a": 3.5, "b": 4})],
-        ),
-        (
-            '[TOOL_CALLS]add{"a": 3.5, "b": 4}[TOOL_CALLS]multiply{"a": 3, "b": 6}',
-            [ADD, ToolCall("multiply", {"a": 3, "b": 6})],
-        ),
+        ('[TOOL_CALLS]add{"a": 3.5, "b": 4}', [ADD]),
+        ('[TOOL_CALLS]add{"a": 3.5, "b": 4}[TOOL_CALLS]get_age{"name": "John Doe"}', [ADD, AGE]),
         (f"hi{{hi[TOOL_CALLS]bash{json.dumps(HELLO)}", [ToolCall("bash", HELLO)]),
         ('[TOOL_CALLS]add[ARGS]{"a": 3.5, "b": 4} so', [ADD]),
         ('[TOOL_CALLS]add[CALL_ID]xK2mQ9p0a[ARGS]{"a": 3.5, "b": 4}', [ADD]),  # mistral-common 1.8, v11
@@ -179,24 +130,19 @@ def test_the_formats_of_mistral(text: str, calls: list[ToolCall]) -> None:
     assert parse_mistral(text) == calls
 
 
-@pytest.mark.parametrize(
-    "text", ["[TOOL_CALLS] not json at all", '[TOOL_CALLS]bash{"command": "print(', "[TOOL_CALLS]name_alone"]
-)
+@pytest.mark.parametrize("text", ["not json at all", 'bash{"command": "print(', "name_alone"])
 def test_what_vllm_reads_as_no_call_or_as_cut_off_json_is_malformed(text: str) -> None:
-    (found,) = parse_mistral(f"hi{{hi{text}")
+    (found,) = parse_mistral(f"hi{{hi[TOOL_CALLS]{text}")
     assert found.problem.startswith("this is not JSON: ")
 
 
-@pytest.mark.parametrize("value", ['"{\\"a\\": 1}"', '{"a": 1}', "null", '""'])
-def test_arguments_may_be_json_text_or_null(value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "a"), [('"{\\"a\\": 1}"', {"a": 1}), ('{"a": 1}', {"a": 1}), ("null", {}), ('""', {})]
+)
+def test_arguments_may_be_json_text_or_null(value: str, a: dict[str, int]) -> None:
     call = f'{{"name": "add", "arguments": {value}}}'
-    arguments = {"a": 1} if "a" in value else {}
-    for found in (
-        parse_hermes(f"<tool_call>{call}"),
-        parse_llama3_json(call),
-        parse_mistral(f"[TOOL_CALLS][{call}]"),
-    ):
-        assert found == [ToolCall("add", arguments)]
+    assert parse_hermes(f"<tool_call>{call}") == [ToolCall("add", a)]
+    assert parse_llama3_json(call) == parse_mistral(f"[TOOL_CALLS][{call}]") == [ToolCall("add", a)]
 
 
 def test_marks_that_are_special_tokens_stay_in_the_text_of_a_turn() -> None:

@@ -1,9 +1,13 @@
 """A teacher behind `tailrace serve` gives the log-probs that a teacher in the run would give."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request, Response
 
 from helpers.served import served_here
 from helpers.small_run import train_here, write_small_run
@@ -14,6 +18,7 @@ from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.reference import TorchReference
 from tailrace.errors import RewardFailed
 from tailrace.extras.http.teacher import ScoringClient
+from tailrace.extras.serve.app import make_app
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 IDS = [7, 9, 11, 40, 3]
@@ -33,6 +38,16 @@ def model(tmp_path: Path) -> Path:
     save_tiny_model(tmp_path / "model")
     letter_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
+
+
+def with_words(model: Path, name: str, words: dict[str, str]) -> Path:
+    """Copy a model; tokens are renamed, or left out where the new name is empty."""
+    folder = shutil.copytree(model, model.parent / name)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    named = {words.get(word, word): id for word, id in tokenizer["model"]["vocab"].items()}
+    tokenizer["model"]["vocab"] = {word: id for word, id in named.items() if word}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
 
 
 async def asked(settings: ServerTeacherSettings, *samples: Sample) -> list[list[float]]:
@@ -83,17 +98,24 @@ def test_a_server_that_cannot_teach_is_refused(
     assert problem in " ".join(capsys.readouterr().err.split())
 
 
+def train_with_server(folder: Path, student: Path, teacher: str, *words: str) -> int:
+    """Train one round with a teacher behind a server; returns the exit code."""
+    path = write_small_run(folder)
+    tables = f'[algorithm]\nname = "distillation"\n[teacher]\nkind = "server"\n{teacher}\n'
+    path.write_text(path.read_text() + tables)
+    return train_here(
+        path, "--model.path", str(student), "--run.rounds", "1", "--run.eval_every", "0", *words
+    )
+
+
 def test_a_server_that_reads_fewer_tokens_than_a_sample_has_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Student and server have one tokenizer; the server's context is 64 tokens, the student's is 512."""
-    path = write_small_run(tmp_path)
     save_tiny_model(tmp_path / "short", max_position_embeddings=64)
     with served_here(tmp_path / "short") as url:
-        tables = f'[algorithm]\nname = "distillation"\n[teacher]\nkind = "server"\nurl = "{url}"\n'
-        path.write_text(path.read_text() + tables)
-        words = ["--model.path", str(model), "--sampling.max_completion_tokens", "100"]
-        assert train_here(path, *words) == 2
+        long = ("--sampling.max_completion_tokens", "100")
+        assert train_with_server(tmp_path, model, f'url = "{url}"', *long) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "it reads 64 tokens, and samples may have 101; lower sampling.max_completion_tokens" in said
 
@@ -101,9 +123,45 @@ def test_a_server_that_reads_fewer_tokens_than_a_sample_has_is_refused(
 def test_a_server_of_another_vocabulary_is_refused(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_small_run(tmp_path)
+    """Two tokens have each other's id."""
+    swapped = with_words(model, "swapped", {"x": "y", "y": "x"})
+    with served_here(swapped) as url:
+        assert train_with_server(tmp_path, model, f'url = "{url}"') == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "its tokens are not those of the model that is trained; name a model with the same tokenizer" in said
+    )
+
+
+@pytest.mark.slow
+def test_a_server_with_more_tokens_after_those_of_the_model_teaches(tmp_path: Path, model: Path) -> None:
+    student = with_words(model, "student", {"|": "", "}": ""})
     with served_here(model) as url:
-        tables = f'[algorithm]\nname = "distillation"\n[teacher]\nkind = "server"\nurl = "{url}"\n'
-        path.write_text(path.read_text() + tables)
-        assert train_here(path) == 2
-    assert "name a model with the same tokenizer" in capsys.readouterr().err
+        assert train_with_server(tmp_path, student, f'url = "{url}"') == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_tell_its_vocabulary_needs_a_folder_with_its_tokenizer(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server lacks the route, as those of earlier versions."""
+
+    def earlier(*given: Any) -> FastAPI:
+        app = make_app(*given)
+
+        @app.middleware("http")
+        async def without(request: Request, answer: Any) -> Response:
+            return Response(status_code=404) if request.url.path == "/vocabulary" else await answer(request)
+
+        return app
+
+    monkeypatch.setattr("tailrace.extras.serve.app.make_app", earlier)
+    swapped = with_words(model, "swapped", {"x": "y", "y": "x"})
+    with served_here(model) as url:
+        assert train_with_server(tmp_path, model, f'url = "{url}"') == 2
+        assert train_with_server(tmp_path, model, f'url = "{url}"\ntokenizer = "{swapped}"') == 2
+        assert train_with_server(tmp_path, model, f'url = "{url}"\ntokenizer = "{model}"') == 0
+    said = " ".join(capsys.readouterr().err.split())
+    remedy = "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer"
+    assert f"it does not tell its vocabulary; {remedy}" in said
+    assert f"is 'x', whose id is {ord('y') - ord('A')} there" in said

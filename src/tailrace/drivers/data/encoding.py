@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from threading import Thread
@@ -87,6 +88,13 @@ def render(
         raise folder_error(Path(tokenizer.name_or_path), problem, remedy) from None
 
 
+def vocabulary_digest(tokenizer: Tokenizer, below: int) -> str:
+    """Return a digest of the tokens with an id below a number, each with its id."""
+    words = tokenizer.backend_tokenizer.get_vocab().items()
+    known = sorted((id, word) for word, id in words if id < below)
+    return blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
+
+
 CALL_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 """Marks of tool calls, which some tokenizers have as special tokens."""
 
@@ -100,15 +108,12 @@ def text_of(tokenizer: Tokenizer, kept: Collection[str] = ()) -> Callable[[Seque
     cleans = tokenizer.clean_up_tokenization_spaces
     decode = tokenizer.decode if cleans else tokenizer.backend_tokenizer.decode
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
-    ids = {id for id, token in added if token.special and token.content in kept}
-    if not ids:
+    marks = {id for id, token in added if token.special and token.content in kept}
+    if not marks:
         return partial(decode, skip_special_tokens=True)
-
-    def text(tokens: Sequence[int]) -> str:
-        parts = groupby(tokens, ids.__contains__)
-        return "".join(decode([*part], skip_special_tokens=not is_kept) for is_kept, part in parts)
-
-    return text
+    return lambda ids: "".join(
+        decode([*part], skip_special_tokens=not is_mark) for is_mark, part in groupby(ids, marks.__contains__)
+    )
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> list[int]:

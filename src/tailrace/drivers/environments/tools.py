@@ -10,6 +10,7 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from math import isfinite
+from types import NoneType
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -85,12 +86,16 @@ def parse_llama3_json(text: str, tools: Schemas = ()) -> list[ToolCall]:
     """Return the calls of a turn in the format of Llama 3: the whole turn, but for thinking, is JSON objects
     with `name` and `parameters`, separated by semicolons. One that does not begin with a brace has none."""
     text = re.sub(r"\A\s*<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).strip()
-    text = text.removeprefix("<|python_tag|>").strip()
+    return _objects(text.removeprefix("<|python_tag|>").strip(), "; \n")
+
+
+def _objects(text: str, between: str, begin: int = 0) -> list[ToolCall]:
+    """Return the calls that a text begins with: JSON objects with these characters between them."""
     calls = []
     while text.startswith("{"):
         end = _end_of_json(text, 0)
-        calls.append(_tool_call(text[:end]))
-        text = text[end:].lstrip("; \n")
+        calls.append(_tool_call(text[:end], begin))
+        text = text[end:].lstrip(between)
     return calls
 
 
@@ -100,66 +105,47 @@ _XML_CALL = re.compile(
     r"|(?:<tool_call>[^<]*)+",
     re.DOTALL,
 )
-_PARAMETER = re.compile(
-    r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL
-)
+_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", re.DOTALL)
 
 
 def parse_qwen3_coder(text: str, tools: Schemas = ()) -> list[ToolCall]:
     """Return the calls of a turn in the format of Qwen3-Coder and Qwen 3.5: <function=NAME> with its
     arguments, each <parameter=NAME>TEXT</parameter>, in <tool_call> or alone."""
     calls = []
+    functions = [each.get("function") or {} for each in tools]
+    schemas = {each.get("name"): each.get("parameters") or {} for each in functions}
     for mark in _XML_CALL.finditer(text):
-        name, given = (mark[1] or "").strip(), _PARAMETER.findall(mark[2] or "")
+        name = (mark[1] or "").strip()
+        types = schemas.get(name, {}).get("properties", {})
         problem = "" if name else "a call is <function=NAME> with a <parameter=NAME> for each argument"
-        functions = [each["function"] for each in tools if each["function"].get("name") == name]
-        types = {key: each for f in functions for key, each in _properties(f).items()}
-        arguments = {
-            key: _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key)) for key, value in given
-        }
+        given = _PARAMETER.findall(mark[2] or "")
+        arguments = {key: _typed(value, types.get(key)) for key, value in given}
         if not mark[0].startswith("<think>"):
             calls.append(ToolCall(name, arguments, problem, mark.start()))
     return calls
 
 
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
-    return found
+_TYPES: Mapping[type, Sequence[str]] = {
+    **{int: ("integer", "number"), float: ("number",), bool: ("boolean",)},
+    **{NoneType: ("null",), dict: ("object",), list: ("array",)},
+}
 
 
-_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
-_TYPES |= {"dict": "object", "list": "array", "NoneType": "null"}
-"""Types of JSON schemas by Python's names."""
-
-
-def _typed(text: str, schema: object) -> Any:
-    """Return a value of the first type that a schema allows and the text is, in vLLM's order. Without one it
-    is a string."""
+def _typed(text: str, schema: Any) -> Any:
+    """Return the JSON value that a text is if a schema allows its type, else the text. `True` is `true`."""
     types = _types(schema)
-    if "null" in types and text.lower() == "null":
-        return None
-    with suppress(ValueError):
-        if "integer" in types:
-            return int(text)
-    with suppress(ValueError, OverflowError):  # int refuses NaN and infinity
-        if "number" in types:
-            return whole if (whole := int(number := float(text))) == number else number
-    if "boolean" in types and (word := text.strip().lower()) in ("true", "1", "false", "0"):
-        return word in ("true", "1")
-    if types & {"object", "array"} or "string" not in types:
-        with suppress(*NO_JSON):
-            return _decoded(text)
+    with suppress(*NO_JSON):
+        value = _decoded(text.lower() if text.lower() in ("true", "false", "null") else text)
+        if "string" not in types or types.intersection(_TYPES.get(type(value), ())):
+            return value
     return text
 
 
-def _types(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    given = schema.get("type", [])
-    names = [given] if isinstance(given, str) else [*given]
-    names += [type(value).__name__ for value in schema.get("enum") or ()]
-    choices = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or ()]
-    return set().union((_TYPES.get(name, name) for name in names), *map(_types, choices)) or {"string"}
+def _types(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows; without one a string."""
+    given = schema.get("type", ()) if isinstance(schema, Mapping) else "string"
+    choices = [] if given == "string" else [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return {given} if isinstance(given, str) else set(given).union(*map(_types, choices)) or {"string"}
 
 
 _NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*)?(?=\{)")
@@ -168,21 +154,13 @@ _NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*)?(?
 def parse_mistral(text: str, tools: Schemas = ()) -> list[ToolCall]:
     """Return the calls of a turn in the formats of Mistral: after [TOOL_CALLS] a list of JSON objects with
     `name` and `arguments`, or, each after a mark, a name and its arguments as JSON."""
-    calls = list[ToolCall]()
-    begin = text.find("[TOOL_CALLS]")
-    for part in text[begin:].split("[TOOL_CALLS]")[1:] if begin >= 0 else ():
+    calls, begin = list[ToolCall](), text.find("[TOOL_CALLS]")
+    for part in text.split("[TOOL_CALLS]")[1:]:
         if named := _NAMED.match(part):
-            arguments = part[named.end() : _end_of_json(part, named.end())]
-            calls.append(_tool_call(arguments, begin, named[1]))
+            place = named.end()
+            calls.append(_tool_call(part[place : _end_of_json(part, place)], begin, named[1]))
         elif part.strip() and not calls:
-            place = next((each.start() for each in re.finditer(r"\[\s*\{|\{", part)), 0)
-            end = _end_of_json(part, place)
-            try:
-                listed = _decoded(part[place:end])
-            except NO_JSON:
-                return [_tool_call(part[place:end], begin)]
-            listed = listed if isinstance(listed, list) else [listed]
-            return [_tool_call(json.dumps(each), begin) for each in listed]
+            return _objects(part[max(part.find("{"), 0) :], ", \n", begin) or [_tool_call(part, begin)]
     return calls
 
 

@@ -5,6 +5,8 @@ which they are scored, and `algorithm.distill_coef` makes advantages of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -48,13 +50,7 @@ class FolderTeacher(TeacherKind):
         if config.host.kind != "local" or config.host.join:
             problem = "a process of this host loads a teacher, and the run has workers on others"
             raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
-        own_words, words = (
-            load_tokenizer(path).backend_tokenizer.get_vocab() for path in (teacher.path, config.model.path)
-        )
-        if own_words != words:
-            problem = f"its vocabulary is not that of {config.model.path}: its tokens mean something else"
-            remedy = "name a model with the same tokenizer"
-            raise ConfigError("teacher.path", str(teacher.path), problem, remedy)
+        check_vocabulary("teacher.path", teacher.path, config.model.path)
         own, students = context_length(teacher.path), context_length(config.model.path)
         longest = longest_sequence(
             config.data, config.sampling, max_context_tokens=students, unbounded_prompt=students
@@ -77,6 +73,19 @@ class FolderTeacher(TeacherKind):
             temperature=opening.sampling.temperature,
         )
         return RemoteReference(await opening.start(ReferenceWorker, name, job))
+
+
+def check_vocabulary(key: str, teacher: Path, model: Path) -> None:
+    """Check that the teacher's tokenizer has each token of the model with the same id; it may have more.
+    Raises a ConfigError with the first token that it has not."""
+    theirs, words = (load_tokenizer(path).backend_tokenizer.get_vocab() for path in (teacher, model))
+    for word, id in sorted(words.items(), key=itemgetter(1)):
+        if theirs.get(word) != id:
+            problem = f"token {id} of {model} is {word!r}, whose id is {theirs.get(word)} there"
+            raise ConfigError(key, str(teacher), problem, SAME_TOKENIZER)
+
+
+SAME_TOKENIZER = "name a model with the same tokenizer, or one with more tokens after the same ones"
 
 
 def check_context(key: str, teacher: str, context: float, longest: int) -> None:

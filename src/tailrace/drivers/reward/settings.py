@@ -170,7 +170,7 @@ class FolderTeacherSettings(TeacherBase):
     kind: Literal["folder"] = "folder"
     """Where the model runs."""
     path: Shared[RunPath]
-    """A Hugging Face folder, whose vocabulary is the model's."""
+    """A Hugging Face folder, whose vocabulary is the model's, or begins with it."""
     device: Resumable[Device | None] = None
     """Device on which it computes. None: the trainer's."""
     threads: Resumable[int] = Field(default=1, ge=1, le=1024)
@@ -186,6 +186,8 @@ class ServerTeacherSettings(TeacherBase):
     """Base address, such as `http://127.0.0.1:8000`."""
     model: str | None = Field(default=None, min_length=1)
     """Name of the model at the server. None: its only one."""
+    tokenizer: Shared[RunPath | None] = None
+    """Folder with the tokenizer of that model, for a server that does not tell its vocabulary."""
     api_key_env: Resumable[str | None] = Field(default=None, min_length=1)
     """Environment variable that holds the API key. None: no key is sent."""
     concurrency: Resumable[int] = Field(default=16, ge=1, le=65_536)

@@ -30,8 +30,9 @@ STARTER = (
 
 def call(namespace: dict[str, Any], name: str, arguments: list[Any]) -> Any:
     """Call a method of the program's class `Solution`, or a function."""
-    solution = namespace.get("Solution")
-    return (getattr(solution(), name) if hasattr(solution, name) else namespace[name])(*arguments)
+    if hasattr(namespace.get("Solution"), name):
+        return getattr(namespace["Solution"](), name)(*arguments)
+    return namespace[name](*arguments)
 
 
 def main(fd: int) -> None:

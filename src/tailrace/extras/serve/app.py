@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from tailrace import __version__
-from tailrace.drivers.data.encoding import Tokenizer
+from tailrace.drivers.data.encoding import Tokenizer, vocabulary_digest
 from tailrace.drivers.engine.settings import ServeSettings
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import TransferFailed, WeightsRefused
@@ -166,6 +166,11 @@ def make_app(
     }
     for path, tell in told.items():
         users.add_api_route(path, tell, name=path)
+
+    @users.get("/vocabulary")
+    def vocabulary(below: int) -> dict[str, str]:
+        return {"digest": vocabulary_digest(tokenizer, below)}
+
     registry = CollectorRegistry()
     registry.register(_EngineMetrics(engine, model.name))
 
