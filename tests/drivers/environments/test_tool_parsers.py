@@ -1,4 +1,4 @@
-"""Tool calls in the formats that vLLM reads, on the examples of its own tests, with their values.
+"""Tool calls in the formats that vLLM reads, on the examples of its own tests, some with shorter names.
 
 Sources, at vLLM 0.32: tests/tool_parsers/test_qwen3coder_tool_parser.py and test_mistral_tool_parser.py.
 """

@@ -10,7 +10,7 @@ from tailrace.errors import RewardFailed
 from tailrace.extras.sandbox.code import AssertCase, CallCase, StdinCase, parse_cases, same_output, same_value
 
 STDIN = [StdinCase("1\n", "2"), StdinCase("3", "4")]
-CALLS = [CallCase("f", [1, 2], [3])]
+CALLS = [CallCase("f", [1, 2], [[3], 3])]
 FORMATS: list[tuple[Any, Any]] = [
     ({"inputs": ["1\n", "3"], "outputs": ["2", "4"]}, STDIN),  # verl, TACO
     ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, CALLS),  # APPS
@@ -35,13 +35,12 @@ def test_each_format_is_read_as_it_is_and_as_json(value: Any, cases: Any) -> Non
 
 def test_a_functional_case_has_the_function_that_the_metadata_name_and_its_exact_value() -> None:
     value = [{"input": "[1]\n2", "output": "[3]", "testtype": "functional"}]
-    assert parse_cases(value, '{"func_name": "f"}') == [CallCase("f", [[1], 2], [3], may_be_wrapped=False)]
-    assert not same_value(b"3", [3], may_be_wrapped=False)
+    assert parse_cases(value, '{"func_name": "f"}') == [CallCase("f", [[1], 2], [[3]])]
 
 
 def test_arguments_of_a_function_may_be_lines_of_json() -> None:
     value = [{"input": '[1, 2]\n"x"', "output": "3", "fn_name": "f"}]
-    assert parse_cases(value) == [CallCase("f", [[1, 2], "x"], 3)]
+    assert parse_cases(value, metadata="words") == [CallCase("f", [[1, 2], "x"], [3])]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_outputs_are_compared_word_by_word() -> None:
 
 
 def test_values_are_compared_as_json() -> None:
-    assert same_value(b"[1, 2]", (1, 2))
-    assert same_value(b"3", [3])
-    assert not same_value(b"3", 4)
-    assert not same_value(b"", None)
+    assert same_value(b"[1, 2]", [(1, 2)])
+    assert same_value(b"3", [[3], 3])
+    assert not same_value(b"3", [[3]]) and not same_value(b"3", [4])
+    assert not same_value(b"", [None])

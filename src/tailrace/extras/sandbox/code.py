@@ -47,9 +47,8 @@ class CallCase:
 
     function: str
     arguments: Sequence[Any]
-    expected: Any
-    may_be_wrapped: bool = True
-    """Whether the expected value may be a list of the value, as APPS writes some."""
+    expected: Sequence[Any]
+    """Each of these values is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,7 @@ def parse_cases(value: object, metadata: object = None) -> list[Case]:
     """Read the test cases of a row. `metadata`: the column of that name, in which LiveCodeBench names the
     function. Raises a RewardFailed ("test cases") if one has no known format."""
     try:
-        about = json.loads(metadata) if isinstance(metadata, str) else metadata
-        cases = _parse(value, about.get("func_name") if isinstance(about, Mapping) else None)
+        cases = _parse(value, metadata)
     except (KeyError, TypeError, ValueError, AttributeError) as why:
         raise RewardFailed("test cases", f"they have no known format ({why!r}): {value!r:.200}") from why
     if not cases:
@@ -75,39 +73,39 @@ def parse_cases(value: object, metadata: object = None) -> list[Case]:
     return cases
 
 
-def _parse(value: object, function: object) -> list[Case]:
+def _parse(value: object, metadata: object) -> list[Case]:
     match value:
         case str() if value.lstrip()[:1] in ("{", "["):
-            return _parse(json.loads(value), function)
+            return _parse(json.loads(value), metadata)
         case str():
-            return [_parse_one(value, function)] if value.strip() else []
+            return [_parse_one(value, metadata)] if value.strip() else []
         case {"test_cases": list(cases)}:
-            return [_parse_one(case, function) for case in cases]
+            return [_parse_one(case, metadata) for case in cases]
         case {"inputs": list(inputs), "outputs": list(outputs), **shared}:
             pairs, name = zip(inputs, outputs, strict=True), shared.get("fn_name")
-            return [_parse_one({"input": a, "output": b, "fn_name": name}, None) for a, b in pairs]
+            return [_parse_one({"input": a, "output": b, "fn_name": name}, metadata) for a, b in pairs]
         case list():
-            return [_parse_one(case, function) for case in value]
+            return [_parse_one(case, metadata) for case in value]
     raise ValueError("neither an object, a list nor a text")
 
 
-def _parse_one(case: str | Mapping[str, Any], named: object) -> Case:
-    """Read a test case. `named`: the function that the row's metadata names."""
+def _parse_one(case: str | Mapping[str, Any], metadata: Any) -> Case:
     if isinstance(case, str):
         if "assert" not in case and "raise" not in case:  # each program would pass it, or none
             raise ValueError("a text without an assertion")
         return AssertCase(case)
     given, expected, function = case["input"], case["output"], case.get("fn_name")
-    is_functional = function is None and case.get("testtype") == "functional"
-    if is_functional and not named:
-        raise ValueError('testtype is "functional", and the column `metadata` has no func_name')
-    function = named if is_functional else function
+    if is_functional := not function and case.get("testtype") == "functional":
+        about = json.loads(metadata) if isinstance(metadata, str) else metadata or {}
+        if not (function := about.get("func_name")):
+            raise ValueError('testtype is "functional", and the column `metadata` has no func_name')
     if function is None:
         return StdinCase(_text(given), _text(expected))
     if isinstance(given, str):  # one argument a line, as JSON
         given = [json.loads(line) for line in given.splitlines()]
         expected = json.loads(expected)
-    return CallCase(str(function), list(given), expected, may_be_wrapped=not is_functional)
+    is_wrapped = isinstance(expected, list) and len(expected) == 1 and not is_functional  # as APPS may do
+    return CallCase(str(function), list(given), [expected, *(expected if is_wrapped else ())])
 
 
 def _text(value: Any) -> str:
@@ -132,14 +130,12 @@ def _same_word(printed: str, expected: str) -> bool:
         return False
 
 
-def same_value(answer: bytes, expected: Any, *, may_be_wrapped: bool = True) -> bool:
-    """Return whether a function's value, as JSON, is the expected one, or the only one in its list."""
+def same_value(answer: bytes, expected: Sequence[Any]) -> bool:
+    """Return whether a function's value, as JSON, is one of those expected."""
     try:
-        value = json.loads(answer)
-        wrapped = json.loads(json.dumps(expected))
+        return json.loads(answer) in json.loads(json.dumps(expected))
     except (ValueError, RecursionError):
         return False
-    return bool(value == wrapped or (may_be_wrapped and [value] == wrapped))
 
 
 RETRIES_S = (0.5, 1.0)
@@ -267,8 +263,8 @@ def _passes(execution: Execution, case: Case, secret: str) -> bool:
     match case:
         case StdinCase(expected=expected):
             return same_output(execution.output.decode(errors="replace"), expected)
-        case CallCase(expected=expected, may_be_wrapped=may_be_wrapped):
-            return same_value(execution.answer, expected, may_be_wrapped=may_be_wrapped)
+        case CallCase(expected=expected):
+            return same_value(execution.answer, expected)
         case AssertCase():
             return execution.answer == secret.encode()
 
