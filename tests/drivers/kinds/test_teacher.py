@@ -141,7 +141,7 @@ def test_each_row_has_the_teacher_that_its_columns_name(tmp_path: Path, other: P
         (
             "distillation",
             ['path = "letters"'],
-            "is '<|endoftext|>', whose id is None there; name a model with",
+            "is '<pad>', whose id is None there; name a model with",
         ),
         ("distillation", [f"{ITSELF}\nrows = {{ topic = 1 }}"], "no teacher has a row of the data"),
         ("distillation", [f'{ITSELF}\ndevice = "cuda:0"\nkind = "serve"'], "teacher"),

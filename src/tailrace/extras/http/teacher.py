@@ -3,7 +3,7 @@
 import asyncio
 import math
 import os
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 from typing_extensions import override
@@ -25,7 +25,11 @@ ROUTE = "/inference/v1/generate"
 PAUSE_S = 0.5
 """Seconds until a request is repeated; then twice as many each time, up to MAX_PAUSE_S."""
 MAX_PAUSE_S = 30.0
-NOT_TOLD = "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer"
+NOT_TOLD = (
+    "it does not tell its vocabulary",
+    "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer",
+)
+"""Problem and remedy of a server without a route that tells."""
 
 
 class ServerTeacher(TeacherKind):
@@ -54,14 +58,12 @@ class ServerTeacher(TeacherKind):
             await client.rows([0])
             context = await client.context()
             is_same = teacher.tokenizer is not None or await client.has_tokens_of(opening.tokenizer)
-        except (EngineDied, ServerRefused) as why:
+        except (EngineDied, ServerRefused, httpx.HTTPError, ValueError) as why:
             remedy = "start it, or name another; it must be vLLM 0.30 or later, or tailrace serve"
             raise ConfigError("teacher.url", teacher.url, f"it gives no log-probs ({why})", remedy) from None
-        if is_same is None:
-            raise ConfigError("teacher.url", teacher.url, "it does not tell its vocabulary", NOT_TOLD)
         if not is_same:
-            problem = "its tokens are not those of the model that is trained"
-            raise ConfigError("teacher.url", teacher.url, problem, SAME_TOKENIZER)
+            problem = "its tokens are not those of the model that is trained", SAME_TOKENIZER
+            raise ConfigError("teacher.url", teacher.url, *(NOT_TOLD if is_same is None else problem))
         data, limit = opening.config.data, context_length(opening.model)
         assert data
         longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
@@ -113,22 +115,14 @@ class ScoringClient:
 
     async def has_tokens_of(self, tokenizer: Tokenizer) -> bool | None:
         """Return whether the server's tokens are those of a tokenizer; it may have more after them. None: it
-        does not tell. Raises as `call`."""
+        does not tell. Raises a httpx.HTTPError, or a ValueError: the reply is no JSON."""
         ids = sorted(tokenizer.backend_tokenizer.get_vocab().values())
         below = ids[-1] + 1
-        told = await self._told("GET", f"/vocabulary?below={below}")
-        told = told or await self._told("POST", "/detokenize", {"tokens": ids})  # of vLLM
-        right = {"digest": vocabulary_digest(tokenizer, below)}, {"prompt": tokenizer.decode(ids)}
-        return told in right if told else None
-
-    async def _told(self, method: Literal["GET", "POST"], route: str, body: Any = None) -> Any:
-        """Return the reply of a route; None: the server has no such route."""
-        try:
-            return await call(self._client, method, route, body=body)
-        except ServerRefused as why:
-            if why.status != 404:
-                raise
-            return None
+        reply = await self._client.get("/vocabulary", params={"below": below}, timeout=60)
+        if reply.status_code == 404:
+            reply = await self._client.post("/detokenize", json={"tokens": ids}, timeout=60)  # of vLLM
+        right = vocabulary_digest(tokenizer, below), {"prompt": tokenizer.decode(ids)}
+        return None if reply.status_code == 404 else reply.is_success and reply.json() in right
 
     async def context(self) -> float:
         """Return how many tokens the model reads; infinity: the server does not say. Raises as `call`."""

@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -155,7 +156,8 @@ def make_app(
     owners = APIRouter(route_class=guarded(owner))
     generation.add_to(generating)
     control.add_to(owners)
-    told: Mapping[str, Callable[[], object]] = {
+    told: Mapping[str, Callable[..., object]] = {
+        "/vocabulary": partial(vocabulary_digest, tokenizer),
         "/version": lambda: {"version": f"tailrace {__version__}"},
         "/v1/models": lambda: model_list(model.name, root=str(model.path), max_model_len=model.context),
         "/server_info": lambda: _server_info(model, dtype),
@@ -166,11 +168,6 @@ def make_app(
     }
     for path, tell in told.items():
         users.add_api_route(path, tell, name=path)
-
-    @users.get("/vocabulary")
-    def vocabulary(below: int) -> dict[str, str]:
-        return {"digest": vocabulary_digest(tokenizer, below)}
-
     registry = CollectorRegistry()
     registry.register(_EngineMetrics(engine, model.name))
 
