@@ -115,9 +115,9 @@ def test_functional_cases_of_livecodebench_are_called(program: str, function: st
     ],
 )
 def test_cases_that_no_program_or_each_would_pass_are_refused_with_the_row(row: object, problem: str) -> None:
-    rows = [FUNCTIONAL, {**FUNCTIONAL, **row}]  # type: ignore[dict-item]
+    rows = {4: FUNCTIONAL, 2: {**FUNCTIONAL, **row}}  # type: ignore[dict-item]
     with pytest.raises(
-        ConfigError, match=rf"'tests': row 1 of the data: they have no known format .*{problem}"
+        ConfigError, match=rf"'tests': row 2 of the data: they have no known format .*{problem}"
     ):
         check_cases(rows, CodeSettings(), others=False)
 
@@ -250,22 +250,22 @@ def test_a_program_is_stopped_by_the_reference_time_of_its_row_before_any_respon
 @pytest.mark.parametrize("value", ["2", None, True, 0, -1.0, float("nan"), float("inf")])
 def test_a_reference_time_that_is_no_number_is_refused_with_row_and_value(value: object) -> None:
     settings = CodeSettings(timeout=TimeoutSettings(reference_column="reference_time"))
-    rows = [SQUARES | {"reference_time": 1}, SQUARES | {"reference_time": value}]
-    problem = rf"row 1 of the data: reference_time = {value!r} is not a number of seconds above 0"
+    rows = {5: SQUARES | {"reference_time": 1}, 3: SQUARES | {"reference_time": value}}
+    problem = rf"row 3 of the data: reference_time = {value!r} is not a number of seconds above 0"
     with pytest.raises(ConfigError, match=rf"reward.code.timeout.reference_column = .*{problem}"):
         check_cases(rows, settings, others=False)
     with pytest.raises(RewardFailed, match=rf"^reference_time: reference_time = {value!r} is not a number"):
-        asyncio.run(rewards_of(Unsteady(0), settings).score(saying(RIGHT, rows[1])))
+        asyncio.run(rewards_of(Unsteady(0), settings).score(saying(RIGHT, rows[3])))
 
 
 def test_columns_are_checked_before_the_start() -> None:
     settings, other = CodeSettings(), {"answer": "x"}
-    check_cases([SQUARES], settings, others=False)
-    check_cases([other, SQUARES], settings, others=True)
+    check_cases({0: SQUARES}, settings, others=False)
+    check_cases({0: other, 1: SQUARES}, settings, others=True)
     for rows, others in (([other], True), ([SQUARES, other], False)):
         with pytest.raises(ConfigError, match=r"reward.code.column = 'tests': a row has no such column"):
-            check_cases(rows, settings, others=others)
+            check_cases(dict(enumerate(rows)), settings, others=others)
     with pytest.raises(
-        ConfigError, match=r"^reward.code.column = 'tests': row 0 of the data: they have no known format"
+        ConfigError, match=r"^reward.code.column = 'tests': row 7 of the data: they have no known format"
     ):
-        check_cases([{"tests": 7}], settings, others=False)
+        check_cases({7: {"tests": 7}}, settings, others=False)

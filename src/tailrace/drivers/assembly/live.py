@@ -192,11 +192,12 @@ def check_sections(config: RunConfig) -> None:
 
 def check_scorers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Check what scores the samples of these prompts. Raises a ConfigError."""
-    _check_rewards(config, [prompt.row for prompt in prompts])
+    numbers = [each.index if each.row_number is None else each.row_number for each in prompts]
+    _check_rewards(config, dict(zip(numbers, (prompt.row for prompt in prompts), strict=True)))
     _check_judges(config, prompts)
 
 
-def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+def _check_rewards(config: RunConfig, rows: Mapping[int, Mapping[str, object]]) -> None:
     assert config.data
     reward = config.reward
     if warning := unused_rewards(config):
@@ -204,7 +205,7 @@ def _check_rewards(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> N
     calls_functions = calls_reward_functions(config)
     if calls_functions:
         scorer = Scorer.load(reward, config.data)
-        scorer.check_columns({column: None for row in rows for column in row})
+        scorer.check_columns({column: None for row in rows.values() for column in row})
         if reward.named():
             say(f"reward: {scorer.describe()}")
     if reward.code:

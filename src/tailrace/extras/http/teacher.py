@@ -25,11 +25,7 @@ ROUTE = "/inference/v1/generate"
 PAUSE_S = 0.5
 """Seconds until a request is repeated; then twice as many each time, up to MAX_PAUSE_S."""
 MAX_PAUSE_S = 30.0
-NOT_TOLD = (
-    "it does not tell its vocabulary",
-    "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer",
-)
-"""Problem and remedy of a server without a route that tells."""
+NOT_TOLD = "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer"
 
 
 class ServerTeacher(TeacherKind):
@@ -55,15 +51,16 @@ class ServerTeacher(TeacherKind):
         client = ScoringClient(teacher)
         opening.closing.append(client.close)
         try:
-            await client.rows([0])
-            context = await client.context()
+            _, context = await client.rows([0]), await client.context()
             is_same = teacher.tokenizer is not None or await client.has_tokens_of(opening.tokenizer)
         except (EngineDied, ServerRefused, httpx.HTTPError, ValueError) as why:
             remedy = "start it, or name another; it must be vLLM 0.30 or later, or tailrace serve"
             raise ConfigError("teacher.url", teacher.url, f"it gives no log-probs ({why})", remedy) from None
         if not is_same:
-            problem = "its tokens are not those of the model that is trained", SAME_TOKENIZER
-            raise ConfigError("teacher.url", teacher.url, *(NOT_TOLD if is_same is None else problem))
+            problem, remedy = "its tokens are not those of the model that is trained", SAME_TOKENIZER
+            if is_same is None:
+                problem, remedy = "it does not tell its vocabulary", NOT_TOLD
+            raise ConfigError("teacher.url", teacher.url, problem, remedy)
         data, limit = opening.config.data, context_length(opening.model)
         assert data
         longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
@@ -91,15 +88,15 @@ class ScoringClient:
             while True:
                 try:
                     rows = await self.rows(prompt + ids)
-                    break
+                    placed = [(rows[place], str(id)) for place, id in enumerate(ids, len(prompt))]
+                    return [float(row.get(id, {}).get("logprob", math.nan)) for row, id in placed]
                 except (EngineDied, ServerRefused) as why:
                     waited = now() + pause_s > begun + self._settings.retry_timeout_s
-                    if waited or (isinstance(why, ServerRefused) and not _may_pass(why.status)):
+                    may_pass = isinstance(why, EngineDied) or why.status >= 500 or why.status in (408, 429)
+                    if waited or not may_pass:
                         raise RewardFailed("teacher", str(why)) from None
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        places = enumerate(ids, len(prompt))
-        return [float(rows[place].get(str(id), {}).get("logprob", math.nan)) for place, id in places]
 
     async def rows(self, ids: list[int]) -> list[dict[str, Any]]:
         """Return what the server says of each token of a sequence. Raises as `call`."""
@@ -133,8 +130,3 @@ class ScoringClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
-
-
-def _may_pass(status: int) -> bool:
-    """Whether a request that was answered with an HTTP status may be answered later."""
-    return status >= 500 or status in (408, 429)

@@ -281,18 +281,17 @@ def reference_time(row: Mapping[str, object], timeout: TimeoutSettings) -> float
     return value
 
 
-def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
-    """Check the test cases of the first rows before anything starts. Raises a ConfigError if no row has test
-    cases, one lacks them and nothing else scores it, their format is unknown, or one has no reference time.
-    `others`: rows without test
-    cases are scored by reward functions."""
+def check_cases(rows: Mapping[int, Mapping[str, object]], settings: CodeSettings, *, others: bool) -> None:
+    """Check the test cases of the first rows, by number, before anything starts. Raises a ConfigError if no
+    row has test cases, one lacks them and nothing else scores it, their format is unknown, or one has no
+    reference time. `others`: rows without test cases are scored by reward functions."""
     key, column = "reward.code.column", settings.column
-    values = [column_of(row, column) for row in rows]
+    values = [column_of(row, column) for row in rows.values()]
     if not any(value is not None for value in values) or (None in values and not others):
-        columns = ", ".join(dict.fromkeys(name for row in rows for name in row)) or "none"
+        columns = ", ".join(dict.fromkeys(name for row in rows.values() for name in row)) or "none"
         problem = f"a row has no such column (columns: {columns})"
         raise ConfigError(key, column, problem, "name the column of the test cases")
-    for number, (row, value) in enumerate(zip(rows, values, strict=True)):
+    for (number, row), value in zip(rows.items(), values, strict=True):
         if value is None:
             continue
         try:
@@ -311,7 +310,9 @@ def check_cases(rows: Sequence[Mapping[str, object]], settings: CodeSettings, *,
 class CodeKind:
     """Rewards of programs, for a run with [reward.code]."""
 
-    def check(self, reward: RewardSettings, rows: Sequence[Mapping[str, object]], *, others: bool) -> None:
+    def check(
+        self, reward: RewardSettings, rows: Mapping[int, Mapping[str, object]], *, others: bool
+    ) -> None:
         """Check the first rows as `check_cases`, and that the sandbox is installed."""
         assert reward.code
         check_cases(rows, reward.code, others=others)
