@@ -24,7 +24,7 @@ INTERFACE = 1
 """The `interface` of kinds of other packages. It rises when what is asked of a kind changes."""
 BUILT_IN: Mapping[str, str] = {
     "data.rows": "tailrace.drivers.data.open:RowsData",
-    "data.reasoning_gym": "tailrace.drivers.data.open:ProceduralData",
+    "data.reasoning_gym": "tailrace.drivers.data.procedural:ProceduralData",
     "data.mixture": "tailrace.drivers.data.open:MixtureData",
     "data.verifiers": "tailrace.extras.verifiers.kind:TasksetData",
     "engine.native": "tailrace.drivers.kinds.native:Native",

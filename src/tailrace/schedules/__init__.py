@@ -4,24 +4,9 @@ Its parameters are the keys of the config's [schedule] section. They are checked
 signature. The function checks the rest with `require` before it starts.
 """
 
-from collections.abc import Callable, Coroutine
+import importlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
-
-from tailrace.schedules.april import april, april_dapo
-from tailrace.schedules.conventional import conventional
-from tailrace.schedules.dora import dora
-from tailrace.schedules.laminar import laminar
-from tailrace.schedules.one_step_off import one_step_off
-from tailrace.schedules.pipelinerl import pipelinerl
-from tailrace.schedules.rolloutpipe import periodic_asynchrony, rolloutpipe, rolloutpipe_eager
-from tailrace.schedules.seer import seer
-from tailrace.schedules.serial import serial
-from tailrace.schedules.sortedrl import sortedrl, sortedrl_on_policy
-from tailrace.schedules.streamrl import streamrl, streamrl_async
-from tailrace.schedules.tailbatch import rollpacker, tailbatch, tailbatch_async, tailbatch_dapo
-from tailrace.schedules.tailrace import tailrace, tailrace_on_policy
-from tailrace.schedules.trl_async import trl_async
-from tailrace.schedules.windowed_fifo import tinker_async, windowed_fifo
 
 Schedule = Callable[..., Coroutine[Any, Any, None]]
 """An async function of a run and its own parameters."""
@@ -29,30 +14,48 @@ Schedule = Callable[..., Coroutine[Any, Any, None]]
 RECOMPUTES_OLD_LOGPROBS = {"april", "april_dapo"}
 """The schedules whose published code recomputes the old log-probs at training."""
 
-SCHEDULES: dict[str, Schedule] = {
-    "serial": serial,
-    "rolloutpipe": rolloutpipe,
-    "rolloutpipe_eager": rolloutpipe_eager,
-    "april": april,
-    "april_dapo": april_dapo,
-    "tailbatch": tailbatch,
-    "tailbatch_dapo": tailbatch_dapo,
-    "tailbatch_async": tailbatch_async,
-    "rollpacker": rollpacker,
-    "conventional": conventional,
-    "pipelinerl": pipelinerl,
-    "one_step_off": one_step_off,
-    "periodic_asynchrony": periodic_asynchrony,
-    "streamrl": streamrl,
-    "streamrl_async": streamrl_async,
-    "seer": seer,
-    "sortedrl": sortedrl,
-    "sortedrl_on_policy": sortedrl_on_policy,
-    "windowed_fifo": windowed_fifo,
-    "dora": dora,
-    "laminar": laminar,
-    "trl_async": trl_async,
-    "tinker_async": tinker_async,
-    "tailrace": tailrace,
-    "tailrace_on_policy": tailrace_on_policy,
+FILES: Mapping[str, str] = {
+    "serial": "serial",
+    "rolloutpipe": "rolloutpipe",
+    "rolloutpipe_eager": "rolloutpipe",
+    "april": "april",
+    "april_dapo": "april",
+    "tailbatch": "tailbatch",
+    "tailbatch_dapo": "tailbatch",
+    "tailbatch_async": "tailbatch",
+    "rollpacker": "tailbatch",
+    "conventional": "conventional",
+    "pipelinerl": "pipelinerl",
+    "one_step_off": "one_step_off",
+    "periodic_asynchrony": "rolloutpipe",
+    "streamrl": "streamrl",
+    "streamrl_async": "streamrl",
+    "seer": "seer",
+    "sortedrl": "sortedrl",
+    "sortedrl_on_policy": "sortedrl",
+    "windowed_fifo": "windowed_fifo",
+    "dora": "dora",
+    "laminar": "laminar",
+    "trl_async": "trl_async",
+    "tinker_async": "windowed_fifo",
+    "tailrace": "tailrace",
+    "tailrace_on_policy": "tailrace",
 }
+"""The file of each schedule."""
+
+
+class _ByName(Mapping[str, Schedule]):
+    """The schedules of the package. A file is imported when one of its schedules is asked for."""
+
+    def __getitem__(self, name: str) -> Schedule:
+        schedule: Schedule = getattr(importlib.import_module(f"{__name__}.{FILES[name]}"), name)
+        return schedule
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FILES)
+
+    def __len__(self) -> int:
+        return len(FILES)
+
+
+SCHEDULES: Mapping[str, Schedule] = _ByName()

@@ -6,12 +6,10 @@ from typing import Any, Protocol
 from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import PromptEncoder, Tokenizer, Tools
-from tailrace.drivers.data.procedural import ProceduralPrompts, Task
 from tailrace.drivers.data.rows import MixedPrompts, RowPrompts
 from tailrace.drivers.data.settings import (
     DataSettings,
     MixtureSettings,
-    ProceduralSettings,
     PromptSettings,
     RowsSettings,
 )
@@ -68,18 +66,6 @@ class RowsData:
 
     def open(self, data: RowsSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
         return RowPrompts(data, encoders(data), seed, split)
-
-
-class ProceduralData:
-    """`DataKind` of the tasks of reasoning-gym."""
-
-    def open(self, data: ProceduralSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
-        encoder = encoders(data)
-        return ProceduralPrompts(Task(data), data, encoder, seed, split)
-
-    def scorer(self, data: ProceduralSettings) -> tuple[str, Callable[..., float]]:
-        task = Task(data)
-        return data.task, lambda completion, **row: task.score(completion, row)
 
 
 class MixtureData:

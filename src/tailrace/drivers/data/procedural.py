@@ -8,7 +8,7 @@ is drawn again, so training and evaluation share no prompt, whatever their seeds
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from random import Random
@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Split
+from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, Split
 from tailrace.drivers.data.encoding import PromptEncoder
+from tailrace.drivers.data.open import Encoders
 from tailrace.drivers.data.settings import ProceduralSettings, TermsSettings
 from tailrace.errors import BadRow, ConfigError, did_you_mean
 from tailrace.importing import install
@@ -198,3 +199,15 @@ def _find_task(name: str) -> tuple[Any, Any]:
             "data.task", name, "reasoning-gym has no such task", did_you_mean(name, sorted(tasks))
         )
     return tasks[name]
+
+
+class ProceduralData:
+    """`DataKind` of the tasks of reasoning-gym."""
+
+    def open(self, data: ProceduralSettings, encoders: Encoders, seed: int, split: Split) -> Prompts:
+        encoder = encoders(data)
+        return ProceduralPrompts(Task(data), data, encoder, seed, split)
+
+    def scorer(self, data: ProceduralSettings) -> tuple[str, Callable[..., float]]:
+        task = Task(data)
+        return data.task, lambda completion, **row: task.score(completion, row)
