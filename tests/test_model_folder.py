@@ -186,6 +186,15 @@ def test_a_text_ends_with_each_token_that_any_file_names(
     assert end_of_text_ids(folder) == ids
 
 
+def test_no_name_of_the_end_of_text_is_no_token(folder: Path) -> None:
+    edit(folder / "tokenizer.json", added_tokens=[{"id": 9, "content": "None"}])
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    before = end_of_text_ids(folder)
+    assert 9 not in before
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "H"}}')
+    assert end_of_text_ids(folder) == before | {7}
+
+
 def tied_folder(folder: Path, head: str) -> Path:
     """A model whose config says that its embeddings are tied, and whose weights have an lm_head."""
     tensors = load_file(folder / WEIGHTS)

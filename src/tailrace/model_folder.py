@@ -5,6 +5,7 @@ This imports no torch and loads no weights, so a damaged folder is refused befor
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,6 +18,7 @@ _OPTIONAL = ("intermediate_size", "num_attention_heads", "num_key_value_heads", 
 _OLD = {"n_embd": _SIZES[0], "n_layer": _SIZES[1], "num_layers": _SIZES[1], "n_inner": _OPTIONAL[0]}
 _OLD |= {"n_head": _OPTIONAL[1], "num_heads": _OPTIONAL[1], "n_positions": "max_position_embeddings"}
 _CONTEXT = "max_position_embeddings"
+_GENERATION = "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -168,21 +170,35 @@ def weights_defect(file: Path) -> str | None:
 
 
 def end_of_text_ids(path: Path) -> frozenset[int]:
-    """The tokens that end a text: of generation_config.json and of config.json, and the end of a turn of the
-    tokenizer. Raises a ConfigError if they are not token ids."""
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read_object(path, name).get("eos_token_id") if (path / name).is_file() else None
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(id == 0 or _is_size(id) for id in found):
-            problem = f"{name}: eos_token_id = {value!r} is neither a token id nor a list of them"
-            raise folder_error(path, problem)
-        ids.update(found)
-    if (path / "tokenizer_config.json").is_file():
-        token = _read_object(path, "tokenizer_config.json").get("eos_token")
-        id = _token_ids(path).get(str(token["content"] if isinstance(token, dict) else token))
-        ids |= {id} if isinstance(id, int) else set()
+    """The tokens that end a text: of generation_config.json and of config.json, and the tokenizer's. Raises a
+    ConfigError if they are not token ids."""
+    ids = _ends_in(path, _GENERATION) | _ends_in(path, "config.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_object(path, name).get("eos_token") if (path / name).is_file() else None
+        if token is not None:
+            id = _token_ids(path).get(token["content"] if isinstance(token, dict) else token)
+            return frozenset(ids | {id} if isinstance(id, int) else ids)
     return frozenset(ids)
+
+
+def end_texts_with(path: Path, ids: Collection[int]) -> set[str]:
+    """Let tokens end a text in generation_config.json, where transformers and servers look for them, beside
+    those that do. Return the names of the files that had to be changed."""
+    if _ends_in(path, _GENERATION) >= set(ids):
+        return set()
+    content = _read_object(path, _GENERATION) if (path / _GENERATION).is_file() else {}
+    content |= {"eos_token_id": sorted(end_of_text_ids(path).union(ids))}
+    (path / _GENERATION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return {_GENERATION}
+
+
+def _ends_in(path: Path, name: str) -> set[int]:
+    value = _read_object(path, name).get("eos_token_id") if (path / name).is_file() else None
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(id == 0 or _is_size(id) for id in found):
+        problem = f"{name}: eos_token_id = {value!r} is neither a token id nor a list of them"
+        raise folder_error(path, problem)
+    return set(found)
 
 
 def rope_section(config: dict[str, Any]) -> Any:

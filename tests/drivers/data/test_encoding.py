@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tests.drivers.data.conftest import character_tokenizer
+from tests.drivers.data.conftest import TEMPLATE, character_tokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from tailrace.drivers.data.encoding import PromptEncoder, encode_up_to
 from tailrace.drivers.data.settings import RowsSettings
@@ -144,3 +146,164 @@ def test_of_a_text_that_is_too_long_only_the_beginning_is_encoded():
     assert encode_up_to(1000, "ab" * 1000, encode) == list(range(1000))
     assert asked == [2000]
     assert len(encode_up_to(1000, "ab" * 1001, encode)) == 1001
+
+
+ANSWERED = {"role": "assistant", "content": "Because"}
+TURNS = (
+    "{% for m in messages %}{{ m['role'][0] }}:WRITTEN"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def turns(written: str, call: str = "") -> PreTrainedTokenizerFast:
+    """A template that writes its messages in one way."""
+    return character_tokenizer(TURNS.replace("WRITTEN", written).replace("CALL", call))
+
+
+CONTENT = "{{ m['content'] }}"
+CALLS = "{{ c.function.name }}{{ c.function.arguments | tojson }}"
+CHAT = turns(CONTENT + "<e>;")
+WITH_CALLS = turns(CONTENT, CALLS + "<e>")
+
+
+def trained(tokenizer, prompt, response, ends=(1,), **given):
+    """Return the text of the tokens that are trained."""
+    encoder = PromptEncoder(settings(**given), tokenizer)
+    message = response if isinstance(response, dict) else {**ANSWERED, "content": response}
+    return tokenizer.decode(
+        encoder.encode_response(prompt, encoder.encode(prompt)[0], message, None, list(ends))
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "response", "text"),
+    [
+        (CHAT, "Why?", "Because", "Because<e>"),
+        (turns(CONTENT + "<e>;<e>"), "Why?", "Because", "Because<e>"),
+        (turns(CONTENT + "<b>;"), "Why?", "Because", "Because<b>"),
+        (turns(CONTENT + " "), "Why?", "Because", "Because<e>"),
+        (turns(CONTENT + ";"), "Why?", "Because", "Because;<e>"),
+        (
+            character_tokenizer("{% for m in messages %}{{ m.content }}<e>{% endfor %}:"),
+            "Why?",
+            "So",
+            "So<e>",
+        ),
+        (CHAT, [USER, {**ANSWERED, "content": "It is "}], "so", "so<e>"),
+        (CHAT, "Why?", "Because<e>", "Because<e>"),
+        (character_tokenizer(None), "1+1=", "2", "2<e>"),
+        (character_tokenizer(None), "1+1=", "2<e>", "2<e>"),
+    ],
+    ids=[
+        *("with the end of the turn", "without what follows it", "with a token that ends no text"),
+        *("an end of text", "an end of text after the template's", "without a header that is always written"),
+        *("after a begun answer", "an end that it has", "a plain string", "a plain string with an end"),
+    ],
+)
+def test_a_response_is_trained_to_the_token_that_ends_it(tokenizer, prompt, response, text):
+    assert trained(tokenizer, prompt, response) == text
+
+
+def test_a_response_that_no_token_can_end_is_refused():
+    with pytest.raises(BadRow, match=r"add eos_token_id to its generation_config\.json"):
+        trained(turns(CONTENT + ";"), "Why?", "Because", ends=())
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "response"),
+    [
+        (turns("{{ m['content'].split('</think>')[-1] }}<e>"), "<think>so</think>8"),
+        (CHAT, "Because<e>of it"),
+        (CHAT, {**ANSWERED, "reasoning_content": "so"}),
+        (turns(CONTENT + "<e>"), CALLED),
+    ],
+    ids=["thinking", "after an end", "reasoning", "calls"],
+)
+def test_a_response_of_which_the_template_leaves_out_a_part_is_a_bad_row(tokenizer, response):
+    with pytest.raises(BadRow) as bad:
+        trained(tokenizer, "Why?", response)
+    assert bad.value.reason == "a response of which the chat template leaves out a part"
+
+
+def test_a_response_that_the_template_rewrites_is_trained_as_written():
+    tokenizer = turns("{{ m['content'].replace('</think>', ' </think> ') }}<e>")
+    assert trained(tokenizer, "Why?", "<think>so</think>8") == "<think>so </think> 8<e>"
+
+
+def with_text(message):
+    """Return a message that calls a function, with the arguments as OpenAI's clients send them."""
+    (call,) = message["tool_calls"]
+    return {**message, "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a": 1}'}}]}
+
+
+def test_arguments_of_calls_may_be_json_text():
+    encoder = PromptEncoder(settings(), WITH_CALLS)
+    for calls in (CALLED, with_text(CALLED)):
+        assert encoder.encode([USER, {**calls, "content": None}, USER])[0] == 'u:1+1a:add{"a": 1}<e>u:1+1a:'
+        assert trained(WITH_CALLS, "Why?", calls) == 'add{"a": 1}<e>'
+
+
+def test_a_template_that_takes_json_text_alone_gets_it():
+    tokenizer = turns(CONTENT, "{{ c.function.name + c.function.arguments }}")
+    text, _ = PromptEncoder(settings(), tokenizer).encode([USER, with_text(CALLED), USER])
+    assert text == 'u:1+1a:add{"a": 1}u:1+1a:'
+
+
+@pytest.mark.parametrize("arguments", ["{", "3", '"{}"'])
+def test_arguments_that_are_no_json_object_are_a_bad_row(arguments):
+    calls = [{"function": {"name": "add", "arguments": arguments}}]
+    with pytest.raises(BadRow, match="tool calls whose arguments are no JSON objects"):
+        PromptEncoder(settings(), CHAT).encode([USER, {**CALLED, "tool_calls": calls}, USER])
+
+
+def test_a_plain_prompt_does_not_end_with_the_end_of_text_that_the_tokenizer_adds():
+    tokenizer = character_tokenizer(None)
+    added = {"single": "<b> $A <e>", "special_tokens": [("<b>", 0), ("<e>", 1)]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**added)
+    for text in ("1+1=", "1+1<e>"):
+        assert tokenizer.decode(PromptEncoder(settings(), tokenizer).encode(text)[1]) == "<b>" + text
+    assert trained(tokenizer, "1+1=", "2") == "2<e>"
+
+
+def test_the_tokens_of_a_prompt_stay_where_those_of_the_whole_are_others():
+    inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<e>": 3}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>")
+    encoder = PromptEncoder(settings(), tokenizer)
+    assert tokenizer.encode("aab") == [0, 2]
+    assert encoder.encode("aa") == ("aa", [0, 0])
+    assert encoder.encode_response("aa", "aa", {**ANSWERED, "content": "bab"}, None, [3]) == [1, 2, 3]
+
+
+def test_a_header_that_is_no_generation_prompt_in_the_template_is_written_and_said():
+    tokenizer = character_tokenizer(TEMPLATE.split("{% if add")[0])
+    encoder = PromptEncoder(settings(), tokenizer)
+    assert encoder.encode("1+1")[0] == "<b>u:1+1;a:"
+    assert [*encoder.remarks("1+1", [])] == [
+        "the model's chat template writes no generation prompt: prompts get 'a:', with which it begins the "
+        "assistant's messages"
+    ]
+    assert trained(tokenizer, "1+1", "2") == "2;<e>"
+    written = character_tokenizer("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    assert PromptEncoder(settings(), written).encode("1+1")[0] == "[1+1]["
+
+
+def test_a_blank_before_answers_is_no_header_of_a_prompt():
+    """As Mistral's templates write it."""
+    blank = "{{ ' ' if m.role == 'assistant' }}"
+    tokenizer = character_tokenizer("{% for m in messages %}" + blank + "{{ m['content'] }}{% endfor %}")
+    assert PromptEncoder(settings(), tokenizer).encode("1+1")[0] == "1+1"
+
+
+def test_a_token_that_ends_turns_and_no_completion_is_said():
+    encoder = PromptEncoder(settings(), CHAT)
+    assert [*encoder.remarks("1+1", [0, 1])] == []
+    assert [*encoder.remarks("1+1", [0])] == [
+        "no completion ends with the token that ends turns in the chat template: add 1 to eos_token_id in "
+        "generation_config.json, or to sampling.stop_token_ids"
+    ]
+    assert [*PromptEncoder(settings(chat_template="never"), CHAT).remarks("1+1", [0])] == []

@@ -202,7 +202,7 @@ def test_a_text_that_the_chat_template_refuses_fails_alone(
     )
     first, second = judge.scores([[{"role": "system", "content": "A"}, *asked("B")], asked("AB")])
     assert isinstance(first, RewardFailed)
-    assert str(first) == "judge template: the judge's chat template refuses it: no system"
+    assert str(first) == "judge template: messages that the chat template refuses: no system"
     assert isinstance(second, float)
 
 

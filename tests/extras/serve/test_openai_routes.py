@@ -203,7 +203,10 @@ def test_another_model_is_not_found(client):
     [
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs is not supported"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not have 'tokenize'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a message that is not text",
+        ),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
     ],
 )

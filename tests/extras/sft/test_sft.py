@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from helpers.processes import worker_of
 from helpers.small_run import EXAMPLES, train_here, write_small_run
@@ -26,10 +26,11 @@ from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.extras.sft.command import CROSS_ENTROPY
 from tailrace.extras.sft.rows import ResponseRows
+from tailrace.model_folder import end_of_text_ids
 from tailrace.types import Sample
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}=\n{% else %}\n{% endif %}"
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}=\n{% else %}<eos>{% endif %}"
     "{% endfor %}"
 )
 SETTINGS = """
@@ -88,11 +89,11 @@ def loss_of_transformers(folder: Path, samples: list[Sample]) -> tuple[float, di
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def model_with_template(folder: Path) -> Path:
+def model_with_template(folder: Path, template: str = TEMPLATE) -> Path:
     """The quickstart's model with a chat template."""
     shutil.copytree(EXAMPLES / "quickstart" / "model", folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -228,10 +229,52 @@ def test_rows_that_cannot_be_trained_are_counted_and_said_before_the_start(
     assert last["rows/drawn"] == 40 + last["rows/skipped"]
 
 
+def test_last_messages_are_divided_from_their_conversations_and_refused_once_an_epoch(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The template rewrites what is one text, and leaves out what comes before a semicolon."""
+    template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split(';')[-1].replace('+', ' + ') }}")
+    model = model_with_template(config.parent / "model", template)
+    answers = [f"{n}+1" if n % 2 else f"1;{n}" for n in range(20)]
+    write_rows(
+        config,
+        [
+            {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": answer}]}
+            for n, answer in enumerate(answers)
+        ],
+    )
+    words = ["--data.prompt_column", "messages", "--data.eval_path", str(config.parent / "rows.jsonl")]
+    words += ["--model.path", str(model), "--sft.steps", "1"]
+    samples = rows_of(config, *(word.removeprefix("--") for word in words)).take(0, 10)[0]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    said = {tokenizer.decode(each.completion_ids) for each in samples}
+    assert said == {tokenizer.decode(tokenizer.encode(f"{n} + 1<eos>")) for n in range(1, 20, 2)}
+    assert sft(config, *words) == 0
+    warning = "these are skipped: 10 a response of which the chat template leaves out a part (the first: row "
+    assert warning in capsys.readouterr().err
+
+
+def test_the_model_ends_its_texts_with_what_it_was_taught(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_with_template(config.parent / "model", TEMPLATE.replace("<eos>", "<pad>"))
+    assert end_of_text_ids(model) == {1}
+    assert sft(config, "--model.path", str(model), "--sft.steps", "1") == 0
+    exported = config.parent / "sft" / "model"
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == [0, 1]
+    train = ["train", str(config), "--dry-run", "--output-dir", str(config.parent / "out"), "--model.path"]
+    capsys.readouterr()
+    assert main([*train, str(exported)]) == 0
+    said = capsys.readouterr().err
+    assert "was changed after" not in said and "ends turns in the chat template" not in said
+    assert main([*train, str(model)]) == 0
+    assert "ends turns in the chat template: add 0 to eos_token_id" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sft.response_column", "answer"], "have no response to train; the first: no response"),
+        (["--sft.response_column", "answer"], "have no response to train: no response (the first: row "),
         (["--data.kind", "reasoning_gym", "--data.task", "chain_sum"], "responses are given by rows"),
     ],
 )

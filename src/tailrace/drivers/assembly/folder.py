@@ -38,6 +38,7 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_m
 from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE
+from tailrace.model_folder import end_texts_with
 from tailrace.record.events import Recorder, RunStarted, Sink
 from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter
@@ -184,15 +185,16 @@ class RunFolder:
             said = f"{where}: {why.strerror}; {disk_remedy(why)}, then --resume"
             raise (FolderLost if is_lost else DiskFull)(said) from why
 
-    def export(self, checkpoint: Path) -> Path:
-        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one.
+    def export(self, checkpoint: Path, ends: Collection[int] = ()) -> Path:
+        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one. `ends`:
+        tokens that end its texts, beside those of the checkpoint.
 
         Weights are hard links where the file system has them. Small files are copies: a user may edit them.
         """
         ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
         with replacing(self.model) as new:
             shutil.copytree(checkpoint, new, ignore=ignore, copy_function=_link_weights, dirs_exist_ok=True)
-            seal_model(new, checkpoint)
+            seal_model(new, checkpoint, end_texts_with(new, ends))
         return self.model
 
 

@@ -29,7 +29,7 @@ from tailrace.drivers.assembly.placement import check_placement, device_sharing,
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
 from tailrace.drivers.assembly.simulation import most_groups
 from tailrace.drivers.assembly.workers import open_reward_workers, open_workers
-from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer, load_tokenizer, text_of
+from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import check_lengths, open_prompts
 from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
@@ -107,7 +107,9 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
     key, num_groups = max(map(most_groups, schedules), key=lambda each: each[1], default=("", 0))
     measured = usable_prompts(prompts, max(MEASURED_PROMPTS, min(num_groups, MOST_MEASURED)))
     drawn = "rows to train on, so a row is drawn several times"
-    remarks = [*_learning_rate(config), *_repeated_rows(measured[:num_groups], f"schedule.{key}", drawn)]
+    ends = end_of_text_ids(config.model.path).union(config.sampling.stop_token_ids)
+    remarks = [*PromptEncoder(config.data.sources[0], tokenizer).remarks(first[0].given, ends)]
+    remarks += [*_learning_rate(config), *_repeated_rows(measured[:num_groups], f"schedule.{key}", drawn)]
     remarks += _repeated_rows(held_out, "run.eval_prompts", "held-out rows, and each is evaluated once")
     for remark in remarks:
         say(f"warning: {remark}")

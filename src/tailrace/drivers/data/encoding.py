@@ -1,11 +1,12 @@
-"""Encodes the prompt of a row, a string or chat messages, as text and token ids.
+"""The way from messages, tools, chat template and tokenizer to text and token ids: of prompts, of given
+responses, of what a template adds to a turn. Data, warm start, serving, agents and judges take it.
 
 Loads the tokenizer of a model folder. It does not import torch, which the controller never needs.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -14,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, Protocol, TypeGuard, cast
+
+import msgspec
 
 from tailrace.drivers.data.settings import TEMPLATE_KEYS, PromptSettings
 from tailrace.errors import BadRow, ConfigError
@@ -31,6 +34,9 @@ class Tokenizer(Protocol):
     clean_up_tokenization_spaces: bool
     backend_tokenizer: Any
     """The tokenizer of the library `tokenizers` behind it."""
+    eos_token_id: int | None
+    added_tokens_decoder: Mapping[int, object]
+    """Tokens that are no part of its vocabulary of text, by their ids: control tokens, for one."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -59,35 +65,6 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
-def render(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], arguments: Mapping[str, object]
-) -> str:
-    """Return the text that the chat template writes for messages.
-
-    Args:
-        arguments: of the template, by name.
-
-    Raises:
-        ConfigError: the template does not end.
-        Exception: what the template raises.
-    """
-    text: Future[str] = Future()
-
-    def work() -> None:
-        try:
-            text.set_result(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-        except Exception as why:
-            text.set_exception(why)
-
-    Thread(target=work, name="chat template", daemon=True).start()
-    try:
-        return text.result(TEMPLATE_TIMEOUT_S)
-    except TimeoutError:
-        problem = f"its chat template did not end within {TEMPLATE_TIMEOUT_S:g} s for {messages!r:.200}"
-        remedy = "correct the template: it has a loop without an end"
-        raise folder_error(Path(tokenizer.name_or_path), problem, remedy) from None
-
-
 def vocabulary_digest(tokenizer: Tokenizer, below: int) -> str:
     """Return a digest of the tokens with an id below a number, each with its id."""
     words = tokenizer.backend_tokenizer.get_vocab().items()
@@ -114,6 +91,27 @@ def text_of(tokenizer: Tokenizer, kept: Collection[str] = ()) -> Callable[[Seque
     return lambda ids: "".join(
         decode([*part], skip_special_tokens=not is_mark) for is_mark, part in groupby(ids, marks.__contains__)
     )
+
+
+def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> list[int]:
+    """Return the token ids of a text that goes on: without what the tokenizer puts after one, as an end of
+    text. `begins`: with what it puts before one."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    ends = [n + len(bare) for n in range(len(whole)) if bare and whole[n : n + len(bare)] == bare]
+    ids = tokenizer.encode(text, add_special_tokens=begins)
+    return ids[: len(ids) - len(whole) + ends[0]] if ends and begins else ids
+
+
+def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Return the token ids of a text after the ids of another, which stay as they are: those that it has in
+    the whole; where a token of the whole has characters of both, those that it has after a line break.
+    Standing alone it could have others: SentencePiece, for one, puts a blank before a text."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    for context in (before, "\n"):
+        whole, first = encode(context + text), encode(context)
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return encode(text)
 
 
 def encode_up_to(limit: int, text: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -150,11 +148,114 @@ XML tags:
 
 OPEN_TAG = re.compile(r"<([A-Za-z_]\w*)>\s*\Z")
 """A tag at the end of a prompt that the completion goes on after, as <think>."""
-PROBE = "tailrace probe"
 
 ChatMessages = Sequence[Mapping[str, object]]
 Tools = Sequence[Mapping[str, object]]
 """Descriptions of tools as JSON schemas, as the chat template takes them."""
+Then = Literal["turn", "rest", "nothing"]
+"""A turn of the assistant follows the messages of a text, or the rest of the last message, or nothing."""
+
+NOTHING: Mapping[str, object] = {}
+PROBE = "tailrace probe"
+ASKED: ChatMessages = [{"role": "user", "content": "Why?"}]
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message of the assistant that hold text of the model."""
+
+
+def plain(message: Mapping[str, Any], *, keeps_parts: bool = False) -> dict[str, Any]:
+    """Return a message as chat templates expect it: without null keys, its content as one text, the arguments
+    of tool calls as objects where they are JSON text. Raises a BadRow if the content is not text, or only the
+    assistant may leave it out, or arguments are no JSON object. `keeps_parts`: they are not joined."""
+    result = {key: each for key, each in message.items() if each is not None}
+    content, calls = result.get("content", ""), result.pop("tool_calls", None)
+    if "content" not in result and message.get("role") != "assistant":
+        raise BadRow("a message without content", f"{message!r:.80}")
+    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadRow("a part of a message that is not text", f"{content!r:.80}")
+    try:
+        called = {"tool_calls": [_with_object(call) for call in calls]} if calls else {}
+    except (AttributeError, TypeError, msgspec.DecodeError) as why:
+        raise BadRow("tool calls whose arguments are no JSON objects", f"{calls!r:.80}") from why
+    return {**result, "content": content if keeps_parts else "\n".join(texts), **called}
+
+
+def _with_object(call: Any) -> dict[str, Any]:
+    function = call.get("function") or call  # some data have no object around the function
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+    with_object = {**function, "arguments": arguments}
+    return with_object if function is call else {**call, "function": with_object}
+
+
+class ChatTemplate:
+    """Writes chat messages as the text that the model reads. `arguments`: of the template, by name."""
+
+    def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, object] = NOTHING) -> None:
+        self._tokenizer, self._arguments = tokenizer, arguments
+
+    def text(self, messages: ChatMessages, then: Then, more: Mapping[str, object] = NOTHING) -> str:
+        """Return the text of messages. Raises a BadRow if the template refuses them, a ConfigError if it does
+        not end. `more`: arguments of the template, as its tools."""
+        taken = self.taken(messages)
+        try:
+            text = self._write(taken, then, more)
+        except BadRow:  # DeepSeek's templates take arguments of calls as JSON text alone
+            for new, given in zip(taken, messages, strict=True):
+                new |= {name: given[name] for name in new.keys() & {"tool_calls"}}
+            text = self._write(taken, then, more)
+        return text + self.unwritten if then == "turn" else text
+
+    def taken(self, messages: ChatMessages) -> list[dict[str, Any]]:
+        """Return messages as the template takes them: some take parts alone."""
+        return [plain(each, keeps_parts=not self.around[0]) for each in messages]
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """The template's text before and after that of the assistant. Empty: it takes no text as a string."""
+        with suppress(BadRow):
+            text = self._write([*ASKED, {"role": "assistant", "content": PROBE}], "nothing")
+            before, found, after = text.partition(PROBE)
+            return (before, after) if found else ("", "")
+        return "", ""
+
+    @cached_property
+    def unwritten(self) -> str:
+        """The header of a turn of the assistant, if the template does not write it as a generation prompt."""
+        with suppress(BadRow):
+            asked, header = self._write(ASKED, "turn"), ""
+            if asked == self._write(ASKED, "nothing") and self.around[0].startswith(asked):
+                header = self.around[0].removeprefix(asked)
+            return header if header.strip() else ""
+        return ""
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token with which the template ends a turn of the assistant. None: it ends it with text."""
+        ids = self._tokenizer.encode(self.around[1], add_special_tokens=False)
+        return next((id for id in ids if id in self._tokenizer.added_tokens_decoder), None)
+
+    def _write(self, messages: ChatMessages, then: Then, more: Mapping[str, object] = NOTHING) -> str:
+        arguments = {"tools": None, "add_generation_prompt": then == "turn", **self._arguments, **more}
+        arguments |= {"continue_final_message": True} if then == "rest" else {}
+        text: Future[str] = Future()
+
+        def work() -> None:
+            try:
+                text.set_result(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+            except Exception as why:  # templates are programs: they raise errors of their own
+                problem = str(why) or type(why).__name__
+                text.set_exception(BadRow("messages that the chat template refuses", problem[:1000]))
+
+        Thread(target=work, name="chat template", daemon=True).start()
+        try:
+            return text.result(TEMPLATE_TIMEOUT_S)
+        except TimeoutError:
+            problem = f"its chat template did not end within {TEMPLATE_TIMEOUT_S:g} s for {messages!r:.200}"
+            remedy = "correct the template: it has a loop without an end"
+            raise folder_error(Path(self._tokenizer.name_or_path), problem, remedy) from None
 
 
 class PromptEncoder:
@@ -176,6 +277,7 @@ class PromptEncoder:
             ConfigError: the settings need a chat template and the tokenizer has none.
         """
         self._settings, self._tokenizer, self._tools = settings, tokenizer, tools
+        self._template = ChatTemplate(tokenizer, settings.chat_template_kwargs)
         limits = [settings.max_prompt_tokens, max_context_tokens and max_context_tokens - 1]
         self._max_tokens = min((limit for limit in limits if limit is not None), default=None)
         self.has_template = tokenizer.chat_template is not None
@@ -200,18 +302,10 @@ class PromptEncoder:
         """
         if not is_prompt(prompt):
             raise BadRow("no prompt", f"found {prompt!r:.80}")
-        tools = [*self._tools, *(tools or ())] or None
         limit = None if any_length else self._max_tokens
-        templated = self.has_template and self._settings.chat_template != "never"
-        if isinstance(prompt, str) and not templated:
-            if tools:
-                raise BadRow("tools without a chat template")
-            text, encode = prompt, self._tokenizer.encode
-        else:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._apply_template([self._plain(message) for message in messages], tools)
-            # The template has written the special tokens.
-            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        text = self._text(prompt, tools)
+        # A template has written the special tokens.
+        encode = partial(encode_text, self._tokenizer, begins=not self._is_templated(prompt))
         ids = encode(text) if limit is None else encode_up_to(limit, text, encode)
         if not ids:
             raise BadRow("empty prompt", "the chat template writes no token for it")
@@ -222,80 +316,94 @@ class PromptEncoder:
     def encode_response(
         self, prompt: object, text: str, response: Mapping[str, Any], tools: Tools | None, ends: Sequence[int]
     ) -> list[int]:
-        """Return the token ids of a response as the chat template closes its message, or of a plain string
-        with its end. Raises a BadRow if the template does not write it after the prompt.
+        """Return the token ids of a response after its prompt, to the token that ends it: the end of the turn
+        in the chat template, or an end of a text. Where there is none the first of `ends` is added. Raises a
+        BadRow if the template leaves out a part of the response or does not write it after the prompt.
 
         Args:
             text: of the prompt, as `encode` returns it.
-            response: a message of the assistant.
-            ends: the token that ends a plain string, if there is one.
+            response: a message of the assistant. It goes on with a last message of the assistant.
+            ends: tokens that end a text.
         """
-        if isinstance(prompt, str) and not (self.has_template and self._settings.chat_template != "never"):
-            return [*self._tokenizer.encode(str(response["content"]), add_special_tokens=False), *ends]
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        plain = [self._plain(message) for message in [*messages, response]]
-        whole = self._apply_template(plain, [*self._tools, *(tools or ())] or None, closed=True)
+        given, begun, messages = plain(response), _begun(prompt), _messages(prompt)
+        closing, whole = set[int | None](ends), text + given["content"]
+        if self._is_templated(prompt):
+            last = {} if begun is None else messages.pop()
+            message = {**last, **given, "content": (begun or "") + given["content"]}
+            whole, after = self._text([*messages, message], tools, "nothing"), self._template.around[1]
+            whole = whole if after.strip() else whole.removesuffix(after)
+            closing.add(self._template.end_of_turn)
         if not whole.startswith(text):
             raise BadRow("a response that the chat template does not write after its prompt", whole[-80:])
-        return self._tokenizer.encode(whole[len(text) :], add_special_tokens=False)
+        written = whole[len(text) :]
+        ids = ids_after(self._tokenizer, text, written)
+        end = next((n for n, id in enumerate(ids) if id in closing), None)
+        if end is not None:
+            ids = ids[: end + 1]
+            written = "".join(written.partition(self._tokenizer.decode(ids[-1:]))[:2])
+        elif ends:
+            ids = [*ids, ends[0]]
+        else:
+            problem = "the model names no end of text: add eos_token_id to its generation_config.json"
+            raise BadRow("a response that nothing ends", problem)
+        there = "".join((self.opened(prompt, text) + written).split())  # templates change blanks
+        for part in (*map(given.get, SAID), *map(_name_of, given.get("tool_calls", ()))):
+            if isinstance(part, str) and "".join(part.split()) not in there:
+                raise BadRow("a response of which the chat template leaves out a part", f"{part!r:.80}")
+        return ids
 
     def opened(self, prompt: object, text: str) -> str:
         """Return what a prompt has of the assistant's turn already: a last message of the assistant, or a tag
         that is open at the end of the text, as <think>. Mostly it is empty."""
-        if isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
-            return str(self._plain(prompt[-1])["content"])
+        if (begun := _begun(prompt)) is not None:
+            return begun
         found = OPEN_TAG.search(text)
-        return found[0] if found and not (self._header or "").endswith(found[0]) else ""
+        return found[0] if found and not self._template.around[0].endswith(found[0]) else ""
 
-    @cached_property
-    def _header(self) -> str | None:
-        """Return the template's text before that of the assistant. None: it takes no text as a string."""
-        with suppress(BadRow):
-            asked = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": PROBE}]
-            before, found, _ = self._render(asked).partition(PROBE)
-            return before if found else None
-        return None
+    def remarks(self, prompt: object, ends: Collection[int]) -> Iterator[str]:
+        """Yield what a user should know before a run of how the template writes prompts like this one.
+        `ends`: tokens that end a completion."""
+        header, end = self._template.unwritten, self._template.end_of_turn
+        if header and self._is_templated(prompt):
+            effect = f"prompts get {header!r}, with which it begins the assistant's messages"
+            yield f"the model's chat template writes no generation prompt: {effect}"
+        if end not in {None, *ends} and self._is_templated(prompt):
+            remedy = f"add {end} to eos_token_id in generation_config.json, or to sampling.stop_token_ids"
+            yield f"no completion ends with the token that ends turns in the chat template: {remedy}"
 
-    def _plain(self, message: Mapping[str, Any]) -> dict[str, object]:
-        """Return a message without null keys, with its parts as one text where the template takes strings."""
-        content = message.get("content")
-        if content is None and message.get("role") != "assistant":
-            raise BadRow("a message without content", f"{message!r:.80}")
-        if isinstance(content, list):
-            texts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in content]
-            if not all(isinstance(text, str) for text in texts):
-                raise BadRow("a part of a message that is not text", f"{content!r:.80}")
-            content = content if self._header is None else "\n".join(texts)
-        return {**{key: each for key, each in message.items() if each is not None}, "content": content or ""}
+    def _is_templated(self, prompt: object) -> bool:
+        return not isinstance(prompt, str) or (self.has_template and self._settings.chat_template != "never")
 
-    def _apply_template(self, messages: ChatMessages, tools: Tools | None, *, closed: bool = False) -> str:
-        system = self._settings.system_prompt
+    def _text(self, prompt: str | ChatMessages, tools: Tools | None, then: Then | None = None) -> str:
+        tools = [*self._tools, *(tools or ())]
+        if isinstance(prompt, str) and not self._is_templated(prompt):
+            if tools:
+                raise BadRow("tools without a chat template")
+            return prompt
+        messages, system = _messages(prompt), self._settings.system_prompt
+        then = then or ("turn" if _begun(prompt) is None else "rest")
         if system is not None and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": system}, *messages]
-        if not tools:
-            return self._render(messages, closed=closed)
-        bare = self._render(messages, closed=closed)
-        moved = self._settings.tools_in_system_prompt
-        asked = (_with_tools(messages, tools), None) if moved else (messages, tools)
-        text = self._render(*asked, closed=closed)
+        bare = text = self._template.text(messages, then)
+        if tools and self._settings.tools_in_system_prompt:
+            text = self._template.text(_with_tools(self._template.taken(messages), tools), then)
+        elif tools:
+            text = self._template.text(messages, then, {"tools": tools})
         for name in map(_name_of, tools):
             if text.count(name) <= bare.count(name):  # a tool without a name makes the text longer
                 raise BadRow(LEFT_OUT, f"{name}; data.tools_in_system_prompt = true describes them")
         return text
 
-    def _render(self, messages: ChatMessages, tools: Tools | None = None, *, closed: bool = False) -> str:
-        """Return the text of messages. `closed`: nothing follows the last one."""
-        ends = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
-        goes_on, opens = ends and not closed, not ends and not closed
-        given = {"tools": tools, "add_generation_prompt": opens, **self._settings.chat_template_kwargs}
-        given |= {"continue_final_message": True} if goes_on else {}
-        try:
-            return render(self._tokenizer, messages, given)
-        except ConfigError:
-            raise
-        except Exception as why:
-            # Templates are programs: they raise errors of their own on messages they do not know.
-            raise BadRow("messages that the chat template refuses", str(why)) from why
+
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+
+
+def _begun(prompt: object) -> str | None:
+    """Return the text of a last message of the assistant, which is gone on with. None: there is none."""
+    last = _messages(prompt)[-1]
+    is_begun = last.get("role") == "assistant" and not last.get("tool_calls")
+    return str(plain(last)["content"]) if is_begun else None
 
 
 def _with_tools(messages: ChatMessages, tools: Tools) -> ChatMessages:

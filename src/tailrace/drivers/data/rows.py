@@ -161,18 +161,19 @@ class RowPrompts:
         if shared:
             held_out = hold_out(key, str(path), digests)
             places = [place for place in places if (digests[place] in held_out) == (split == "eval")]
-        self._places, self._epochs = places, Epochs(len(places), seed)
+        self.places, self.epochs = places, Epochs(len(places), seed)
+        """Places of the split's rows in the table, and their order."""
 
     def __getitem__(self, index: int) -> Prompt:
-        row_number = self._epochs.row_at(index)
-        row = self._row(self._places[row_number])
+        row_number = self.epochs.row_at(index)
+        row = self.row(self.places[row_number])
         given = row.get(self._column)
         text, ids = self._encoder.encode(given, tools_of(row.get(self._tools_column)))
         carried, source = _sendable(row), row.get("data_source")
         named, opened = source if isinstance(source, str) else "", self._encoder.opened(given, text)
         return Prompt(index, ids, text, carried, row_number, carried[self._column], named, opened)
 
-    def _row(self, place: int) -> dict[str, Any]:
+    def row(self, place: int) -> dict[str, Any]:
         """Return the columns of a row. Messages and tools have no nulls that Arrow added. Raises a BadRow if
         it cannot be read."""
         try:
@@ -188,7 +189,7 @@ class RowPrompts:
     def _digest(self, place: int) -> int | None:
         """Return a number that is equal for equal prompts, or None where the row has no prompt."""
         try:
-            prompt = self._row(place).get(self._column)
+            prompt = self.row(place).get(self._column)
             return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
         except (BadRow, *UNSENDABLE):
             return None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import EpisodeOver, Message
-from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, Tokenizer, Tools, render
+from tailrace.drivers.data.encoding import OPEN_TAG, ChatTemplate, PromptEncoder, Tokenizer, Tools, ids_after
 from tailrace.drivers.data.settings import DataSettings
 from tailrace.errors import BadRow, ConfigError, EnvironmentFailed
 from tailrace.rollout.episode import Rewritten
@@ -39,7 +39,7 @@ class Chat:
     def __init__(
         self, tokenizer: Tokenizer, kind: str, arguments: Mapping[str, object], role: str = "user"
     ) -> None:
-        self._tokenizer, self._arguments = tokenizer, arguments
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, arguments)
         if tokenizer.chat_template is None:
             problem = "it needs the chat template of the model's tokenizer, which has none"
             remedy = "add a chat_template.jinja to the model folder, or use a chat model"
@@ -58,18 +58,15 @@ class Chat:
         """Return the tokens between a turn that ended with `last_id` and the next one. The end-of-turn token
         of the template is left out if the turn ended with it. Raises an EnvironmentFailed if the template
         refuses the messages, or leaves out the assistant's text."""
-        ids = self._tokenizer.encode(self._text(messages), add_special_tokens=False)
+        ids = ids_after(self._tokenizer, ANSWER, self._text(messages))
         return ids[1:] if ids[:1] == [last_id] else ids
 
     def _text(self, messages: Sequence[Message]) -> str:
         conversation = [_message("user", QUESTION), _message("assistant", ANSWER), *messages]
         try:
-            text = render(self._tokenizer, conversation, {"add_generation_prompt": True, **self._arguments})
-        except ConfigError:
-            raise
-        except Exception as why:
-            # Templates are programs: they raise errors of their own on messages they do not know.
-            raise EnvironmentFailed("template", str(why)) from why
+            text = self._template.text(conversation, "turn")
+        except BadRow as why:
+            raise EnvironmentFailed("template", why.detail) from why
         _, found, after = text.partition(ANSWER)
         if not found:
             raise EnvironmentFailed("template", "it leaves out the text of the assistant")

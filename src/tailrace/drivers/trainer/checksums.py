@@ -6,7 +6,7 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
@@ -37,11 +37,13 @@ def seal(folder: Path, step: int) -> None:
         synchronize(path)
 
 
-def seal_model(model: Path, checkpoint: Path) -> None:
-    """Give an exported model the checksums of its files in a checkpoint. One without checksums gives none."""
+def seal_model(model: Path, checkpoint: Path, changed: Collection[str] = ()) -> None:
+    """Give an exported model the checksums of its files in a checkpoint, but for those that were changed. One
+    without checksums gives none."""
     with suppress(FileNotFoundError):
         known = read_checksums(checkpoint / CHECKSUMS_FILE)
         found = {name: each for name, each in known.files.items() if (model / name).exists()}
+        found |= {name: _checksum(model / name) for name in changed}
         (model / CHECKSUMS_FILE).write_bytes(_encode(Checksums(known.step, found)))
 
 

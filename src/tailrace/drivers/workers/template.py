@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
+from tailrace.drivers.data.encoding import ChatTemplate, Then, load_tokenizer
 from tailrace.drivers.workers.calls import Job, Worker, WorkerConnection
 from tailrace.errors import BadRow
 
@@ -28,8 +28,8 @@ class TemplateWorker(Worker):
 
     job_type = TemplateJob
 
-    def __init__(self, tokenizer: Tokenizer, max_chars: int) -> None:
-        self._tokenizer, self._max_chars = tokenizer, max_chars
+    def __init__(self, template: ChatTemplate, max_chars: int) -> None:
+        self._template, self._max_chars = template, max_chars
 
     @override
     @classmethod
@@ -39,16 +39,16 @@ class TemplateWorker(Worker):
             pages, *_ = Path("/proc/self/statm").read_text(encoding="utf-8").split()
             limit = int(pages) * resource.getpagesize() + MAX_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        return cls(tokenizer, job.max_chars)
+        return cls(ChatTemplate(tokenizer), job.max_chars)
 
-    def write(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Return the prompt for messages. Raises a BadRow. `arguments`: of the template, by name."""
+    def write(self, messages: list[dict[str, Any]], then: Then, arguments: dict[str, Any]) -> str:
+        """Return the prompt for messages. Raises a BadRow. Arguments as of ChatTemplate.text."""
+        text = self._template.text(messages, then, arguments)
+        if len(text) > self._max_chars:
+            problem = f"it writes {len(text)} characters, more than {self._max_chars}"
+            raise BadRow("messages for which the chat template writes too much", problem)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-            if len(text) > self._max_chars:
-                raise ValueError(f"it writes {len(text)} characters, more than {self._max_chars}")
             text.encode()  # JSON can spell halves of surrogate pairs
-        except Exception as why:  # templates raise errors of their own
-            problem = str(why) or type(why).__name__
-            raise BadRow("the chat template refuses the messages", problem[:1000]) from None
+        except UnicodeEncodeError as why:
+            raise BadRow("messages for which the chat template writes no Unicode", str(why)) from None
         return text

@@ -9,7 +9,7 @@ has. The server is that of engine/serve, on loopback, in the controller's proces
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field, field_validator
 
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Policy
-from tailrace.drivers.data.encoding import Tokenizer
+from tailrace.drivers.data.encoding import Tokenizer, plain
 from tailrace.drivers.environments.history import Contexts, TooManyBranches
 from tailrace.drivers.environments.settings import MODEL
 from tailrace.drivers.environments.tools import Parse, Schemas
@@ -64,24 +64,9 @@ class SessionRequest(ChatCompletionRequest):
     def _take_no_stop_strings(cls, value: object) -> object:
         return value or None
 
-    @field_validator("messages")
-    @classmethod
-    def _make_plain(cls, messages: list[Json]) -> list[Json]:
-        return [plain(message) for message in messages]
-
-
-def plain(message: Mapping[str, Any]) -> Json:
-    """Return the message as chat templates expect it: the arguments of tool calls are objects, not JSON text.
-    Raises ValueError if a tool call has no name and arguments."""
-    result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = message.get("content") or ""
-    if calls := result.pop("tool_calls", None):
-        result["tool_calls"] = [_call(call) for call in calls]
-    return result
-
 
 def continues(history: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Return whether plain messages begin with those of the history.
+    """Return whether messages begin with those of the history.
 
     What agents change when they send a message back does not count: whitespace around the content, ids of
     tool calls in the assistant's messages, and fields that no template reads.
@@ -92,21 +77,10 @@ def continues(history: Sequence[Message], messages: Sequence[Message]) -> bool:
 
 
 def _essence(message: Message) -> tuple[object, ...]:
-    calls: Any = message.get("tool_calls") or ()
-    functions = [call["function"] for call in calls]
-    called = [(function["name"], function["arguments"]) for function in functions]
-    return message.get("role"), str(message["content"]).strip(), called, message.get("tool_call_id")
-
-
-def _call(call: Any) -> Json:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments or "{}")
-        return {**call, "function": {"name": function["name"], "arguments": arguments}}
-    except (TypeError, KeyError, msgspec.DecodeError) as why:
-        raise ValueError("a tool call needs a function with a name and arguments in JSON") from why
+    message = plain(message)
+    functions = [call.get("function") or call for call in message.get("tool_calls", ())]
+    called = [(function.get("name"), function["arguments"]) for function in functions]
+    return message.get("role"), message["content"].strip(), called, message.get("tool_call_id")
 
 
 class ChatReply(NamedTuple):
@@ -216,10 +190,12 @@ class Session:
 
     async def _turn(self, body: SessionRequest, policy: Policy) -> ChatReply:
         messages = body.messages
-        if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
-            return self._last
         max_tokens = body.max_completion_tokens or body.max_tokens
         try:
+            for message in messages:  # what is malformed is refused before it is a part of the episode
+                plain(message)
+            if self._last and len(messages) == len(self._asked) and continues(self._asked, messages):
+                return self._last
             if self._last is None:
                 self._open_episode(body, policy)
                 completion = await policy.complete(max_tokens=max_tokens)

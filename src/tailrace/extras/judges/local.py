@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from tailrace.contracts.memory import ModelShape
 from tailrace.devices import attention_kernels
+from tailrace.drivers.data.encoding import ChatTemplate
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
@@ -193,6 +194,7 @@ class ModelJudge:
         self._settings, self._model, self._layers = settings, model, layers
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
+        self._template = ChatTemplate(self._tokenizer)
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
         self._ends = sorted(end_of_text_ids(settings.path)) or None
         is_asked = not is_reward_model(read_config(settings.path)) and not settings.answer_tokens
@@ -256,7 +258,7 @@ class ModelJudge:
                 texts.append(self._encode(each))
             except Exception as why:  # templates are programs: they raise errors of their own
                 texts.append([])
-                found[number] = RewardFailed("judge template", f"the judge's chat template refuses it: {why}")
+                found[number] = RewardFailed("judge template", str(why))
         fitting, most = [], self._max_tokens - num_written
         for number, ids in enumerate(texts):
             if 0 < len(ids) <= most:
@@ -305,7 +307,7 @@ class ModelJudge:
         if tokenizer.chat_template is None:
             return list(tokenizer.encode("\n".join(message["content"] for message in messages)))
         asks = messages[-1]["role"] != "assistant"
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
+        text = self._template.text(messages, "turn" if asks else "nothing")
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def _label_ids(self) -> list[int]:

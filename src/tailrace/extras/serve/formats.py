@@ -192,11 +192,6 @@ class ChatCompletionRequest(OpenAIFields):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @field_validator("messages")
-    @classmethod
-    def _join_texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [_plain(message) for message in messages]
-
 
 class GenerateSampling(SamplingFields):
     """`sampling_params` of /inference/v1/generate."""
@@ -213,18 +208,6 @@ class GenerateRequest(ServingFields):
 
     token_ids: PromptIds
     sampling_params: GenerateSampling
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string, which is what templates of text models expect."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    parts = content if isinstance(content, list) else [content]
-    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("the parts of a message's content must be text")
-    return message | {"content": "".join(texts)}
 
 
 async def read(kind: type[M], request: Request) -> M:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tailrace.contracts.engine import GenerationOutput, GenerationRequest, Usage
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.data.encoding import TEMPLATE_TIMEOUT_S, Tokenizer, encode_up_to
+from tailrace.drivers.data.encoding import TEMPLATE_TIMEOUT_S, Then, Tokenizer, encode_text, encode_up_to
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.engine import EngineClient, EngineJob, EngineWorker, Report
 from tailrace.drivers.workers.template import TemplateWorker
@@ -259,7 +259,7 @@ class Generation:
 
     async def _encode(self, text: str, *, special: bool) -> list[int]:
         text.encode()  # a chat template does not check that it is valid Unicode
-        encode = partial(self._tokenizer.encode, add_special_tokens=special)
+        encode = partial(encode_text, self._tokenizer, begins=special)
         return await asyncio.to_thread(encode_up_to, self._model.context, text, encode)
 
     async def _template(self, body: ChatCompletionRequest) -> str:
@@ -271,9 +271,9 @@ class Generation:
         if refused := [name for name in arguments if name in own]:
             raise HTTPException(400, f"chat_template_kwargs must not have {refused[0]!r}")
         try:
-            written = {"add_generation_prompt": body.add_generation_prompt, **arguments}
+            then: Then = "turn" if body.add_generation_prompt else "nothing"
             async with self._writing, asyncio.timeout(TEMPLATE_TIMEOUT_S):
-                return await template.call(TemplateWorker.write, body.messages, written)
+                return await template.call(TemplateWorker.write, body.messages, then, arguments)
         except BadRow as why:
             raise HTTPException(400, str(why)) from why
         except (WorkerDied, TimeoutError) as why:

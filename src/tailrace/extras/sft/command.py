@@ -59,8 +59,8 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     begin_start(loaded)
     tokenizer, interruption = load_tokenizer(loaded.model.path), Interruption()
     rows = ResponseRows(loaded, tokenizer, "train")
-    checked, _, skipped = rows.take(0, CHECKED_ROWS)
-    held_out = ResponseRows(loaded, tokenizer, "eval").take(0, loaded.sft.eval_rows)[0]
+    checked, _, skipped = rows.take(0, CHECKED_ROWS, once=True)
+    held_out = ResponseRows(loaded, tokenizer, "eval").take(0, loaded.sft.eval_rows, once=True)[0]
     if skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         say(f"warning: beside the first {len(checked)} rows these are skipped: {reasons}")
@@ -80,7 +80,7 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
             clock.run(training, virtual=False)
         newest, signal = folder.newest_checkpoint(), interruption.signal
         if newest:
-            folder.export(newest)
+            folder.export(newest, rows.taught_ends)
     if signal is not None:
         saved = f"saved {newest}, its model in {folder.model}; --resume continues from there"
         said = saved if newest else "before the first step: there are no weights to save; start it again"
