@@ -162,6 +162,7 @@ def turns(written: str, call: str = "") -> PreTrainedTokenizerFast:
 
 
 CONTENT = "{{ m['content'] }}"
+ALWAYS = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<e>{% endfor %}a:"
 CALLS = "{{ c.function.name }}{{ c.function.arguments | tojson }}"
 CHAT = turns(CONTENT + "<e>;")
 WITH_CALLS = turns(CONTENT, CALLS + "<e>")
@@ -184,12 +185,7 @@ def trained(tokenizer, prompt, response, ends=(1,), **given):
         (turns(CONTENT + "<b>;"), "Why?", "Because", "Because<b>"),
         (turns(CONTENT + " "), "Why?", "Because", "Because<e>"),
         (turns(CONTENT + ";"), "Why?", "Because", "Because;<e>"),
-        (
-            character_tokenizer("{% for m in messages %}{{ m.content }}<e>{% endfor %}:"),
-            "Why?",
-            "So",
-            "So<e>",
-        ),
+        (character_tokenizer(ALWAYS), "Why?", "Because", "Because<e>"),
         (CHAT, [USER, {**ANSWERED, "content": "It is "}], "so", "so<e>"),
         (CHAT, "Why?", "Because<e>", "Because<e>"),
         (character_tokenizer(None), "1+1=", "2", "2<e>"),
