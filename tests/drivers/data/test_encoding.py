@@ -223,7 +223,7 @@ CALLED = {"role": "assistant", "tool_calls": [CALL]}
 def test_a_response_of_which_the_template_leaves_out_a_part_is_a_bad_row(tokenizer, response):
     with pytest.raises(BadRow) as bad:
         trained(tokenizer, "Why?", response)
-    assert bad.value.reason == "a response of which the chat template leaves out a part"
+    assert bad.value.reason == "a response that would not be trained whole"
 
 
 def test_a_response_that_the_template_rewrites_is_trained_as_written():
@@ -280,8 +280,7 @@ def test_a_header_that_is_no_generation_prompt_in_the_template_is_written_and_sa
     encoder = PromptEncoder(settings(), tokenizer)
     assert encoder.encode("1+1")[0] == "<b>u:1+1;a:"
     assert [*encoder.remarks("1+1", [])] == [
-        "the model's chat template writes no generation prompt: prompts get 'a:', with which it begins the "
-        "assistant's messages"
+        "the chat template has no generation prompt: prompts get the assistant's header 'a:'"
     ]
     assert trained(tokenizer, "1+1", "2") == "2;<e>"
     written = character_tokenizer("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")

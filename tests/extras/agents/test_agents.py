@@ -193,6 +193,24 @@ def test_what_clients_change_in_a_message_that_they_send_back_rewrites_nothing(
     assert outcome.metrics == {"rewritten_history": 0} and script.served == [0, 1]
 
 
+def test_parts_are_lines_of_a_message_and_what_is_no_text_is_refused_before_it_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = [{"type": "text", "text": "user"}, {"type": "text", "text": "model"}]
+
+    async def take(client: Client) -> None:
+        for content in ([{"type": "image_url"}], None):
+            with pytest.raises(openai.BadRequestError) as error:
+                await ask(client, {"role": "user", "content": content})
+            assert error.value.code == "invalid_prompt"
+        await ask(client, {"role": "user", "content": parts})
+
+    asked = render([{"role": "user", "content": "user\nmodel"}])
+    sample = new_sample(asked[:1])
+    play(sample, Script("408"), function=steps(monkeypatch, take))
+    assert sample.opening_ids == asked[1:]
+
+
 def test_without_room_for_a_branch_a_rewriting_request_is_refused_and_the_main_line_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

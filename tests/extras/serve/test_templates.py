@@ -9,6 +9,9 @@ import pytest
 
 from helpers.served import served_here
 from helpers.tiny_models import letter_tokenizer
+from tailrace.drivers.data.encoding import ChatTemplate, PromptEncoder
+from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.workers.template import TemplateWorker
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -50,3 +53,20 @@ def test_a_template_that_takes_too_much_is_refused_and_the_server_serves_others_
         for reply in [chat.result() for chat in chats]:
             assert (reply.status_code, problem in reply.text) == (400, True), reply.text
         assert client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
+
+
+def test_messages_have_the_text_that_a_run_gives_them():
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    tokenizer = letter_tokenizer(template)
+    text = TemplateWorker(ChatTemplate(tokenizer), 1000).write(messages, "turn", {})
+    assert text == 'user: one\ntwo;assistant: {"a": 1};tool: 1;assistant: '
+    assert PromptEncoder(RowsSettings(path="rows.jsonl"), tokenizer).encode(messages)[0] == text

@@ -250,7 +250,7 @@ def test_last_messages_are_divided_from_their_conversations_and_refused_once_an_
     said = {tokenizer.decode(each.completion_ids) for each in samples}
     assert said == {tokenizer.decode(tokenizer.encode(f"{n} + 1<eos>")) for n in range(1, 20, 2)}
     assert sft(config, *words) == 0
-    warning = "these are skipped: 10 a response of which the chat template leaves out a part (the first: row "
+    warning = "these are skipped: 10 a response that would not be trained whole (the first: row "
     assert warning in capsys.readouterr().err
 
 

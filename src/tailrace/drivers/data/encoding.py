@@ -225,10 +225,10 @@ class ChatTemplate:
     def unwritten(self) -> str:
         """The header of a turn of the assistant, if the template does not write it as a generation prompt."""
         with suppress(BadRow):
-            asked, header = self._write(ASKED, "turn"), ""
-            if asked == self._write(ASKED, "nothing") and self.around[0].startswith(asked):
-                header = self.around[0].removeprefix(asked)
-            return header if header.strip() else ""
+            asked, closed = self._write(ASKED, "turn"), self._write(ASKED, "nothing")
+            header = self.around[0].removeprefix(asked)
+            if asked == closed and asked + header == self.around[0] and header.strip():
+                return header
         return ""
 
     @cached_property
@@ -349,7 +349,8 @@ class PromptEncoder:
         there = "".join((self.opened(prompt, text) + written).split())  # templates change blanks
         for part in (*map(given.get, SAID), *map(_name_of, given.get("tool_calls", ()))):
             if isinstance(part, str) and "".join(part.split()) not in there:
-                raise BadRow("a response of which the chat template leaves out a part", f"{part!r:.80}")
+                where = f"the chat template leaves out {part!r:.80} of it, or it goes on after an end of text"
+                raise BadRow("a response that would not be trained whole", where)
         return ids
 
     def opened(self, prompt: object, text: str) -> str:
@@ -365,8 +366,7 @@ class PromptEncoder:
         `ends`: tokens that end a completion."""
         header, end = self._template.unwritten, self._template.end_of_turn
         if header and self._is_templated(prompt):
-            effect = f"prompts get {header!r}, with which it begins the assistant's messages"
-            yield f"the model's chat template writes no generation prompt: {effect}"
+            yield f"the chat template has no generation prompt: prompts get the assistant's header {header!r}"
         if end not in {None, *ends} and self._is_templated(prompt):
             remedy = f"add {end} to eos_token_id in generation_config.json, or to sampling.stop_token_ids"
             yield f"no completion ends with the token that ends turns in the chat template: {remedy}"

@@ -61,6 +61,8 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     rows = ResponseRows(loaded, tokenizer, "train")
     checked, _, skipped = rows.take(0, CHECKED_ROWS, once=True)
     held_out = ResponseRows(loaded, tokenizer, "eval").take(0, loaded.sft.eval_rows, once=True)[0]
+    for remark in rows.remarks:
+        say(f"warning: {remark}")
     if skipped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         say(f"warning: beside the first {len(checked)} rows these are skipped: {reasons}")

@@ -32,8 +32,8 @@ class ResponseRows:
         self._context, self._ends = context_length(path), ends
         self._encoder = PromptEncoder(data, tokenizer)
         self._rows = RowPrompts(data, self._encoder, config.run.seed, split)
-        self.taught_ends: set[int] = set()
-        """Tokens that end the responses that were read."""
+        self.taught_ends, self.remarks = set[int](), list[str]()
+        """Tokens that end the responses that were read, and what to know of the chat template."""
         self._examples: dict[str, str] = {}
 
     def __getitem__(self, index: int) -> Sample:
@@ -47,6 +47,7 @@ class ResponseRows:
         if (num := len(prompt_ids) + len(ids)) > self._context:
             raise BadRow("longer than the context", f"{num} tokens, and the model has {self._context}")
         self.taught_ends.add(ids[-1])
+        self.remarks = self.remarks or [*self._encoder.remarks(asked, ids)]
         sample = Sample(SampleId(index, 0, 0), Group(Prompt(index, prompt_ids, text), 1, []), advantage=1.0)
         sample.extend(ids, [0.0] * len(ids), 0)
         return sample
