@@ -140,9 +140,8 @@ class SftSettings(Settings):
     """`tailrace sft`: supervised fine-tuning on the responses of [data]."""
 
     response_column: str = "response"
-    """Column of the response: a string, or a list with one message. Rows without it are messages in
-    `data.prompt_column`; the last one is the response. It is trained to the token that ends the turn in the
-    chat template, and the model ends its texts there. An end of text is added to one that nothing ends."""
+    """Column of the response: a string, or a list with one message. Without it the last message of the prompt
+    is the response. It is trained to the end of its turn, where the exported model then ends its texts."""
     rows_per_step: int = Field(default=32, ge=1, le=65_536)
     """Rows of an optimizer step."""
     steps: Resumable[int] = Field(default=100, ge=1)
