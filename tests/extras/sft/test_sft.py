@@ -257,9 +257,13 @@ def test_last_messages_are_divided_from_their_conversations_and_refused_once_an_
 def test_the_model_ends_its_texts_with_what_it_was_taught(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = model_with_template(config.parent / "model", TEMPLATE.replace("<eos>", "<pad>"))
+    answers = (
+        "{% if m['role'] == 'assistant' %}={{ m['content'] }}<pad>{% else %}{{ m['content'] }}{% endif %}"
+    )
+    model = model_with_template(config.parent / "model", "{% for m in messages %}" + answers + "{% endfor %}")
     assert end_of_text_ids(model) == {1}
     assert sft(config, "--model.path", str(model), "--sft.steps", "1") == 0
+    assert "no generation prompt: prompts get the assistant's header '='" in capsys.readouterr().err
     exported = config.parent / "sft" / "model"
     assert GenerationConfig.from_pretrained(exported).eos_token_id == [0, 1]
     train = ["train", str(config), "--dry-run", "--output-dir", str(config.parent / "out"), "--model.path"]
