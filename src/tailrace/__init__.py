@@ -45,13 +45,15 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
+_MODULES = {  # examples/nano.py has those that are not in __all__: some need torch
     "AtMost": "rollout.admission",
     "ConfigError": "errors",
     "Frontier": "rollout.admission",
     "FrontierFirst": "rollout.admission",
+    "GenerationRequest": "contracts.engine",
     "Group": "types",
     "Interrupted": "errors",
+    "NativeEngine": "drivers.engine.native.engine",
     "ORDERS": "rollout.order",
     "Prompt": "types",
     "Run": "controller.run",
@@ -59,6 +61,9 @@ _MODULES = {
     "RunSummary": "record.summary",
     "Sample": "types",
     "TailraceError": "errors",
+    "TorchTrainer": "drivers.trainer.trainer",
+    "TrainingSample": "drivers.trainer.batch",
+    "group_advantages": "algo.advantages",
     "load_config": "api",
     "require": "schedules.parameters",
     "simulate": "api",

@@ -110,8 +110,7 @@ class AgentSettings(EpisodeSettings):
     "data": the prompt of the data, which the first request must repeat; engines then compute it once for a
     group."""
     parser: ParserName = "hermes"
-    """How the model writes tool calls, which the agent gets as `tool_calls`, as in the environment "tools".
-    """
+    """How the model writes tool calls, as in the environment "tools"; the agent gets them as `tool_calls`."""
     idle_timeout_s: Resumable[float] = Field(default=600.0, gt=0, le=86_400)
     """Seconds without a request after which an episode fails; above 0, at most a day. The time in which the
     policy generates does not count."""
