@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -49,7 +50,8 @@ SIMULATION = """\
 """
 SCHEDULE_TABLE = "|schedule|parameters|\n|---|---|"
 PARAMETER_TABLE = "|parameter|values|meaning|\n|---|---|---|"
-WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", Any: "any value"}
+WORDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "path", date: "date"}
+WORDS |= {Any: "any value"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 TAKEN = "Set from "
 """How the documentation of a key begins that users set elsewhere."""

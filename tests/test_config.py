@@ -114,7 +114,7 @@ def test_what_keys_of_other_systems_are_here_exists() -> None:
 
 def test_a_key_like_no_other_is_answered_with_all_that_the_section_has(tmp_path: Path) -> None:
     assert message(tmp_path, "[model]\npath = 'm'\nxyz = 1\n") == (
-        "model.xyz = 1: there is no such key; it has: path"
+        "model.xyz = 1: there is no such key; it has: path, template_date"
     )
 
 

@@ -8,6 +8,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -108,6 +109,9 @@ class ModelSettings(Settings):
     path: Shared[Annotated[PlainPath, InFolder(_model_folder)]]
     """A Hugging Face folder, the output directory of a run, or the id of a model on the hub,
     `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
+    template_date: date | None = None
+    """The day that the chat template tells, if it asks for the date (`strftime_now`), in every prompt of a
+    run. None: that on which the run began."""
 
 
 class CompareSettings(Settings):
@@ -325,7 +329,8 @@ def with_model_folder(config: RunConfig) -> RunConfig:
     """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
     if config.model is None:
         return config
-    return config.model_copy(update={"model": ModelSettings(path=find_folder(config.model.path))})
+    model = config.model.model_copy(update={"path": find_folder(config.model.path)})
+    return config.model_copy(update={"model": model})
 
 
 def files_of(config: RunConfig) -> Iterator[Path]:

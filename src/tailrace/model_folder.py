@@ -201,6 +201,12 @@ def _ends_in(path: Path, name: str) -> set[int]:
     return set(found)
 
 
+def asks_for_date(path: Path) -> bool:
+    """Whether the chat template of a model folder asks for the date."""
+    files = (path / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    return any(b"strftime_now" in file.read_bytes() for file in files if file.is_file())
+
+
 def rope_section(config: dict[str, Any]) -> Any:
     """The section of config.json on the rotary embedding; its name depends on transformers' version."""
     return config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.small_run import train_here, write_small_run
+from helpers.small_run import EXAMPLES, train_here, write_small_run
 from tailrace.cli import main
 from tailrace.ledger.base import LifeRow, RunRow, TokensRow, TrainingRow
 from tailrace.ledger.store import LEDGER_FILE, Store
@@ -164,3 +166,80 @@ def test_a_run_whose_samples_are_gone_is_one_message(
     shutil.rmtree(tmp_path / "out")
     assert replay(config, tmp_path / "out") == 2
     assert "name the output directory of a run of tailrace train" in capsys.readouterr().err
+
+
+TELLS_DATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages[-1]['role'] == 'user' %}"
+    "{{ strftime_now('%d') }} ={% endif %}"
+)
+
+
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the day of November that the clock tells tailrace and the chat templates of transformers."""
+
+    class Clock(datetime):
+        told = 1
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2026, 11, cls.told, 12)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    monkeypatch.setattr("tailrace.clock.wall_time", lambda: Clock.now().timestamp())
+    return lambda told: setattr(Clock, "told", told)
+
+
+@pytest.fixture
+def dated(tmp_path: Path) -> Path:
+    """The config of a serial run whose chat template tells the date."""
+    config = write_small_run(tmp_path)
+    shutil.copytree(EXAMPLES / "quickstart" / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TELLS_DATE)
+    text = config.read_text().replace('name = "rolloutpipe"', 'name = "serial"')
+    config.write_text(text.replace(str(EXAMPLES / "quickstart" / "model"), str(tmp_path / "model")))
+    return config
+
+
+def texts(folder: Path, kind: str = "") -> set[str]:
+    """What the prompts of a run end with, of its training or of its evaluations."""
+    files = (folder / "samples" / kind).glob("round_*.jsonl")
+    lines = (line for file in files for line in file.read_text().splitlines())
+    return {json.loads(line)["prompt"][-4:] for line in lines}
+
+
+def test_a_replay_on_another_day_has_the_prompts_of_its_run(dated: Path, day: Callable[[int], None]) -> None:
+    day(28)
+    assert train_here(dated, *KEPT) == 0
+    day(29)
+    assert replay(dated, dated.parent / "out") == 0
+    assert texts(dated.parent / "replay") == texts(dated.parent / "out") == {"28 ="}
+    assert max(each["mismatch_kl"] for each in steps(dated.parent / "replay")) < 1e-5
+    assert replay(dated, dated.parent / "out", "--model.template_date", "2026-11-29", out="other") == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_on_another_day_tells_its_first_day_in_all_prompts(
+    dated: Path, day: Callable[[int], None]
+) -> None:
+    every = ["--run.eval_every", "1"]
+    day(28)
+    assert train_here(dated, *every, "--run.rounds", "1") == 0
+    day(29)
+    assert train_here(dated, *every, "--run.rounds", "2", "--resume") == 0
+    out = dated.parent / "out"
+    assert texts(out) == texts(out, "eval") == {"28 ="}
+    assert steps(out) and len(list((out / "samples").glob("round_*.jsonl"))) == 2
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_run_on_another_day_asks_what_the_run_asked(
+    dated: Path, day: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    day(28)
+    assert train_here(dated, *KEPT, "--run.rounds", "1") == 0
+    day(29)
+    capsys.readouterr()
+    assert main(["eval", str(dated.parent / "out"), "--prompts", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "28 =" in told and "29 =" not in told

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
+from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Prompts, Split
@@ -23,7 +25,7 @@ from tailrace.drivers.assembly.environments import (
     prompts_of_episodes,
     unused_rewards,
 )
-from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER
+from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
 from tailrace.drivers.assembly.machine import Fitted, Machine, check_devices, fit, uses_gpu
 from tailrace.drivers.assembly.placement import check_placement, device_sharing, prices_of
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
@@ -45,7 +47,7 @@ from tailrace.drivers.workers.process import preload
 from tailrace.drivers.workers.reward import RewardPool
 from tailrace.errors import BadRow, ConfigError, say
 from tailrace.kinds import kind_of
-from tailrace.model_folder import context_length, end_of_text_ids, read_config
+from tailrace.model_folder import asks_for_date, context_length, end_of_text_ids, read_config
 from tailrace.record.sinks import import_sinks
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.types import Prompt
@@ -60,6 +62,20 @@ SMALL_MODEL = 20_000_000
 """Parameters; smaller models are trained with larger learning rates."""
 MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
+
+
+def dated(config: RunConfig, earlier: RunFolder | None = None) -> RunConfig:
+    """Return the config with the day that the chat template tells, if it asks for the date: its own, that of
+    the earlier life of the run, or today. So a prompt has the same tokens whenever it is written."""
+    assert config.model
+    path, day = config.model.path, config.model.template_date
+    if day is None and earlier:
+        with suppress(ConfigError):  # no life of it has begun
+            day = model.template_date if (model := earlier.read_config().model) else None
+    if day is None and asks_for_date(path):
+        day = date.fromtimestamp(clock.wall_time())
+        say(f"the chat template tells the date: it is {day} in all prompts (model.template_date)")
+    return config.model_copy(update={"model": config.model.model_copy(update={"template_date": day})})
 
 
 def begin_start(config: RunConfig) -> None:
@@ -81,7 +97,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
         CheckpointError: the model is a checkpoint that is damaged.
     """
     check_sections(config)
-    config = config.model_copy(update={"sampling": config.sampling or SamplingSettings()})
+    config = dated(config.model_copy(update={"sampling": config.sampling or SamplingSettings()}))
     assert config.model and config.data and config.sampling
     check_policy(config, machine)
     for source in config.data.sources:
@@ -90,7 +106,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
             max_context_tokens=context_length(config.model.path),
             max_prompt_tokens=source.max_prompt_tokens,
         )
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.template_date)
     check_episodes(config, tokenizer)
     prompts = _open_prompts(config, tokenizer, config.run.seed, "train")
     num_evaluated = config.run.eval_prompts if config.run.eval_every else 1
@@ -255,7 +271,8 @@ def training_prompts(config: RunConfig, seed: int) -> Prompts:
     """Return the training prompts of a live config, in the order that a seed fixes. Raises a ConfigError if
     the settings name no data that can be read."""
     assert config.model
-    return _open_prompts(config, load_tokenizer(config.model.path), seed, "train")
+    tokenizer = load_tokenizer(config.model.path, config.model.template_date)
+    return _open_prompts(config, tokenizer, seed, "train")
 
 
 def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
@@ -311,7 +328,7 @@ async def open_parts(
         WorkerDied: a worker ended.
     """
     assert config.model and config.data and config.sampling
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.template_date)
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_workers(config, folder, tokenizer, life=life))
         _check_capabilities(config, opened.engines)

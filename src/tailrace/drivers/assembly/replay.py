@@ -24,6 +24,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import (
     advantages_of,
     check_own_trainer,
+    dated,
     fitted_to_machine,
     training_prompts,
 )
@@ -40,7 +41,7 @@ from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundE
 from tailrace.record.run_log import LogReader
 from tailrace.types import Group, Prompt, Sample, Span, samples_of
 
-SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.")
+SAME = ("data.", "environment.", "sampling.", "run.seed", "run.group_size", "run.groups.", "model.template_")
 """Keys that say what the samples are. A replay has those of its run."""
 
 Recorded = Accumulated | OptimizerStep | Published | RoundEnded
@@ -72,7 +73,7 @@ class Recording:
             raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
         with closing(Store.open(file, only_read=True)) as store:
             tables = read_ledger(store)
-        last = tables.lives[max(tables.lives)]
+        last, config = tables.lives[max(tables.lives)], dated(config, folder)
         schedule = msgspec.json.decode(last.config)["schedule"]
         for key, (before, after) in changed_keys(last.config, config).items():
             if key.startswith(SAME):
@@ -174,7 +175,8 @@ def check_replay(config: RunConfig, recording: Recording) -> Fitted:
         "weights": config.weights.model_copy(update={"probe_every": 0}),
         "prices": None,
     }
-    config = config.model_copy(update=changes)
+    assert config.run.replay
+    config = dated(config.model_copy(update=changes), RunFolder(config.run.replay))
     samples = (each.id for each in recording.tables.trainings.values())
     longest = max(recording.tables.samples[id].num_tokens for id in samples)
     say(f"replays {recording.num_rounds} rounds of {config.run.replay}; nothing is generated")

@@ -142,7 +142,10 @@ def evaluated_config(
     else:
         config = load_config(path, overrides)
         check_parameter_names(config)
-    return config.model_copy(update={"model": ModelSettings(path=model.resolve())}) if model else config
+    if model is None:
+        return config
+    named = (config.model or ModelSettings(path=model)).model_copy(update={"path": model.resolve()})
+    return config.model_copy(update={"model": named})
 
 
 def _checkpoint(folder: RunFolder, name: str) -> Path | None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import date
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import groupby
@@ -47,9 +48,9 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-def load_tokenizer(model_path: Path) -> Tokenizer:
+def load_tokenizer(model_path: Path, template_date: date | None = None) -> Tokenizer:
     """Load the fast tokenizer of a Hugging Face folder, with its chat template. Raises a ConfigError if there
-    is no `tokenizer.json`, or it cannot be read."""
+    is no `tokenizer.json`, or it cannot be read. `template_date`: as ModelSettings.template_date."""
     if not (model_path / "tokenizer.json").is_file():
         remedy = "save the model's fast tokenizer there with tokenizer.save_pretrained(folder)"
         raise folder_error(model_path, "the folder has no tokenizer.json", remedy)
@@ -62,6 +63,9 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         # The tokenizers library raises bare exceptions.
         problem = f"its tokenizer cannot be read: tokenizer.json or tokenizer_config.json ({why})"
         raise folder_error(model_path, problem, "save the tokenizer again") from why
+    if template_date:
+        told = partial(tokenizer.apply_chat_template, strftime_now=template_date.strftime)
+        tokenizer.apply_chat_template = told
     return cast(Tokenizer, tokenizer)
 
 

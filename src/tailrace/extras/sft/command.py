@@ -21,7 +21,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_own_trainer, fitted_to_machine
+from tailrace.drivers.assembly.live import begin_start, check_own_trainer, dated, fitted_to_machine
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
@@ -55,9 +55,10 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     every = {"checkpoint_every": loaded.sft.checkpoint_every}
     loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update=every)})
     check_own_trainer(loaded)
+    loaded, interruption = dated(loaded, folder if resume else None), Interruption()
     assert loaded.model
     begin_start(loaded)
-    tokenizer, interruption = load_tokenizer(loaded.model.path), Interruption()
+    tokenizer = load_tokenizer(loaded.model.path, loaded.model.template_date)
     rows = ResponseRows(loaded, tokenizer, "train")
     checked, _, skipped = rows.take(0, CHECKED_ROWS, once=True)
     held_out = ResponseRows(loaded, tokenizer, "eval").take(0, loaded.sft.eval_rows, once=True)[0]
