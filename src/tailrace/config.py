@@ -109,7 +109,7 @@ class ModelSettings(Settings):
     path: Shared[Annotated[PlainPath, InFolder(_model_folder)]]
     """A Hugging Face folder, the output directory of a run, or the id of a model on the hub,
     `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
-    template_date: date | None = None
+    template_date: Resumable[date | None] = None
     """The day that the chat template tells, if it asks for the date (`strftime_now`), in every prompt of a
     run. None: that on which the run began."""
 

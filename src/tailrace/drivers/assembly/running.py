@@ -88,7 +88,7 @@ def train(
     folder.claim(command, only_check=True)
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
     config = with_published_defaults(with_model_folder(config))
-    config = dated(config, folder) if resume else config
+    config = dated(config, folder) if resume and config.model else config
     recording = Recording.read(config) if config.run.replay else None
     schedule = BoundSchedule(replayed) if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")
