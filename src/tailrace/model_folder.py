@@ -22,7 +22,7 @@ _GENERATION = "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_RUN_FILE = "config.toml"
+_RUN_FILES = "config.toml", ".tailrace"
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
@@ -45,10 +45,11 @@ def find_folder(path: Path) -> Path:
     or by its id on the Hugging Face hub: then it is taken from the cache, or downloaded into it. Raises a
     ConfigError if there is no such folder, and the hub does not give it."""
     name = str(path)
-    if (path / _RUN_FILE).is_file() and not (path / "config.json").is_file():
+    if any((path / name).is_file() for name in _RUN_FILES) and not (path / "config.json").is_file():
         if not (path / "model").is_dir():
-            problem = "it is the folder of a run that has saved no model yet"
-            raise folder_error(path, problem, "name a run with a model, or the model itself")
+            problem = "tailrace wrote it, and no model in it"
+            remedy = "name a run of tailrace train or sft that has saved one, or the model itself"
+            raise folder_error(path, problem, remedy)
         return path / "model"
     if not is_hub_id(name) or path.exists():
         return path

@@ -100,18 +100,22 @@ class Progress:
             self._step_s = self._wait_s = 0.0
         self.row = row
         self._step_s += row["time/step"]
-        self._wait_s += row["time/wait"]
-        self.rewards = [*self.rewards, row["reward"]][-NUM_REWARDS:]
+        self._wait_s += row.get("time/wait", 0.0)
+        self.rewards = [*self.rewards, row.get("reward", 0.0)][-NUM_REWARDS:]
 
 
 def step_line(progress: Progress, row: Row) -> str:
-    """One line for a step, for a log."""
+    """One line for a step, for a log. A step on given responses has no reward, and what follows from it."""
     parts = [
         f"Step {row['step']:.0f}",
         f"Round {row['round'] + 1:.0f}/{progress.rounds}",
         f"{progress.elapsed_s:.1f}s",
         *([f"ETA {duration(remaining_s)}"] if (remaining_s := progress.remaining_s) is not None else []),
         f"Loss {number(row['loss'])}",
+    ]
+    if "reward" not in row:
+        return " | ".join([*parts, f"Entropy {number(row['entropy'])}", _rows(row)])
+    parts += [
         f"Reward {number(row['reward'])}",
         f"KL {number(row['kl'])}",
         f"Mismatch KL {number(row['mismatch_kl'])}",
@@ -124,6 +128,10 @@ def step_line(progress: Progress, row: Row) -> str:
         *([f"Cost {row['cost/total']:,.4f}"] if "cost/total" in row else []),
     ]
     return " | ".join(parts)
+
+
+def _rows(row: Row) -> str:
+    return f"Rows {row['rows/drawn']:,.0f} ({row['rows/skipped']:,.0f} skipped)"
 
 
 def lengths(row: Row) -> str:
@@ -191,7 +199,7 @@ class Notices:
                 every = self.settings.print_samples_every
                 if every and stats.num_steps % every == 0:
                     return [sample_line(sample.prompt.text, sample.text, sample.reward)]
-            case dict() if "loss" in event:
+            case dict() if "reward" in event:
                 advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
                 return [*self._mismatch(event), *self._masked(event), *advice]
         return []
@@ -297,17 +305,21 @@ class Display:
         grid.add_row("progress", _bar(progress.round / progress.rounds, end))
         if self._stopping:
             grid.add_row("stopping", self._stopping)
-        if row:
+        if row and "reward" in row:
             grid.add_row("reward", f"{number(row['reward'])}  {sparkline(progress.rewards)}")
         if progress.accuracy is not None:
             grid.add_row("held out", number(progress.accuracy))
-        if row:
+        if row and "reward" not in row:
+            grid.add_row("loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}")
+            grid.add_row("rows", _rows(row).removeprefix("Rows "))
+        elif row:
             kl = f"KL {number(row['kl'])}  mismatch KL {number(row['mismatch_kl'])}"
             grid.add_row("loss", f"{number(row['loss'])}  {kl}  entropy {number(row['entropy'])}")
             grid.add_row("length", lengths(row))
-        staleness = f"staleness {row['staleness/mean']:.1f}  lag {row['lag/mean']:.1f}" if row else ""
-        grid.add_row("rollout", f"{progress.generated_per_s:,.0f} tokens/s  {staleness}")
-        if row:
+        if progress.generated_per_s:
+            staleness = f"staleness {row['staleness/mean']:.1f}  lag {row['lag/mean']:.1f}" if row else ""
+            grid.add_row("rollout", f"{progress.generated_per_s:,.0f} tokens/s  {staleness}")
+        if row and "reward" in row:
             shares = f"computes {1 - progress.wait_share:.0%}, waits {progress.wait_share:.0%}"
             grid.add_row("trainer", _bar(1 - progress.wait_share, shares))
         grid.add_row("waits for", Text(self._waits()))

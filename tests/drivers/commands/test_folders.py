@@ -14,7 +14,7 @@ from helpers.small_run import train_here, wait_for_steps, write_small_run
 from helpers.tiny_models import save_tiny_model
 from tailrace.cli import main
 from tailrace.contracts.mark import MARK
-from tailrace.drivers.assembly.folder import WRITTEN, RunFolder, earlier_names
+from tailrace.drivers.assembly.folder import WRITTEN, RunFolder, earlier_run
 
 EARLIER = Path(__file__).parent / "earlier_folders"
 """Folders that the release before the marks wrote, by the command; `race` is a live comparison."""
@@ -222,26 +222,29 @@ def test_a_second_quickstart_replaces_the_first_and_nothing_else(tmp_path: Path)
 @pytest.mark.parametrize("name", sorted(path.name.removesuffix(".tar.gz") for path in EARLIER.iterdir()))
 def test_a_folder_of_an_earlier_release_is_known_by_what_it_holds(tmp_path: Path, name: str) -> None:
     """But that of a fine-tuning which was killed before its first checkpoint: nothing says whose it is."""
-    owned = {path.name for path in unpacked(name, tmp_path).iterdir()} & {*earlier_names(tmp_path / name)}
+    command, names = earlier_run(unpacked(name, tmp_path))
+    owned = {path.name for path in (tmp_path / name).iterdir()} & {*names}
     there = {path.name for path in (tmp_path / name).iterdir()} - {"weights", "serial", "rolloutpipe"}
     assert owned == (set() if name == "killed_sft" else there)
+    written_by = {"race": "compare", "sft": "sft", "compare": "compare", "simulate": "simulate"}
+    assert command == ("" if name == "killed_sft" else written_by.get(name, "train"))
 
 
 @pytest.mark.parametrize(
     ("name", "refusals"),
     [
-        ("train", {"train", "sft", "simulate"}),
-        ("replay", {"train", "sft", "simulate"}),
-        ("memory", {"train", "sft", "simulate"}),
-        ("sft", {"train", "sft", "simulate"}),
-        ("killed", {"simulate"}),
+        ("train", {"train", "sft", "simulate", "compare"}),
+        ("replay", {"train", "sft", "simulate", "compare"}),
+        ("memory", {"train", "sft", "simulate", "compare"}),
+        ("sft", {"train", "sft", "simulate", "compare"}),
+        ("killed", {"sft", "simulate", "compare"}),
         ("killed_sft", {"train", "sft", "simulate", "compare"}),
-        ("simulate", set[str]()),
-        ("compare", set[str]()),
-        ("race", set[str]()),
+        ("simulate", {"train", "sft", "compare"}),
+        ("compare", {"train", "sft", "simulate"}),
+        ("race", {"train", "sft", "simulate"}),
     ],
 )
-def test_a_command_does_in_an_earlier_folder_what_it_did(
+def test_a_command_replaces_in_an_earlier_folder_no_run_but_its_own(
     project: Path, name: str, refusals: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What trains there is another test."""

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tailrace.cli import main
 from tailrace.config import RunConfig, config_of
+from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.simulation import sim_settings, sources
 from tailrace.drivers.commands import simulate
 from tailrace.record.timeline import RunTimelines
@@ -85,9 +86,10 @@ def test_a_simulation_has_the_trackers_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_simulation_does_not_replace_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "lock").touch()
+    """Also one that has only begun."""
     words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--output-dir", str(tmp_path)]
-    assert main(words) == 2
+    with RunFolder(tmp_path).locked():
+        assert main(words) == 2
     assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
 
 

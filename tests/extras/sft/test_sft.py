@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'user' %}=\n{% else %}<eos>{% endif %}"
     "{% endfor %}"
 )
+TIMES = ("time", "time/step", "wall_time")
 SETTINGS = """
 [sft]
 steps = 4
@@ -63,7 +64,7 @@ def sft(config: Path, *words: str, out: str = "sft") -> int:
 
 def metrics(config: Path, out: str = "sft") -> list[dict[str, float]]:
     lines = (config.parent / out / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "wall_time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def rows_of(config: Path, *words: str) -> ResponseRows:
@@ -193,7 +194,7 @@ def test_a_killed_run_ends_as_one_that_was_not(config: Path, dies: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_the_next_rows_also_without_its_metrics(
+def test_a_resumed_run_takes_the_next_rows_also_without_its_metrics_or_newest_checkpoint(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every third row has no response."""
@@ -201,18 +202,15 @@ def test_a_resumed_run_takes_the_next_rows_also_without_its_metrics(
     write_rows(config, rows)
     assert sft(config, "--sft.steps", "8", out="whole") == 0
     assert sft(config, out="cut") == 0
-    whole = [row for row in metrics(config, "whole") if row["step"] > 4 and "loss" in row]
-    lines = (config.parent / "cut" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    changed = "".join(lines).replace('"rows/drawn":', '"rows/drawn":1')
-    for out, kept in {"deleted": "", "short": "".join(lines[:2]), "changed": changed}.items():
-        shutil.copytree(config.parent / "cut", config.parent / out)
-        (path := config.parent / out / "metrics.jsonl").write_text(kept)
-        if not kept:
-            path.unlink()
-        capsys.readouterr()
-        assert sft(config, "--sft.steps", "8", "--resume", out=out) == 0
-        assert f"{path} does not tell the rows of the first 4 steps" in capsys.readouterr().err
-        assert [row for row in metrics(config, out) if row["step"] > 4 and "loss" in row] == whole
+    whole = [row for row in metrics(config, "whole") if "loss" in row]
+    for gone, first in {"metrics.jsonl": 4, "checkpoints/round_000004": 2}.items():
+        out = config.parent / gone.replace("/", "_")
+        shutil.copytree(config.parent / "cut", out)
+        (out / gone).unlink() if (out / gone).is_file() else shutil.rmtree(out / gone)
+        assert sft(config, "--sft.steps", "8", "--resume", out=out.name) == 0
+        assert gone.rpartition("/")[2] in capsys.readouterr().err
+        found = [row for row in metrics(config, out.name) if "loss" in row and row["step"] > first]
+        assert found == whole[first:]
 
 
 def test_rows_that_cannot_be_trained_are_counted_and_said_before_the_start(

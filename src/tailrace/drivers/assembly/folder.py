@@ -51,28 +51,40 @@ ONLY_OF_THE_TRAINER = "trainer"
 """Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
 _SIMULATION = ("config.toml", "metrics.jsonl", "summary.json", "events.jsonl")
 _MODEL = ("model", "model.partial", "model.old.partial")
-_SFT = ("config.toml", "metrics.jsonl", "metrics.partial", "checkpoints", *_MODEL, "logs", "lock")
 _LEDGER = (LEDGER_FILE, f"{LEDGER_FILE}-wal", f"{LEDGER_FILE}-shm")
-_RUN = (*_SIMULATION, *_SFT, *_LEDGER, "samples", COUNTS_FOLDER, "reward.pkl")
+_SFT = (
+    *("config.toml", "metrics.jsonl", "metrics.partial", "summary.json", "checkpoints", *_MODEL, *_LEDGER),
+    *("logs", "lock"),
+)
+_RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER, "reward.pkl")
 WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
 """The names that each command writes into the folder of a run. Trackers and sinks have names of their own."""
 COMPARED = ("compare.json", "logs", "start", "start.partial", "start.old.partial")
 """The names that a comparison writes beside the folders of its candidates."""
 
 
-def earlier_names(path: Path) -> Collection[str]:
-    """Return the names that a release without marks wrote for the run or the comparison in a folder."""
+def earlier_run(path: Path) -> tuple[str, Collection[str]]:
+    """Return the command of a release without marks whose run or comparison is in a folder, and the names
+    that it wrote."""
     folder = RunFolder(path)
     is_sealed = any(folder.checkpoints.glob(f"round_*/{CHECKSUMS_FILE}"))
     if folder.lock.exists() and (is_sealed or (path / LEDGER_FILE).exists()):
-        return _RUN
+        is_sft = not folder.events.exists() and not (path / LEDGER_FILE).exists()
+        return "sft" if is_sft else "train", _RUN
     with suppress(OSError, msgspec.MsgspecError), folder.events.open("rb") as file:
         msgspec.json.decode(file.readline(), type=RunStarted)
-        return _RUN if folder.lock.exists() else _SIMULATION
+        is_trial = (path.parent / "compare.json").exists()
+        return (
+            ("train", _RUN) if folder.lock.exists() else ("compare" if is_trial else "simulate", _SIMULATION)
+        )
     with suppress(OSError, KeyError, msgspec.MsgspecError):
         msgspec.json.decode((path / "compare.json").read_bytes(), type=dict[str, object])["schedules"]
-        return COMPARED
-    return ()
+        return "compare", COMPARED
+    return "", ()
+
+
+def _run_of(command: str) -> str:
+    return "train" if command == "quickstart" else command
 
 
 def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tuple[str, Path]]:
@@ -102,9 +114,26 @@ class RunFolder:
         self.lock = path / "lock"
         self.reward = path / "reward.pkl"
 
+    @property
+    def command(self) -> str:
+        """The command whose files are in the folder; "": there are none. A quickstart is a run of `train`."""
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            if mark := read_mark(self.path):
+                return _run_of(mark.command) if any(mark.owned_in(self.path)) else ""
+        return earlier_run(self.path)[0]
+
+    def check_wrote(self, what: str, *commands: str, key: str = "RUN") -> None:
+        """Raises a ConfigError if another command than these wrote the folder. `what`: only these write it.
+        `key`: the setting that names the folder."""
+        if (command := self.command) and command not in commands:
+            problem = f"tailrace {command} wrote it, without {what}"
+            remedy = f"name a run of tailrace {' or '.join(commands)}"
+            raise ConfigError(key, str(self.path), problem, remedy)
+
     def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
         """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
         if not self.config.exists():
+            self.check_wrote("a config", "train", "sft", "simulate")
             remedy = "name the output directory of a run"
             raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
         try:
@@ -123,9 +152,14 @@ class RunFolder:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""
         return max(filter(is_checkpoint, self.checkpoints.glob("round_*")), default=None)
 
-    def claim(self, command: str, *, only_check: bool = False) -> Mark:
-        """Own what a command writes here, as `contracts.mark.claim`."""
-        return claim(self.path, command, WRITTEN[command], earlier_names(self.path), only_check=only_check)
+    def claim(self, command: str, *, names: Collection[str] = (), only_check: bool = False) -> Mark:
+        """Own what a command writes here, as `contracts.mark.claim`. Raises a ConfigError also if the folder
+        holds a run of another command. `names`: in place of those of `WRITTEN`."""
+        if (held := self.command) and held != _run_of(command):
+            problem = f"it holds a run of tailrace {held}"
+            raise ConfigError("--output-dir", str(self.path), problem, "choose another")
+        names, earlier = names or WRITTEN[command], earlier_run(self.path)[1]
+        return claim(self.path, command, names, earlier, only_check=only_check)
 
     def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", "reward.pkl")) -> None:
         """Delete what the mark owns, such as what a run that trained nothing left behind."""
@@ -136,10 +170,7 @@ class RunFolder:
 
     def begin_anew(self, command: str, config: str) -> None:
         """Replace the files of an earlier simulation, or of an earlier trial of a comparison, and write
-        config.toml. Raises a ConfigError if a live run has begun here, and as `claim`."""
-        if self.lock.exists() or self.newest_checkpoint() or (self.path / LEDGER_FILE).exists():
-            problem = "it holds a run of tailrace train"
-            raise ConfigError("--output-dir", str(self.path), problem, "choose another")
+        config.toml. Raises as `claim`."""
         self.claim(command)
         self.clear()
         self.config.write_text(config, encoding="utf-8")

@@ -68,6 +68,7 @@ class Recording:
         check_own_trainer(config)
         place = ("run.replay", str(path))
         folder, file = RunFolder(path), path / LEDGER_FILE
+        folder.check_wrote("samples", "train", key=place[0])
         if not file.exists() or not folder.events.exists():
             problem = f"it has no {LEDGER_FILE} and events.jsonl"
             raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")

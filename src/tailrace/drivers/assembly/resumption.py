@@ -6,13 +6,14 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
 from tailrace.config import RunConfig, changed_keys, check_resumable, files_of
 from tailrace.contracts.engine import counted_tokens
 from tailrace.controller.checkpoints import checkpoint_name
-from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.folder import WRITTEN, RunFolder
 from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.assembly.placement import prices_of
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
@@ -60,13 +61,14 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
             remedy = "put it back, begin a new run in another --output-dir, or set this to true"
             raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
         say(f"goes on with another content of {changed}")
+    prompts = cache(partial(training_prompts, config, config.run.seed))
     start = next_life(
         tables,
         config=config.to_json(),
         inputs=inputs,
         checkpoints=folder.checkpoints,
         num_generated=counted_tokens(folder.counts),
-        prompt_of=training_prompts(config, config.run.seed).__getitem__,
+        prompt_of=lambda index: prompts()[index],
         seed=config.run.seed,
     )
     if (prices := prices_of(config)) and (
@@ -75,7 +77,8 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
         raise ConfigError("prices.budget", prices.settings.budget, overrun, "raise it, then --resume")
     _check_checkpoint(folder, start)
     recorded = (folder.config, folder.metrics, folder.events, folder.samples)
-    if start.base.step and (gone := [path.name for path in recorded if not path.exists()]):
+    gone = [each.name for each in recorded if each.name in WRITTEN[folder.command] and not each.exists()]
+    if start.base.step and gone:
         say(f"warning: {folder.path} lacks {', '.join(gone)} of what it has trained: they were deleted")
     undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
     num_undone = max(undone, default=start.base.step) - start.base.step

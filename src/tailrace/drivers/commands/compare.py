@@ -26,8 +26,7 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.config import RunConfig, load_config, with_model_folder
-from tailrace.contracts.mark import claim
-from tailrace.drivers.assembly.folder import COMPARED, RunFolder, earlier_names, recorder_of
+from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
 from tailrace.drivers.assembly.live import begin_start, check_live
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
 from tailrace.drivers.assembly.schedule import (
@@ -83,7 +82,7 @@ def compare(
     check_output("--json", json_path, r'\A{\s*"(schedules|verdict)": ')
     console, folder = open_console(), output_dir
     if folder:
-        claim(folder, "compare", COMPARED, earlier_names(folder), only_check=True)
+        RunFolder(folder).claim("compare", names=COMPARED, only_check=True)
     if configs and all(path.is_dir() for path in configs):
         return _compare_runs(console, folders_of(configs), json_path)
     if len(configs) != 1:
@@ -106,7 +105,7 @@ def compare(
     if folder:
         for name in candidates:
             _folder_of(name, folder).claim("compare", only_check=True)
-        claim(folder, "compare", COMPARED, earlier_names(folder))
+        RunFolder(folder).claim("compare", names=COMPARED)
     if virtual:
         comparison = compare_virtual(candidates, loaded.compare.repeats, folder)
     else:
@@ -143,6 +142,9 @@ def _values(text: str) -> list[tuple[str, str]]:
 
 
 def _compare_runs(console: Console, folders: Mapping[str, RunFolder], json_path: Path | None) -> None:
+    if not all(folder.command == "sft" for folder in folders.values()):
+        for folder in folders.values():  # losses and rewards are not compared
+            folder.check_wrote("rewards", "train", "simulate", "compare")
     runs = {name: figures_of(folder) for name, folder in folders.items()}
     said = verdict(runs)
     console.print(said, soft_wrap=False)

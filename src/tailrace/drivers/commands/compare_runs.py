@@ -18,11 +18,15 @@ OF_TRIALS = ("samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "truncate
 FIGURES = {
     "accuracy": ("held-out accuracy", "{:.3f}"),
     "reward": ("reward, last step", "{:.3f}"),
+    "eval_loss": ("held-out loss", "{:.4f}"),
+    "loss": ("loss, last step", "{:.4f}"),
     "steps": ("optimizer steps", "{:.0f}"),
     "step_s": ("s/step, without evaluations", "{:.2f}"),
     **{key: {**TIMES, **QUALITIES}[key] for key in OF_TRIALS},
 }
 """Label and format of the rows."""
+LOSSES = ("eval_loss", "loss")
+"""Figures of runs on given responses, which have no rewards."""
 
 
 def folders_of(paths: Sequence[Path]) -> dict[str, RunFolder]:
@@ -38,8 +42,10 @@ def folders_of(paths: Sequence[Path]) -> dict[str, RunFolder]:
 def figures_of(folder: RunFolder) -> Row:
     """The figures of a run. Raises a ConfigError if it has no round yet."""
     rows = read_rows(folder.metrics)
-    summary = Summary(earlier=rows)
     try:
+        if folder.command == "sft":
+            return _figures_of_losses(folder, rows)
+        summary = Summary(earlier=rows)
         if not (totals := summary.summary()).rounds or not totals.reward:
             raise ConfigError("RUN", str(folder.path), "it has no finished round", "wait for the first one")
         figures: Row = {key: summary.figures()[key] for key in OF_TRIALS}
@@ -55,14 +61,25 @@ def figures_of(folder: RunFolder) -> Row:
     return figures
 
 
+def _figures_of_losses(folder: RunFolder, rows: Sequence[Row]) -> Row:
+    if not (steps := steps_of(rows)):
+        raise ConfigError("RUN", str(folder.path), "it has no finished step", "wait for the first one")
+    last, step_s = steps[-1], over_steps([{"time/step": row["time/step"]} for row in steps], "time/step")
+    held_out = [{"eval_loss": row["eval/loss"]} for row in rows if "eval/loss" in row]
+    return {"steps": last["step"], "step_s": step_s, "loss": last["loss"], **(held_out or [{}])[-1]}
+
+
 def verdict(runs: Mapping[str, Row]) -> str:
-    """Which run is better, by held-out accuracy, or by reward where a run has none; and which is faster."""
-    key = "accuracy" if all("accuracy" in run for run in runs.values()) else "reward"
-    best, second, *_ = sorted(runs, key=lambda name: -runs[name][key])
-    high, low = runs[best][key], runs[second][key]
-    text = f"{best} has the higher {FIGURES[key][0]}: {high:.3f}, {second} {low:.3f}"
-    if f"{high:.3f}" == f"{low:.3f}":
-        text = f"{best} and {second} have the same {FIGURES[key][0]}: {high:.3f}"
+    """Which run is better, by held-out accuracy, or by reward where a run has none, or by loss; and which is
+    faster."""
+    keys = ("accuracy", "reward", *LOSSES)
+    key = next(key for key in keys if all(key in run for run in runs.values()))
+    best, second, *_ = sorted(runs, key=lambda name: runs[name][key] * (1 if key in LOSSES else -1))
+    label, form = FIGURES[key]
+    high, low = (form.format(runs[name][key]) for name in (best, second))
+    text = f"{best} has the {'lower' if key in LOSSES else 'higher'} {label}: {high}, {second} {low}"
+    if high == low:
+        text = f"{best} and {second} have the same {label}: {high}"
     elif key == "accuracy" and all("low" in runs[name] for name in (best, second)):
         if (least := runs[best]["low"]) <= (most := runs[second]["high"]):
             text += f", which may be chance: their 95% intervals go from {least:.3f} and to {most:.3f}"
@@ -80,7 +97,8 @@ def table_of(folders: Mapping[str, RunFolder], runs: Mapping[str, Row]) -> Table
     table = Table("run", *runs, title="runs", title_justify="left")
     for figure, (label, form) in FIGURES.items():
         values = [run.get(figure) for run in runs.values()]
-        table.add_row(label, *("-" if value is None else form.format(value) for value in values))
+        if any(value is not None for value in values):
+            table.add_row(label, *("-" if value is None else form.format(value) for value in values))
     configs = [folder.read_config() for folder in folders.values()]
     changed = [changed_keys(configs[0].to_json(), config) for config in configs]
     for key in sorted({*chain(*changed)}):

@@ -137,6 +137,7 @@ def evaluated_config(
         if not model and "model.path" not in overrides and checkpoint != "base":
             model = _checkpoint(folder, checkpoint)
             if model is None:
+                folder.check_wrote("a checkpoint", "train", "sft")
                 problem = "the run has no checkpoint yet"
                 raise ConfigError("RUN", str(path), problem, "name weights with --model")
     else:

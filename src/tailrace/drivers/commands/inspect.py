@@ -46,6 +46,7 @@ def inspect(
         as_json: print JSON.
     """
     folder = RunFolder(run)
+    folder.check_wrote("a balance of prompts and tokens", "train")
     config = folder.read_config(overrides)
     with closing(open_store(config.ledger, run, only_read=True)) as store:
         tables = read_ledger(store, tokens=False)

@@ -147,10 +147,20 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
 class RowPrompts:
     """The endless prompts of one split of a table, shuffled anew in each epoch."""
 
-    def __init__(self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split) -> None:
+    def __init__(
+        self,
+        settings: RowsSettings,
+        encoder: PromptEncoder,
+        seed: int,
+        split: Split,
+        *,
+        response_column: str | None = None,
+    ) -> None:
         """Raises a ConfigError if the rows cannot be read, none of them has a prompt, or there are too few to
-        hold any out."""
+        hold any out. `response_column`: of rows for fine-tuning. Where it is empty, the last message of the
+        assistant is the response, and no part of the question that is held out."""
         self._table, shared = open_table(settings, split)
+        self._response_column = response_column
         self._column, self._tools_column = settings.prompt_column, settings.tools_column
         self._encoder, self._columns = encoder, set[str]()
         own_path = split == "eval" and settings.eval_path is not None
@@ -189,7 +199,11 @@ class RowPrompts:
     def _digest(self, place: int) -> int | None:
         """Return a number that is equal for equal prompts, or None where the row has no prompt."""
         try:
-            prompt = self.row(place).get(self._column)
+            row = self.row(place)
+            prompt = row.get(self._column)
+            if self._response_column and row.get(self._response_column) is None and is_prompt(prompt):
+                has_response = isinstance(prompt, list) and prompt[-1].get("role") == "assistant"
+                prompt = prompt[:-1] if has_response else prompt
             return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
         except (BadRow, *UNSENDABLE):
             return None

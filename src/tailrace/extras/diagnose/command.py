@@ -81,6 +81,8 @@ def diagnose(
     """
     check_output("--json", json_path, '"tenths": ')
     folder, console = RunFolder(run) if run.is_dir() else None, open_console()
+    if folder:
+        folder.check_wrote("a checkpoint", "train", "sft")
     config = folder.read_config(overrides) if folder else load_config(run, overrides)
     if folder:
         console.print(f"the run   {_recorded(folder, config)}")
@@ -109,6 +111,8 @@ def _recorded(folder: RunFolder, config: RunConfig) -> str:
     if not (steps := steps_of(read_rows(folder.metrics))):
         problem, remedy = "the run has trained no sample yet", "let it train, or name its config"
         raise ConfigError("RUN", str(folder.path), problem, remedy)
+    if folder.command == "sft":
+        return "it generated nothing: it is where the experiments start"
     names = ("mismatch_kl", "engine_mismatch_kl", "lag/mean")
     said = ", ".join(f"{name} {over_tokens(steps, name):.3g}" for name in names)
     if not (folder.path / LEDGER_FILE).exists():

@@ -15,7 +15,7 @@ from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
-from tailrace.record.figures import Row, evaluations_of
+from tailrace.record.figures import Row
 from tailrace.record.metrics import read_rows
 
 
@@ -28,41 +28,45 @@ class _Totals(msgspec.Struct):
 
 def card_of(folder: RunFolder, repo: str) -> ModelCard:
     """Return the card of the model of a run. Raises a ConfigError if the run has not ended."""
-    config = folder.read_config()
+    config, is_sft = folder.read_config(), folder.command == "sft"
     try:
         summary = msgspec.json.decode(folder.summary.read_bytes(), type=_Totals)
     except (OSError, ValueError, RecursionError) as why:
         problem = f"the run has not ended: {folder.summary} cannot be read ({why})"
-        raise ConfigError("RUN", str(folder.path), problem, "go on with tailrace train --resume") from why
+        remedy = f"go on with tailrace {folder.command or 'train'} --resume"
+        raise ConfigError("RUN", str(folder.path), problem, remedy) from why
     rows = read_rows(folder.metrics)
     step = _step_of_model(folder, summary.steps)
-    evaluated = [row for row in evaluations_of(rows) if row["step"] <= step]
+    figure = "loss" if is_sft else "accuracy"
+    learnt = "fine-tuned on given responses" if is_sft else "post-trained by reinforcement learning"
+    evaluated = [row for row in rows if f"eval/{figure}" in row and row["step"] <= step]
     shared = config.shared()
+    name = shared["schedule"].get("name", "one of its own")
+    algorithm = {"schedule": name, "algorithm": config.algorithm.name}
     base = shared.get("model", {}).get("path", "unknown")
     data = ModelCardData(
         base_model=base if is_hub_id(base) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["tailrace", "reinforcement-learning", config.algorithm.name],
+        tags=["tailrace", *(["sft"] if is_sft else ["reinforcement-learning", config.algorithm.name])],
         model_name=repo.rpartition("/")[2],
-        eval_results=[_eval_result(config, evaluated[-1])] if evaluated else None,
+        eval_results=[_eval_result(config, figure, evaluated[-1])] if evaluated else None,
     )
     num_samples = sum(int(row.get("samples/trained", 0)) for row in rows if row["step"] <= step)
     facts = {
         "base model": base,
-        "schedule": shared["schedule"].get("name", "one of its own"),
-        "algorithm": config.algorithm.name,
+        **({"loss": "cross-entropy"} if is_sft else algorithm),
         "data": _data_name(config),
         "optimizer steps": f"{step:,}",
         "trained samples": f"{num_samples:,}",
-        "held-out accuracy": _accuracy(folder, config, evaluated[-1]) if evaluated else "not evaluated",
+        f"held-out {figure}": _held_out(folder, config, evaluated[-1]) if evaluated else "not evaluated",
         **{f"tokens {fate}": f"{n:,}" for fate, n in _fates(summary.tokens)},
         "tailrace": __version__,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {data.model_name}\n\n"
-        "A language model post-trained by reinforcement learning with tailrace.\n\n"
+        f"A language model {learnt} with tailrace.\n\n"
         f"| | |\n|---|---|\n{table}\n\n## Config\n\n```toml\n{tomli_w.dumps(shared)}```\n"
     )
 
@@ -79,7 +83,9 @@ def _fates(tokens: dict[str, int | dict[str, int]]) -> Iterator[tuple[str, int]]
         yield from ((f"{fate} {reason}".strip(), count) for reason, count in counts.items())
 
 
-def _accuracy(folder: RunFolder, config: RunConfig, row: Row) -> str:
+def _held_out(folder: RunFolder, config: RunConfig, row: Row) -> str:
+    if "eval/loss" in row:
+        return f"{row['eval/loss']:.4f} nats a token (at step {row['step']:.0f})"
     accuracy = f"{row['eval/accuracy']:.3f}"
     how = f"{'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
     if (estimate := recorded_estimate(folder.samples, row["round"])) is None:
@@ -87,14 +93,14 @@ def _accuracy(folder: RunFolder, config: RunConfig, row: Row) -> str:
     return f"{accuracy}, {estimate} ({estimate.num_prompts} prompts, {how})"
 
 
-def _eval_result(config: RunConfig, row: Row) -> EvalResult:
+def _eval_result(config: RunConfig, figure: str, row: Row) -> EvalResult:
     name = _data_name(config)
     return EvalResult(
         task_type="text-generation",
         dataset_type=name,
         dataset_name=f"{name}, held out",
-        metric_type="accuracy",
-        metric_value=round(row["eval/accuracy"], 4),
+        metric_type=figure,
+        metric_value=round(row[f"eval/{figure}"], 4),
     )
 
 

@@ -36,6 +36,7 @@ def push(run: Path, repo: str, /, *, private: bool = False, dry_run: bool = Fals
     if not is_hub_id(repo):
         raise ConfigError("REPO", repo, "this names no repository of the hub", "write OWNER/NAME")
     folder = RunFolder(run)
+    folder.check_wrote("a model", "train", "sft")
     folder.read_config()
     if not folder.model.is_dir():
         raise ConfigError("RUN", str(run), "it has no model yet", "train until its first checkpoint")

@@ -93,7 +93,9 @@ def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
     timelines.update()
     run = timelines.all
     if not any(each.requests for each in run):
-        raise _refused(metrics.parent, f"{events.name} has no request", "name a run that has begun")
+        raise _refused(
+            metrics.parent, f"{events.name} has no request", "name a run that has begun, and no replay"
+        )
     prompt_tokens = _prompt_tokens(metrics)
     parts = [
         fit_engines(run, prompt_tokens),

@@ -114,6 +114,8 @@ def fitted_run(path: Path, samples: int | None = None) -> Fit:
     """Fit a run, or the log of another framework, whose steps have so many samples. Raises a ConfigError if
     there is none, or one of its files is damaged."""
     folder = RunFolder(path)
+    if not folder.samples.is_dir():
+        folder.check_wrote("samples", "train")
     if not folder.config.exists():
         return fit_peer(read_peer(path, samples))
     config = folder.read_config()

@@ -32,7 +32,7 @@ from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.extras.http.engine import TOKEN_VARIABLE
 from tailrace.importing import install
-from tailrace.model_folder import context_length, read_config
+from tailrace.model_folder import context_length, find_folder, read_config
 
 OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout_s)$)"))
 """Settings of an engine are options, but for those that only a run has a use for."""
@@ -56,7 +56,7 @@ def serve(
     """Serve a model until a signal comes.
 
     Args:
-        model: a Hugging Face folder with a tokenizer.
+        model: a Hugging Face folder with a tokenizer, the output directory of a run, or an id on the hub.
         token_file: has the bearer token, or receives a new one. Without it: $TAILRACE_TOKEN, or a new one is
             printed.
         tinker: train and sample for clients of Tinker's SDK, in place of the other routes. Settings of a
@@ -75,6 +75,7 @@ def serve(
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
     preload()
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
+    model = find_folder(model)
     if tinker:
         _serve_tinker(model, settings, engine, token_file, state_folder, overrides)
         return

@@ -31,7 +31,7 @@ class ResponseRows:
         ends = sorted(end_of_text_ids(path), key=lambda id: id != tokenizer.eos_token_id)
         self._context, self._ends = context_length(path), ends
         self._encoder = PromptEncoder(data, tokenizer)
-        self._rows = RowPrompts(data, self._encoder, config.run.seed, split)
+        self._rows = RowPrompts(data, self._encoder, config.run.seed, split, self._column)
         self.taught_ends, self.remarks = set[int](), list[str]()
         """Tokens that end the responses that were read, and what to know of the chat template."""
         self._examples: dict[str, str] = {}

@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import mutually_exclusive
 
 from tailrace import clock
+from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.commands.tables import check_output, writing
 from tailrace.errors import ConfigError
@@ -57,6 +58,8 @@ def view(
 def _write_perfetto(folders: Sequence[Path], path: Path) -> None:
     logs = [folder / "events.jsonl" for folder in folders]
     if len(logs) > 1 or not logs[0].exists():
+        if len(logs) == 1:
+            RunFolder(folders[0]).check_wrote("an events.jsonl", "train", "simulate")
         problem = "it has no events.jsonl" if len(logs) == 1 else "a trace is of one run"
         where = ", ".join(map(str, folders))
         raise ConfigError("RUN", where, problem, "name the output directory of one run")
