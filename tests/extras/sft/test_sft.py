@@ -294,3 +294,75 @@ def test_a_resumed_run_keeps_the_rows_of_its_steps(config: Path, capsys: pytest.
     assert sft(config, "--sft.steps", "1") == 0
     assert sft(config, "--resume", "--sft.rows_per_step", "4") == 2
     assert "sft.rows_per_step = 4: the run was begun with 8" in capsys.readouterr().err
+
+
+def test_the_config_of_the_run_is_that_of_the_user(config: Path) -> None:
+    words = ["--sampling.temperature", "0.7", "--sampling.stop", '["#"]', "--run.checkpoint_every", "5"]
+    words += ["--algorithm.name", "dapo", "--weights.probe_every", "3", "--sft.steps", "1"]
+    assert sft(config, *words) == 0
+    kept = load_config(config.parent / "sft" / "config.toml")
+    given = load_config(config, {words[n][2:]: words[n + 1] for n in range(0, len(words), 2)})
+    assert kept.sampling == given.sampling and kept.sampling and kept.sampling.max_completion_tokens == 12
+    assert (kept.algorithm, kept.weights, kept.run) == (given.algorithm, given.weights, given.run)
+
+
+@pytest.mark.parametrize(
+    "changed", ["rows.jsonl", "model/chat_template.jinja", "model/tokenizer_config.json"]
+)
+def test_a_resumed_run_notices_changed_inputs_as_train_does(
+    config: Path, changed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also rows that are longer than those before."""
+    words = ["--model.path", str(model_with_template(config.parent / "model")), "--sft.steps", "1"]
+    assert sft(config, *words) == 0
+    path, words = config.parent / changed, [*words[:2], "--sft.steps", "2", "--resume"]
+    path.write_text(path.read_text().replace('"response": "1', '"response": "10').replace("=\\n", "=\\n\\n"))
+    path.write_text(path.read_text() + "\n")
+    assert sft(config, *words) == 2
+    said = capsys.readouterr().err
+    assert "run.accept_changed_inputs = False: the run was begun with another content of" in said
+    assert str(path) in said and len(metrics(config)) == 3
+    assert sft(config, *words, "--run.accept_changed_inputs", "true") == 0
+    assert [row["step"] for row in metrics(config) if "loss" in row] == [1, 2]
+
+
+@pytest.mark.parametrize("has_column", [False, True])
+def test_a_question_is_trained_or_held_out_with_all_of_its_answers(config: Path, has_column: bool) -> None:
+    model = model_with_template(config.parent / "model")
+    asked = [[{"role": "user", "content": f"{n % 6} + 1"}] for n in range(60)]
+    given = [[{"role": "assistant", "content": str(n)}] for n in range(60)]
+    rows: list[dict[str, Any]] = [{"prompt": p + a} for p, a in zip(asked, given, strict=True)]
+    if has_column:
+        rows = [{"prompt": p, "response": a} for p, a in zip(asked, given, strict=True)]
+    write_rows(config, rows)
+    loaded = load_config(config, {"model.path": str(model)})
+    trained, held_out = (
+        {each.prompt.text for each in ResponseRows(loaded, load_tokenizer(model), split).take(0, 60)[0]}
+        for split in ("train", "eval")
+    )
+    assert (len(trained), len(held_out)) == (5, 1) and not trained & held_out
+
+
+def test_a_run_shows_its_steps_and_what_it_evaluates(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft(config) == 0
+    shown = capsys.readouterr().out.splitlines()
+    steps, evaluations = ([line for line in shown if line.startswith(what)] for what in ("Step", "Eval"))
+    assert len(evaluations) == 3 and evaluations[0].startswith("Evaluation | Step 0 | Loss ")
+    rows = [row for row in metrics(config) if "loss" in row]
+    for number, (line, row) in enumerate(zip(steps, rows, strict=True), 1):
+        parts = line.split(" | ")
+        assert parts[:2] == [f"Step {number}", f"Round {number}/4"] and parts[3].startswith("ETA 0:")
+        assert parts[4] == f"Loss {row['loss']:.4f}" and parts[-1] == f"Rows {8 * number} (0 skipped)"
+
+
+def test_runs_are_compared_by_their_losses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sft(config, out="short") == 0
+    assert sft(config, "--trainer.learning_rate", "3e-3", out="fast") == 0
+    capsys.readouterr()
+    assert main(["compare", str(config.parent / "short"), str(config.parent / "fast")]) == 0
+    losses = {out: metrics(config, out)[-1]["eval/loss"] for out in ("short", "fast")}
+    (low, lowest), (high, highest) = sorted(losses.items(), key=lambda each: each[1])
+    said = f"{low} has the lower held-out loss: {lowest:.4f}, {high} {highest:.4f}"
+    assert said in capsys.readouterr().out

@@ -93,9 +93,7 @@ def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
     timelines.update()
     run = timelines.all
     if not any(each.requests for each in run):
-        raise _refused(
-            metrics.parent, f"{events.name} has no request", "name a run that has begun, and no replay"
-        )
+        raise _refused(metrics.parent, f"{events.name} has no request", "name a run that has begun")
     prompt_tokens = _prompt_tokens(metrics)
     parts = [
         fit_engines(run, prompt_tokens),

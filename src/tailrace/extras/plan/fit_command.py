@@ -119,6 +119,9 @@ def fitted_run(path: Path, samples: int | None = None) -> Fit:
     if not folder.config.exists():
         return fit_peer(read_peer(path, samples))
     config = folder.read_config()
+    if config.run.replay:
+        remedy = f"name the run that it trained again: {config.run.replay}"
+        raise ConfigError("RUN", str(path), "a replay generates nothing", remedy)
     workers = config.reward.workers if config.model else config.sim.rewards.workers
     return fit(folder.events, folder.metrics, folder.samples, workers)
 
