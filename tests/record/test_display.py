@@ -17,6 +17,8 @@ from tailrace.record.events import (
     Evaluated,
     Event,
     GroupEnded,
+    RoundEnded,
+    RoundStarted,
     RowSkipped,
     SampleScored,
     Waiting,
@@ -68,6 +70,22 @@ def test_on_a_terminal_there_is_a_panel() -> None:
     assert "15 (max 20, 50% truncated)" in panel
     assert "computes 43%, waits 57%" in panel
     assert "2 complete groups (1 ready)" in panel
+
+
+def test_steps_on_given_responses_show_their_rows_and_no_reward() -> None:
+    out = io.StringIO()
+    display = Display(rounds=4, waits=lambda: "the trainer", console=Console(file=out, width=40), start_s=0.0)
+    row = {"step": 1.0, "round": 0.0, "time": 10.0, "time/step": 9.0, "loss": 2.5, "entropy": 1.5}
+    for event in (RoundStarted(1.0, 0, 0), RoundEnded(10.0, 0)):
+        display.on(event)
+    display.on(row | {"rows/drawn": 40.0, "rows/skipped": 8.0})
+    line = "Step 1 | Round 1/4 | 10.0s | ETA 0:00:27 | Loss 2.5000 | Entropy 1.5000 | Rows 40 (8 skipped)"
+    assert out.getvalue() == f"{line}\n"
+    plain = Console(file=io.StringIO(), width=80, record=True)
+    plain.print(display.panel())
+    panel = plain.export_text()
+    assert "2.5000  entropy 1.5000  rows 40 (8 skipped)" in panel and "ends in about 0:00:27" in panel
+    assert "reward" not in panel and "rollout" not in panel
 
 
 class Watched:

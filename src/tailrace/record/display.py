@@ -114,7 +114,7 @@ def step_line(progress: Progress, row: Row) -> str:
         f"Loss {number(row['loss'])}",
     ]
     if "reward" not in row:
-        return " | ".join([*parts, f"Entropy {number(row['entropy'])}", _rows(row)])
+        return " | ".join([*parts, f"Entropy {number(row['entropy'])}", _rows(row).capitalize()])
     parts += [
         f"Reward {number(row['reward'])}",
         f"KL {number(row['kl'])}",
@@ -131,7 +131,7 @@ def step_line(progress: Progress, row: Row) -> str:
 
 
 def _rows(row: Row) -> str:
-    return f"Rows {row['rows/drawn']:,.0f} ({row['rows/skipped']:,.0f} skipped)"
+    return f"rows {row['rows/drawn']:,.0f} ({row['rows/skipped']:,.0f} skipped)"
 
 
 def lengths(row: Row) -> str:
@@ -310,8 +310,7 @@ class Display:
         if progress.accuracy is not None:
             grid.add_row("held out", number(progress.accuracy))
         if row and "reward" not in row:
-            grid.add_row("loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}")
-            grid.add_row("rows", _rows(row).removeprefix("Rows "))
+            grid.add_row("loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}  {_rows(row)}")
         elif row:
             kl = f"KL {number(row['kl'])}  mismatch KL {number(row['mismatch_kl'])}"
             grid.add_row("loss", f"{number(row['loss'])}  {kl}  entropy {number(row['entropy'])}")

@@ -261,6 +261,15 @@ def test_a_command_replaces_in_an_earlier_folder_no_run_but_its_own(
     assert (folder / "slurm-1.out").read_text() == "mine"
 
 
+def test_a_fine_tuning_of_an_earlier_release_is_not_resumed(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(unpacked("sft", project))
+    assert run("sft", "sft", "--resume") == 2
+    said = "it has no ledger.sqlite to go on from; begin another with --model.path sft"
+    assert said in capsys.readouterr().err and digests(project / "sft") == before
+
+
 @pytest.mark.slow
 def test_a_run_of_an_earlier_release_that_was_killed_at_once_begins_anew(project: Path) -> None:
     folder = unpacked("killed", project)

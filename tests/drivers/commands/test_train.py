@@ -559,9 +559,7 @@ def test_a_run_goes_on_from_the_model_of_another_run(
     unfinished.mkdir()
     shutil.copy(trained / "config.toml", unfinished)
     assert main([*words, "--model.path", str(unfinished)]) == 2
-    said = (
-        "it is the folder of a run that has saved no model yet; name a run with a model, or the model itself"
-    )
+    said = "tailrace wrote it, and no model in it; name a run of tailrace train or sft that has saved one, or"
     assert said in capsys.readouterr().err
 
 

@@ -49,16 +49,15 @@ from tailrace.record.summary import Summary
 
 ONLY_OF_THE_TRAINER = "trainer"
 """Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
-_SIMULATION = ("config.toml", "metrics.jsonl", "summary.json", "events.jsonl")
+_EACH = ("config.toml", "metrics.jsonl", "summary.json")
+_SIMULATION = (*_EACH, "events.jsonl")
 _MODEL = ("model", "model.partial", "model.old.partial")
 _LEDGER = (LEDGER_FILE, f"{LEDGER_FILE}-wal", f"{LEDGER_FILE}-shm")
-_SFT = (
-    *("config.toml", "metrics.jsonl", "metrics.partial", "summary.json", "checkpoints", *_MODEL, *_LEDGER),
-    *("logs", "lock"),
-)
+_SFT = (*_EACH, "metrics.partial", "checkpoints", *_MODEL, *_LEDGER, "logs", "lock")
 _RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER, "reward.pkl")
 WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
 """The names that each command writes into the folder of a run. Trackers and sinks have names of their own."""
+_ALIAS = "quickstart", "train"
 COMPARED = ("compare.json", "logs", "start", "start.partial", "start.old.partial")
 """The names that a comparison writes beside the folders of its candidates."""
 
@@ -73,18 +72,13 @@ def earlier_run(path: Path) -> tuple[str, Collection[str]]:
         return "sft" if is_sft else "train", _RUN
     with suppress(OSError, msgspec.MsgspecError), folder.events.open("rb") as file:
         msgspec.json.decode(file.readline(), type=RunStarted)
-        is_trial = (path.parent / "compare.json").exists()
-        return (
-            ("train", _RUN) if folder.lock.exists() else ("compare" if is_trial else "simulate", _SIMULATION)
-        )
+        if folder.lock.exists():
+            return "train", _RUN
+        return "compare" if (path.parent / "compare.json").exists() else "simulate", _SIMULATION
     with suppress(OSError, KeyError, msgspec.MsgspecError):
         msgspec.json.decode((path / "compare.json").read_bytes(), type=dict[str, object])["schedules"]
         return "compare", COMPARED
     return "", ()
-
-
-def _run_of(command: str) -> str:
-    return "train" if command == "quickstart" else command
 
 
 def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tuple[str, Path]]:
@@ -119,7 +113,7 @@ class RunFolder:
         """The command whose files are in the folder; "": there are none. A quickstart is a run of `train`."""
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             if mark := read_mark(self.path):
-                return _run_of(mark.command) if any(mark.owned_in(self.path)) else ""
+                return mark.command.replace(*_ALIAS) if any(mark.owned_in(self.path)) else ""
         return earlier_run(self.path)[0]
 
     def check_wrote(self, what: str, *commands: str, key: str = "RUN") -> None:
@@ -155,7 +149,7 @@ class RunFolder:
     def claim(self, command: str, *, names: Collection[str] = (), only_check: bool = False) -> Mark:
         """Own what a command writes here, as `contracts.mark.claim`. Raises a ConfigError also if the folder
         holds a run of another command. `names`: in place of those of `WRITTEN`."""
-        if (held := self.command) and held != _run_of(command):
+        if (held := self.command) and held != command.replace(*_ALIAS):
             problem = f"it holds a run of tailrace {held}"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
         names, earlier = names or WRITTEN[command], earlier_run(self.path)[1]

@@ -6,7 +6,6 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -61,14 +60,13 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
             remedy = "put it back, begin a new run in another --output-dir, or set this to true"
             raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
         say(f"goes on with another content of {changed}")
-    prompts = cache(partial(training_prompts, config, config.run.seed))
     start = next_life(
         tables,
         config=config.to_json(),
         inputs=inputs,
         checkpoints=folder.checkpoints,
         num_generated=counted_tokens(folder.counts),
-        prompt_of=lambda index: prompts()[index],
+        prompt_of=training_prompts(config, config.run.seed).__getitem__,
         seed=config.run.seed,
     )
     if (prices := prices_of(config)) and (

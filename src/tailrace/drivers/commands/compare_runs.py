@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 from rich.table import Table
 
@@ -25,8 +26,6 @@ FIGURES = {
     **{key: {**TIMES, **QUALITIES}[key] for key in OF_TRIALS},
 }
 """Label and format of the rows."""
-LOSSES = ("eval_loss", "loss")
-"""Figures of runs on given responses, which have no rewards."""
 
 
 def folders_of(paths: Sequence[Path]) -> dict[str, RunFolder]:
@@ -64,20 +63,21 @@ def figures_of(folder: RunFolder) -> Row:
 def _figures_of_losses(folder: RunFolder, rows: Sequence[Row]) -> Row:
     if not (steps := steps_of(rows)):
         raise ConfigError("RUN", str(folder.path), "it has no finished step", "wait for the first one")
-    last, step_s = steps[-1], over_steps([{"time/step": row["time/step"]} for row in steps], "time/step")
-    held_out = [{"eval_loss": row["eval/loss"]} for row in rows if "eval/loss" in row]
-    return {"steps": last["step"], "step_s": step_s, "loss": last["loss"], **(held_out or [{}])[-1]}
+    step_s, held_out = fmean(row["time/step"] for row in steps), [row for row in rows if "eval/loss" in row]
+    figures = {"steps": steps[-1]["step"], "step_s": step_s, "loss": steps[-1]["loss"]}
+    return {**figures, "eval_loss": held_out[-1]["eval/loss"]} if held_out else figures
 
 
 def verdict(runs: Mapping[str, Row]) -> str:
     """Which run is better, by held-out accuracy, or by reward where a run has none, or by loss; and which is
     faster."""
-    keys = ("accuracy", "reward", *LOSSES)
+    keys = ("accuracy", "reward", "eval_loss", "loss")
     key = next(key for key in keys if all(key in run for run in runs.values()))
-    best, second, *_ = sorted(runs, key=lambda name: runs[name][key] * (1 if key in LOSSES else -1))
+    better, sign = ("lower", 1) if "loss" in key else ("higher", -1)
+    best, second, *_ = sorted(runs, key=lambda name: sign * runs[name][key])
     label, form = FIGURES[key]
     high, low = (form.format(runs[name][key]) for name in (best, second))
-    text = f"{best} has the {'lower' if key in LOSSES else 'higher'} {label}: {high}, {second} {low}"
+    text = f"{best} has the {better} {label}: {high}, {second} {low}"
     if high == low:
         text = f"{best} and {second} have the same {label}: {high}"
     elif key == "accuracy" and all("low" in runs[name] for name in (best, second)):

@@ -148,19 +148,13 @@ class RowPrompts:
     """The endless prompts of one split of a table, shuffled anew in each epoch."""
 
     def __init__(
-        self,
-        settings: RowsSettings,
-        encoder: PromptEncoder,
-        seed: int,
-        split: Split,
-        *,
-        response_column: str | None = None,
+        self, settings: RowsSettings, encoder: PromptEncoder, seed: int, split: Split, response: str = ""
     ) -> None:
         """Raises a ConfigError if the rows cannot be read, none of them has a prompt, or there are too few to
-        hold any out. `response_column`: of rows for fine-tuning. Where it is empty, the last message of the
-        assistant is the response, and no part of the question that is held out."""
+        hold any out. `response`: the column of given responses, if any. In a row without one the last message
+        of the assistant is the response, and no part of the question that is held out."""
         self._table, shared = open_table(settings, split)
-        self._response_column = response_column
+        self._response = response
         self._column, self._tools_column = settings.prompt_column, settings.tools_column
         self._encoder, self._columns = encoder, set[str]()
         own_path = split == "eval" and settings.eval_path is not None
@@ -201,9 +195,9 @@ class RowPrompts:
         try:
             row = self.row(place)
             prompt = row.get(self._column)
-            if self._response_column and row.get(self._response_column) is None and is_prompt(prompt):
-                has_response = isinstance(prompt, list) and prompt[-1].get("role") == "assistant"
-                prompt = prompt[:-1] if has_response else prompt
+            match prompt:
+                case [*question, {"role": "assistant"}] if self._response and not row.get(self._response):
+                    prompt = question
             return crc32(msgspec.json.encode(prompt)) if is_prompt(prompt) else None
         except (BadRow, *UNSENDABLE):
             return None

@@ -81,8 +81,6 @@ def diagnose(
     """
     check_output("--json", json_path, '"tenths": ')
     folder, console = RunFolder(run) if run.is_dir() else None, open_console()
-    if folder:
-        folder.check_wrote("a checkpoint", "train", "sft")
     config = folder.read_config(overrides) if folder else load_config(run, overrides)
     if folder:
         console.print(f"the run   {_recorded(folder, config)}")
@@ -108,6 +106,7 @@ def diagnose(
 
 def _recorded(folder: RunFolder, config: RunConfig) -> str:
     """Return the figures from the metrics and the ledger of a run."""
+    folder.check_wrote("a checkpoint", "train", "sft")
     if not (steps := steps_of(read_rows(folder.metrics))):
         problem, remedy = "the run has trained no sample yet", "let it train, or name its config"
         raise ConfigError("RUN", str(folder.path), problem, remedy)

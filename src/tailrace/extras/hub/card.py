@@ -41,8 +41,6 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
     learnt = "fine-tuned on given responses" if is_sft else "post-trained by reinforcement learning"
     evaluated = [row for row in rows if f"eval/{figure}" in row and row["step"] <= step]
     shared = config.shared()
-    name = shared["schedule"].get("name", "one of its own")
-    algorithm = {"schedule": name, "algorithm": config.algorithm.name}
     base = shared.get("model", {}).get("path", "unknown")
     data = ModelCardData(
         base_model=base if is_hub_id(base) else None,
@@ -55,7 +53,8 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
     num_samples = sum(int(row.get("samples/trained", 0)) for row in rows if row["step"] <= step)
     facts = {
         "base model": base,
-        **({"loss": "cross-entropy"} if is_sft else algorithm),
+        **({} if is_sft else {"schedule": shared["schedule"].get("name", "one of its own")}),
+        "algorithm": "cross-entropy" if is_sft else config.algorithm.name,
         "data": _data_name(config),
         "optimizer steps": f"{step:,}",
         "trained samples": f"{num_samples:,}",

@@ -35,11 +35,11 @@ from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.trainer.batch import LossDatum, TokenLoss
 from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers.trainer import RemoteTrainer
-from tailrace.errors import Interrupted, say
+from tailrace.errors import ConfigError, Interrupted, say
 from tailrace.extras.sft.rows import CHECKED_ROWS, ResponseRows
 from tailrace.ledger.base import FORMAT, CheckpointRow, RunRow, Transaction
 from tailrace.ledger.recovery import StartingPoint
-from tailrace.ledger.store import Store
+from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.record.display import Display, number
 from tailrace.record.events import RoundEnded, RoundStarted
 from tailrace.record.figures import Row, steps_of
@@ -77,15 +77,17 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
         say(f"warning: beside the first {len(checked)} rows these are skipped: {reasons}")
     longest = max(each.num_sequence_tokens for each in (*checked, *held_out))
     fitted = fitted_to_machine(_at_work(loaded, longest), prompt_tokens=1, overlaps=False).config
-    loaded = fitted.model_copy(update={name: getattr(loaded, name) for name in _OWN})
+    loaded = loaded.model_copy(update={"engine": fitted.engine, "trainer": fitted.trainer})
+    if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
+        problem, remedy = (
+            f"it has no {LEDGER_FILE} to go on from",
+            f"begin another with --model.path {output_dir}",
+        )
+        raise ConfigError("--output-dir", str(output_dir), problem, remedy)
     received = signals_received(interruption.request, RESUME)
     with folder.locked("sft"), folder.shortage_explained(), received, opened(loaded, folder, resume) as begun:
-        if (base := begun[1].base).step < loaded.sft.steps:
-            training = _train(loaded, longest, folder, tokenizer, rows, held_out, interruption, *begun)
-            newest = clock.run(training, virtual=False)
-        else:
-            newest = folder.checkpoints / base.checkpoint
-        if newest:
+        training = _train(loaded, longest, folder, tokenizer, rows, held_out, interruption, *begun)
+        if newest := clock.run(training, virtual=False):
             folder.export(newest, rows.taught_ends)
     if (signal := interruption.signal) is not None:
         saved = f"saved {newest}, its model in {folder.model}; --resume continues from there"
@@ -97,19 +99,15 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     print(f"metrics   {folder.metrics}\nmodel     {folder.model}")
 
 
-_OWN = ("run", "algorithm", "sampling", "weights")
-"""Sections that fine-tuning has of its own while it works. The config of the run keeps those of the user."""
-
-
 def _at_work(config: RunConfig, longest: int = 1) -> RunConfig:
-    """Return the config of the trainer. `longest`: tokens of the longest sequence."""
-    sections = (
-        config.run.model_copy(update={"checkpoint_every": config.sft.checkpoint_every}),
-        CROSS_ENTROPY,
-        SamplingSettings(max_completion_tokens=longest),
-        SharedMemorySettings(probe_every=0),
-    )
-    return config.model_copy(update=dict(zip(_OWN, sections, strict=True)))
+    """The config of the trainer. The run's keeps the user's. `longest`: tokens of the longest sequence."""
+    changes = {
+        "run": config.run.model_copy(update={"checkpoint_every": config.sft.checkpoint_every}),
+        "algorithm": CROSS_ENTROPY,
+        "sampling": SamplingSettings(max_completion_tokens=longest),
+        "weights": SharedMemorySettings(probe_every=0),
+    }
+    return config.model_copy(update=changes)
 
 
 async def _train(
@@ -125,16 +123,17 @@ async def _train(
 ) -> Path | None:
     """Train from a starting point to the last step, or to the step in which a signal comes. Return the newest
     checkpoint; None: there is none. `longest`: tokens of the longest sequence."""
-    settings, step, began_s = config.sft, start.base.step, clock.now()
-    drawn, newest = start.run.num_drawn, None
-    if start.base.checkpoint:
-        newest = folder.checkpoints / start.base.checkpoint
+    settings, base, every = config.sft, start.base, config.sft.checkpoint_every
+    step, drawn = base.step, start.run.num_drawn
+    newest = folder.checkpoints / base.checkpoint if base.checkpoint else None
+    if step >= settings.steps:
+        return newest
     if start.missing:  # the ledger has the rows before the newest checkpoint, which was removed
         drawn = 0
         for _ in range(step):
             drawn = rows.take(drawn, settings.rows_per_step)[1]
     waits = partial(clock.who_waits, asyncio.get_running_loop())
-    display = Display(settings.steps, waits, config.record, start_s=began_s)
+    display = Display(settings.steps, waits, config.record, start_s=clock.now())
     async with open_trainer(_at_work(config, longest), folder.path, tokenizer) as opened_trainer:
         trainer = cast(RemoteTrainer, opened_trainer)
         if newest:
@@ -152,34 +151,30 @@ async def _train(
                     loss = await _held_out_loss(trainer, held_out)
                     metrics.append({**_place(step, step), "eval/loss": loss})
                     display.say(f"Evaluation | Step {step} | Loss {number(loss)} | {len(held_out)} rows")
-                name, every = checkpoint_name(step), settings.checkpoint_every
-                if step != start.base.step and (last or (every and step % every == 0)):
-                    newest = folder.checkpoints / name
+                if step != base.step and (last or (every and step % every == 0)):
+                    newest = folder.checkpoints / checkpoint_name(step)
                     await (await trainer.save(newest))
                     if store:
-                        saved = CheckpointRow(start.life, step, 0, step, name, [])
+                        saved = CheckpointRow(start.life, step, 0, step, newest.name, [])
                         store.commit(Transaction([RunRow(FORMAT, drawn, 0), saved]))
                     delete_old(newest, config.run.keep_checkpoints)
                 if last:
                     break
-                display.on(RoundStarted(clock.now(), step, 0))
-                began_s = clock.now()
+                display.on(RoundStarted(began_s := clock.now(), step, 0))
                 samples, drawn, _ = rows.take(drawn, settings.rows_per_step)
                 await trainer.accumulate([[each] for each in samples], version=0)
                 stats = await trainer.step()
                 row = {**_place(stats.num_steps, step), "time/step": clock.now() - began_s}
                 row |= {"rows/drawn": drawn, "rows/skipped": drawn - stats.num_steps * settings.rows_per_step}
-                row |= {
-                    name: getattr(stats, name) for name in ("loss", "grad_norm", "learning_rate", "entropy")
-                }
+                names = ("loss", "grad_norm", "learning_rate", "entropy")
+                row |= {name: getattr(stats, name) for name in names}
                 row |= {"tokens/trained": stats.num_tokens, "samples/trained": len(stats.samples)}
                 metrics.append(row)
                 display.on(RoundEnded(row["time"], step))
                 display.on(row)
                 step = stats.num_steps
-    rows_of_steps = steps_of(read_rows(folder.metrics))
-    tokens = {"trained": sum(row["tokens/trained"] for row in rows_of_steps)}
-    summary = {"steps": step, "rows": {"drawn": drawn}, "tokens": tokens}
+    trained = sum(row["tokens/trained"] for row in steps_of(read_rows(folder.metrics)))
+    summary = {"steps": step, "rows": {"drawn": drawn}, "tokens": {"trained": trained}}
     folder.summary.write_bytes(msgspec.json.encode(summary))
     return newest
 
