@@ -225,8 +225,7 @@ def test_a_command_that_writes_replaces_a_folder_of_its_own_only(
     code = main([*WRITERS[command], "--output-dir", "OUT", *ROUNDS])
     assert code == (0 if command == writer(kind) else 2)
     if code:
-        said = f"'OUT': it holds a run of tailrace {writer(kind)}; choose another"
-        assert said in capsys.readouterr().err
+        assert f"a run of tailrace {writer(kind)}; choose another" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -246,8 +245,6 @@ def test_a_run_is_resumed_by_the_command_that_began_it(
     if code:
         assert f"'OUT': it holds a run of tailrace {writer(kind)}; choose another" in err
     elif kind in TRAINED:
-        steps = [row for row in map(json.loads, Path("OUT/metrics.jsonl").read_text().splitlines())]
-        assert [row["step"] for row in steps if "loss" in row] == [*range(1, STEPS_AFTER[kind] + 1)]
-
-
-STEPS_AFTER = {"train": 4, "distilled": 4, "sft": 3, "replay": 2}
+        rows = map(json.loads, Path("OUT/metrics.jsonl").read_text().splitlines())
+        num_steps = {"sft": 3, "replay": 2}.get(kind, 4)
+        assert [row["step"] for row in rows if "loss" in row] == [*range(1, num_steps + 1)]

@@ -117,8 +117,7 @@ class RunFolder:
         return earlier_run(self.path)[0]
 
     def check_wrote(self, what: str, *commands: str, key: str = "RUN") -> None:
-        """Raises a ConfigError if another command than these wrote the folder. `what`: only these write it.
-        `key`: the setting that names the folder."""
+        """Raises a ConfigError of a key if another command wrote the folder. `what`: only these write it."""
         if (command := self.command) and command not in commands:
             problem = f"tailrace {command} wrote it, without {what}"
             remedy = f"name a run of tailrace {' or '.join(commands)}"

@@ -74,9 +74,10 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
     ):
         raise ConfigError("prices.budget", prices.settings.budget, overrun, "raise it, then --resume")
     _check_checkpoint(folder, start)
-    recorded = (folder.config, folder.metrics, folder.events, folder.samples)
-    gone = [each.name for each in recorded if each.name in WRITTEN[folder.command] and not each.exists()]
-    if start.base.step and gone:
+    names = {"config.toml", "metrics.jsonl", "events.jsonl", "samples"} & {
+        *WRITTEN[folder.command or "train"]
+    }
+    if start.base.step and (gone := sorted(name for name in names if not (folder.path / name).exists())):
         say(f"warning: {folder.path} lacks {', '.join(gone)} of what it has trained: they were deleted")
     undone = [training.step for training in tables.trainings.values() if training.undone == start.life]
     num_undone = max(undone, default=start.base.step) - start.base.step
