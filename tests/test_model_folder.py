@@ -5,17 +5,22 @@ import os
 import shutil
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from helpers.small_run import write_small_run
 from helpers.tiny_models import save_tiny_model
+from tailrace.cli import main
 from tailrace.config import load_config
-from tailrace.drivers.engine.native.support import check_model
 from tailrace.errors import ConfigError
-from tailrace.model_folder import check_files, context_length, end_of_text_ids, weight_files
+from tailrace.model_folder import check_files, context_length, draft_tensors, end_of_text_ids, weight_files
 
 WEIGHTS = "model.safetensors"
 
@@ -34,13 +39,17 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def refused(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_model(folder)
+        check_files(folder)
     assert (caught.value.key, caught.value.value) == ("model.path", str(folder))
     return caught.value.problem
 
 
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change_weights(folder: Path, **changed: Tensor) -> None:
+    save_file(load_file(folder / WEIGHTS) | changed, folder / WEIGHTS, {"format": "pt"})
 
 
 def test_a_whole_folder_passes(whole: Path) -> None:
@@ -161,7 +170,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(folder: Path) -> No
     (folder / "tokenizer.json").write_text("{")
     assert refused(folder).startswith("tokenizer.json is not JSON")
     (folder / "tokenizer.json").unlink()
-    check_model(folder)
+    check_files(folder)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +219,11 @@ def test_a_head_of_its_own_under_tied_embeddings_is_refused(folder: Path) -> Non
         "config.json: tie_word_embeddings = true, but the weights have another lm_head.weight"
     )
     edit(folder / "config.json", tie_word_embeddings=False)
-    check_model(folder)
+    check_files(folder)
 
 
 def test_a_copy_of_the_embedding_as_the_head_is_accepted(folder: Path) -> None:
-    check_model(tied_folder(folder, "equal"))
+    check_files(tied_folder(folder, "equal"))
 
 
 def test_an_embedding_of_another_size_than_the_vocabulary_is_refused(folder: Path) -> None:
@@ -231,6 +240,77 @@ def test_weights_of_an_index_and_others_beside_them_are_not_mixed(folder: Path) 
     assert refused(folder) == "model.safetensors.index.json does not name model.safetensors"
     (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
     assert weight_files(folder) == [folder / "model-00001-of-00001.safetensors"]
+
+
+def test_weights_of_more_layers_than_the_config_has_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
+    assert refused(folder) == (
+        "config.json: the model that it describes has no place for 11 weights (model.layers.1."
+        "input_layernorm.weight, model.layers.1.mlp.down_proj.weight, model.layers.1.mlp.gate_proj.weight, "
+        "...)"
+    )
+
+
+def test_layers_that_predict_several_tokens_are_no_layers_too_many(folder: Path) -> None:
+    names = ["model.layers.2.eh_proj.weight", "model.mtp.layers.7.fc.weight", "mtp.fc.weight"]
+    change_weights(folder, **{name: torch.ones(2, 2) for name in names})
+    assert refused(folder).endswith("has no place for 1 weights (model.layers.2.eh_proj.weight)")
+    edit(folder / "config.json", num_nextn_predict_layers=1)
+    check_files(folder)
+    assert sorted(draft_tensors(folder)) == names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)
+def test_codes_of_numbers_without_their_config_are_refused(
+    folder: Path, dtype: torch.dtype, named: str
+) -> None:
+    change_weights(folder, lambda name, each: each.to(dtype) if "o_proj" in name else each)
+    problem = (
+        f"model.layers.0.self_attn.o_proj.weight is {named}: quantised weights are neither trained nor served"
+    )
+    assert refused(folder) == problem
+
+
+def test_masks_of_old_checkpoints_and_layers_that_read_images_are_no_defects(folder: Path) -> None:
+    mask, image = torch.ones(1, 1, 4, 4, dtype=torch.uint8), "model.vision_tower.layers.40.q_proj.weight"
+    change_weights(folder, **{"h.0.attn.bias": mask, image: torch.ones(2, 2)})
+    check_files(folder)
+    assert draft_tensors(folder) == []
+
+
+def test_quantised_weights_are_refused_with_what_can_be_done(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ConfigError) as caught:
+        check_files(folder)
+    assert caught.value.problem.startswith("config.json: quantization_config: quantised weights are neither")
+    assert caught.value.remedy == "name the model that they were made from, or a dequantised copy"
+
+
+@pytest.mark.parametrize("command", ["train --dry-run", "train", "sft", "eval", "diagnose", "serve", "init"])
+def test_an_adapter_beside_its_base_is_refused_by_each_command(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
+    config, out = write_small_run(tmp_path), ["--output-dir", str(tmp_path / "out")]
+    rows = ["--data", str(tmp_path / "rows.jsonl"), "--folder", str(tmp_path / "made")]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 40)
+    name, *words = command.split()
+    words += {"init": ["--model", str(folder), *rows], "serve": [str(folder)]}.get(
+        name, [str(config), "--model.path", str(folder), *(out if name in ("train", "sft") else [])]
+    )
+    assert main([name, *words]) == 2
+    assert "adapter_config.json: transformers would add this adapter to its base, and engines would not" in (
+        " ".join(capfd.readouterr().err.split())
+    )
+    assert not (tmp_path / "out").exists() and not (tmp_path / "made").exists()
 
 
 def test_the_context_length_is_the_number_of_positions(whole: Path) -> None:
@@ -274,6 +354,39 @@ def test_a_model_that_the_hub_does_not_give_is_refused_with_the_other_ways(tmp_p
     assert said.startswith("model.path = 'our-lab/other': there is no such folder, and the Hugging Face hub")
     assert said.endswith("; name a folder, or, where there is a network, unset HF_HUB_OFFLINE")
     assert "gives no such model" in found(tmp_path, "our-lab/other")
+
+
+class RefusingHub(BaseHTTPRequestHandler):
+    """A hub that lists a gated model, and gives nothing."""
+
+    def do_GET(self) -> None:
+        is_gated = "/our-lab/gated/" in self.path
+        file = {"type": "file", "path": "config.json", "size": 2, "oid": "1" * 40}
+        body = json.dumps([file] if "/tree/" in self.path else {"id": "our-lab/gated", "sha": "0" * 40})
+        is_listed = is_gated and self.path.startswith("/api/")
+        self.send_response(200 if is_listed else 403 if is_gated else 401)
+        self.send_header("X-Error-Code", "" if is_listed else "GatedRepo" if is_gated else "RepoNotFound")
+        self.send_header("Content-Length", str(len(body) * is_listed))
+        self.end_headers()
+        self.wfile.write(body.encode() * is_listed)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["our-lab/gated", "our-lab/private"])
+def test_a_model_that_the_hub_refuses_is_named_with_what_gives_access(tmp_path: Path, name: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RefusingHub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        assert found(tmp_path, name, HF_ENDPOINT=endpoint) == (
+            f"model.path = {name!r}: there is no such folder, and the Hugging Face hub gives no such model "
+            "to this account; correct it; to a gated or private model ask for access on its page, and set "
+            "HF_TOKEN"
+        )
+        server.shutdown()
 
 
 def test_the_id_of_a_model_in_a_config_stays_unless_there_is_such_a_folder(tmp_path: Path) -> None:

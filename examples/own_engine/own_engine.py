@@ -34,7 +34,7 @@ class ForwardEngine(EngineProcess):
 
     def __init__(self, name, opening, send):
         dtype = getattr(torch, opening.config.engine.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(opening.model, dtype=dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(opening.model, dtype=dtype, trust_remote_code=False)
         self.name, self.sampling, self.ends = name, opening.sampling, end_of_text_ids(opening.model)
         self.version, self.send, self.link, self.receiver = 0, send, new_link(name), WeightReceiver()
         self.capabilities, self.arrival = Capabilities(exact_versions=True), None

@@ -19,13 +19,21 @@ _OLD = {"n_embd": _SIZES[0], "n_layer": _SIZES[1], "num_layers": _SIZES[1], "n_i
 _OLD |= {"n_head": _OPTIONAL[1], "num_heads": _OPTIONAL[1], "n_positions": "max_position_embeddings"}
 _CONTEXT = "max_position_embeddings"
 _GENERATION = "generation_config.json"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _RUN_FILES = "config.toml", ".tailrace"
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
+_BLOCK = re.compile(r"(?:(?:(?:language_|text_)?model|transformer|decoder|backbone)\.)*(?:layers|h)\.(\d+)\.")
+_DRAFT = re.compile(r"(^|\.)mtp\w*\.")
+_CODES, _PACKED = re.compile(r"F[468](_\w+)?|[UI]8"), (".qweight", ".weight_packed")
+"""Types of quantised weights, and last names of those that are packed into other types."""
+COMPUTED = re.compile(r"(^|\.)(inv_freq|(attn|attention)\.((masked_)?bias|causal_mask)|position_ids)$")
+"""Buffers that old checkpoints contain; models compute them."""
+NOT_OF_TEXT = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|embed_(vision|audio)|multi_modal_projector)\.")
+"""Tensors for images and sounds."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -54,7 +62,7 @@ def find_folder(path: Path) -> Path:
     if not is_hub_id(name) or path.exists():
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
@@ -67,16 +75,24 @@ def find_folder(path: Path) -> Path:
     except Exception as why:  # of the hub, of the network, or of HF_HUB_OFFLINE
         problem = f"there is no such folder, and the Hugging Face hub gives no such model ({why})"
         remedy = "name a folder, or, where there is a network, unset HF_HUB_OFFLINE"
+        if isinstance(why, RepositoryNotFoundError):  # or, a subclass, it is gated
+            problem = "there is no such folder, and the Hugging Face hub gives no such model to this account"
+            remedy = "correct it; to a gated or private model ask for access on its page, and set HF_TOKEN"
         raise ConfigError("model.path", name, problem, remedy) from why
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of config.json. Raises a ConfigError if there is no such folder, file or JSON object."""
+    """The content of config.json. Raises a ConfigError if there is no such object, or there is an adapter."""
     if not path.is_dir():
         raise folder_error(path, "there is no such folder", "name a Hugging Face model folder")
     for each in sorted(path.iterdir()):
         if each.exists() and not each.is_file() and not each.is_dir():  # to open a pipe waits for ever
             raise folder_error(path, f"{each.name} is a pipe or a device", "copy the folder again")
+    if (path / "adapter_config.json").is_file():
+        problem = (
+            "adapter_config.json: transformers would add this adapter to its base, and engines would not"
+        )
+        raise folder_error(path, problem, "merge it (merge_and_unload of peft), or move its files away")
     if not (path / "config.json").is_file():
         raise folder_error(path, "the folder has no config.json")
     config = _read_object(path, "config.json")
@@ -89,7 +105,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_files(path: Path) -> None:
     """Check the values and the files of a model folder, whatever its architecture. Raises a ConfigError if a
-    file is missing or damaged, or a value in it is impossible. The message names the file."""
+    file is missing or damaged, a value in it is impossible, its weights are quantised, or it has more layers
+    than config.json says. The message names the file."""
     config, _ = read_config(path), context_length(path)
     for problem in _impossible(config):
         raise folder_error(path, f"config.json: {problem}")
@@ -101,6 +118,14 @@ def check_files(path: Path) -> None:
         problem = f"config.json: vocab_size = {size}, but tokenizer.json has ids up to {highest}"
         raise folder_error(path, problem, "put the model's own tokenizer into the folder")
     shapes = tensor_shapes(path)
+    check_all_used(path, [name for name in shapes if _block(name) >= config["num_hidden_layers"]])
+    said = "" if config.get("quantization_config") is None else "config.json: quantization_config"
+    for name, shape, dtype in (header for file in weight_files(path) for header in tensor_headers(file)):
+        is_code = len(shape) > 1 and _CODES.fullmatch(dtype) and not COMPUTED.search(name)
+        said = said or (f"{name} is {dtype}" if is_code or name.endswith(_PACKED) else "")
+    if said:
+        problem = f"{said}: quantised weights are neither trained nor served"
+        raise folder_error(path, problem, "name the model that they were made from, or a dequantised copy")
     if (rows := shapes.get(_EMBEDDING, (size,))[0]) != size:
         raise folder_error(path, f"config.json: vocab_size = {size}, but {_EMBEDDING} has {rows} rows")
     tied = config.get("tie_word_embeddings") and {_EMBEDDING, _HEAD} <= shapes.keys()
@@ -128,17 +153,36 @@ def weight_files(path: Path) -> list[Path]:
     if not files:
         raise folder_error(path, "the folder has no safetensors weights")
     names = {file.name for file in files}
-    if not (path / _INDEX).is_file():
+    if not (path / INDEX).is_file():
         return [path / _WEIGHTS] if _WEIGHTS in names else files
-    shards = _read_object(path, _INDEX).get("weight_map")
+    shards = _read_object(path, INDEX).get("weight_map")
     named = set(map(str, shards.values())) if isinstance(shards, dict) else {"the weight_map"}
     for missing in sorted(named - names):
-        raise folder_error(path, f"{_INDEX}: {missing} is missing", "copy the folder again")
+        raise folder_error(path, f"{INDEX}: {missing} is missing", "copy the folder again")
     if _WEIGHTS in names - named:
         raise folder_error(
-            path, f"{_INDEX} does not name {_WEIGHTS}", "remove the one that is not the model's"
+            path, f"{INDEX} does not name {_WEIGHTS}", "remove the one that is not the model's"
         )
     return [file for file in files if file.name in named]
+
+
+def draft_tensors(path: Path) -> list[str]:
+    """The tensors of layers that predict several tokens (MTP), which transformers' models leave out: those
+    named mtp, and those of `num_nextn_predict_layers` layers after the last. Raises as `tensor_shapes`."""
+    config = read_config(path)
+    return [name for name in tensor_shapes(path) if _is_draft(name, config)]
+
+
+def check_all_used(path: Path, unused: Collection[str]) -> None:
+    """Check the tensors of a folder that the model of its config.json does not take. Raises a ConfigError if
+    they are more than drafts, parts for images and sounds, and what models compute themselves."""
+    config = read_config(path)
+    known = {_HEAD} if config.get("tie_word_embeddings") else set()  # `check_files` compares it
+    known |= {n for n in unused if _is_draft(n, config) or NOT_OF_TEXT.search(n) or COMPUTED.search(n)}
+    if wrong := sorted(set(unused) - known):
+        named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        problem = f"config.json: the model that it describes has no place for {len(wrong)} weights ({named})"
+        raise folder_error(path, problem, "put the weights' own config.json into the folder")
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -234,6 +278,17 @@ def _is_size(value: object) -> TypeGuard[int]:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_draft(name: str, config: dict[str, Any]) -> bool:
+    last = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
+    return bool(_DRAFT.search(name)) or config["num_hidden_layers"] <= _block(name) < last
+
+
+def _block(name: str) -> int:
+    """The number of the layer of the text model that a tensor is of; -1: of none."""
+    found = _BLOCK.match(name)
+    return int(found[1]) if found else -1
 
 
 def _impossible(config: dict[str, Any]) -> list[str]:

@@ -131,20 +131,20 @@ def folder(model_path: Path, tmp_path: Path) -> Path:
 def refusal(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         PolicyModel.load(folder, TrainerSettings(), temperature=1.0)
-    assert caught.value.key == "model.path"
-    return str(caught.value)
+    assert (caught.value.key, caught.value.value) == ("model.path", str(folder))
+    return caught.value.problem
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\x10\x00\x00\x00\x00\x00\x00\x00{"])
 def test_damaged_weights_are_a_config_error_that_names_the_file(folder: Path, content: bytes) -> None:
     path = damage(folder, "model.safetensors", content)
-    assert f"{path} is damaged (" in refusal(folder)
+    assert refusal(folder).startswith(f"{path.name} is damaged (")
 
 
 def test_truncated_weights_are_a_config_error_that_names_the_file(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     path = damage(folder, "model.safetensors", whole[: len(whole) // 2])
-    assert f"{path} is damaged (" in refusal(folder)
+    assert refusal(folder).startswith(f"{path.name} is damaged (")
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,15 @@ def test_a_nonsensical_config_is_a_config_error_that_names_the_file(
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    assert str(path) in refusal(folder)
+    assert refusal(folder).startswith("config.json")
 
 
 def test_a_config_that_is_no_json_is_a_config_error_that_names_the_file(folder: Path) -> None:
-    assert str(damage(folder, "config.json", b'{"a":')) in refusal(folder)
+    damage(folder, "config.json", b'{"a":')
+    assert refusal(folder).startswith("config.json is not JSON")
 
 
 def test_a_folder_without_weights_or_that_does_not_exist_is_a_config_error(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert "no file named model.safetensors" in refusal(folder)
-    assert f"{folder / 'nowhere'} is not a folder" in refusal(folder / "nowhere")
+    assert refusal(folder) == "the folder has no safetensors weights"
+    assert refusal(folder / "nowhere") == "there is no such folder"

@@ -8,8 +8,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
+from helpers.architectures import SHAPES, random_model
 from helpers.tiny_models import save_tiny_model
 from tailrace.contracts.weights import TensorInfo, Weights, send_and_load
+from tailrace.drivers.models.causal_lm import as_in_files
 from tailrace.drivers.weights.manifest import check_tensors, expected_tensors
 from tailrace.drivers.weights.settings import (
     FilesystemSettings,
@@ -56,6 +58,19 @@ def test_a_tied_head_and_buffers_in_the_files_are_not_expected(tmp_path: Path) -
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / "model.safetensors")
     assert sorted(expected_tensors(tmp_path, "float32")) == sorted(manifest(dict(model.named_parameters())))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model_type",
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name != "gpt2")],
+)
+def test_each_weight_of_any_architecture_is_expected(tmp_path: Path, model_type: str) -> None:
+    model = random_model(model_type, SHAPES[model_type])
+    model.save_pretrained(tmp_path)
+    names = {each.name for each in expected_tensors(tmp_path, "float32")}
+    weights = model.named_parameters()
+    assert names >= {file_name for name, each in weights for file_name, _ in as_in_files(model, name, each)}
 
 
 def test_a_damaged_file_of_the_model_is_named(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from typing_extensions import override
 from tailrace.config import RunConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
-from tailrace.drivers.engine.native.support import GRAPH_ROWS, check_model, not_fused
+from tailrace.drivers.engine.native.support import GRAPH_ROWS, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, say
+from tailrace.model_folder import check_files
 from tailrace.types import ITEM_BYTES
 
 
@@ -61,8 +62,8 @@ class Native(EngineKind):
 
 
 def check_served(path: Path) -> None:
-    """Check a model, and say if it is served slowly. Raises as `check_model`."""
-    check_model(path)
+    """Check a model, and say if it is served slowly. Raises as `check_files`."""
+    check_files(path)
     if feature := not_fused(path):
         way = f"by transformers' own forward pass, slower: {feature}"
         say(f'the embedded engine serves the model {way}; engine.kind = "vllm" may be faster')

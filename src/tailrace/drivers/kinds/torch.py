@@ -20,7 +20,8 @@ from tailrace.drivers.workers.trainer import (
     TrainerWorker,
     trainer_jobs,
 )
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
+from tailrace.model_folder import check_files, draft_tensors
 from tailrace.types import ITEM_BYTES
 
 
@@ -30,6 +31,9 @@ class Torch(TrainerKind):
     @override
     def check(self, config: RunConfig) -> None:
         assert config.model
+        check_files(config.model.path)
+        if drafts := draft_tensors(config.model.path):
+            say(f"checkpoints have {len(drafts)} weights of the base that are not trained: {drafts[0]}, ...")
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)

@@ -11,27 +11,31 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from tailrace.model_folder import folder_error, weights_defect
+from tailrace.model_folder import check_all_used, check_files, folder_error
 
+FILES_ALONE = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments with which transformers reads a folder: code in it is neither run nor asked for."""
 Head = Callable[[Tensor], Tensor]
 """Computes logits, [C, V], of last hidden states, [C, D]."""
 
 
 def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a causal language model. Raises a ConfigError if a file is missing or damaged, or
-    config.json and the weights do not fit together. The message names the file."""
+    """Load a causal language model. Raises a ConfigError as `check_files`, and if config.json and the weights
+    do not fit together. The message names the file."""
+    check_files(folder)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, dtype=dtype, **FILES_ALONE, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except Exception as error:  # transformers has no common error for a bad folder
-        raise folder_error(folder, _defect(folder, error)) from error
+        raise folder_error(folder, _defect(error)) from error
     # transformers fills missing and mismatched weights with random numbers.
     wrong = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if wrong:
         names = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         problem = f"does not fit the weights: {len(wrong)} are missing or have another shape ({names})"
-        raise folder_error(folder, f"{folder / 'config.json'} {problem}")
+        raise folder_error(folder, f"config.json {problem}")
+    check_all_used(folder, report["unexpected_keys"])
     return model
 
 
@@ -40,10 +44,10 @@ def read_shape(folder: Path) -> PreTrainedModel:
     config.json is missing or describes no model."""
     try:
         with no_init_weights():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config = AutoConfig.from_pretrained(folder, **FILES_ALONE)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # as above
-        raise folder_error(folder, _defect(folder, error)) from error
+        raise folder_error(folder, _defect(error)) from error
     model.tie_weights()
     return model
 
@@ -82,17 +86,13 @@ def buffers_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: each for name, each in model.state_dict().items() if name not in names}
 
 
-def _defect(folder: Path, error: Exception) -> str:
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    for file in sorted(folder.glob("*.safetensors")):
-        if defect := weights_defect(file):
-            return f"{file} {defect}"
+def _defect(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "config.json: auto_map: it needs code in its folder, which is not run"
     reason = " ".join(str(error).split())[:200]
     if isinstance(error, OSError):  # it names the file itself
         return reason
-    problem = f"describes no model that can be loaded ({type(error).__name__}: {reason})"
-    return f"{folder / 'config.json'} {problem}"
+    return f"config.json describes no model that can be loaded ({type(error).__name__}: {reason})"
 
 
 def length_dependent_ropes(model: PreTrainedModel) -> set[str]:

@@ -1,32 +1,24 @@
 """The tensors that a publication must have. Imports no torch."""
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from tailrace.contracts.weights import DTYPE, TensorInfo
 from tailrace.errors import WeightsRefused
-from tailrace.model_folder import read_config, tensor_shapes
+from tailrace.model_folder import COMPUTED, NOT_OF_TEXT, draft_tensors, read_config, tensor_shapes
 
 _NAMED = 3
 """Tensors that an error names, at most, of each kind of defect."""
 
 
-_NOT_OF_TEXT = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|mtp)\.")
-"""Tensors that a trainer may leave out: of images, and of layers that predict several tokens."""
-_NOT_TRAINED = ".rotary_emb.inv_freq"
-"""A buffer that old checkpoints contain; the model computes it."""
-
-
 def expected_tensors(model: Path, dtype: DTYPE) -> tuple[TensorInfo, ...]:
     """Return the tensors that a publication must have, from the headers of the served model's files. Raises a
     ConfigError if the folder is incomplete or damaged."""
-    shapes = tensor_shapes(model)
+    shapes, left = tensor_shapes(model), set(draft_tensors(model))
     if read_config(model).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    return tuple(
-        TensorInfo(name, shape, dtype) for name, shape in shapes.items() if not name.endswith(_NOT_TRAINED)
-    )
+        left.add("lm_head.weight")
+    left |= {name for name in shapes if COMPUTED.search(name)}
+    return tuple(TensorInfo(name, shape, dtype) for name, shape in shapes.items() if name not in left)
 
 
 def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo]) -> None:
@@ -35,7 +27,7 @@ def check_tensors(offered: Iterable[TensorInfo], expected: Iterable[TensorInfo])
     have, want = ({tensor.name: tensor for tensor in tensors} for tensors in (offered, expected))
     both = [(have[name], want[name]) for name in want if name in have]
     defects = {
-        "missing": [name for name in want if name not in have and not _NOT_OF_TEXT.search(name)],
+        "missing": [name for name in want if name not in have and not NOT_OF_TEXT.search(name)],
         "not in the model": [name for name in have if name not in want],
         "of another shape": [
             f"{a.name} {list(a.shape)} in place of {list(b.shape)}" for a, b in both if a.shape != b.shape

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from tailrace.contracts.memory import ModelShape
 from tailrace.devices import attention_kernels
 from tailrace.drivers.data.encoding import ChatTemplate
+from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
@@ -193,7 +194,7 @@ class ModelJudge:
     def __init__(self, settings: LocalJudgeSettings, model: Any, layers: StreamedLayers) -> None:
         self._settings, self._model, self._layers = settings, model, layers
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.path, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.path, **FILES_ALONE)
         self._template = ChatTemplate(self._tokenizer)
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
         self._ends = sorted(end_of_text_ids(settings.path)) or None
@@ -210,9 +211,9 @@ class ModelJudge:
             torch.get_device_module(device).set_device(device)  # streams belong to the current device
         is_reward = is_reward_model(read_config(settings.path))
         kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
-        config = AutoConfig.from_pretrained(settings.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(settings.path, **FILES_ALONE)
         with no_init_weights():  # memory that is not touched is not used
-            model = kind.from_config(config, dtype=dtype)
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
         model.eval().requires_grad_(False)
         kinds = set(model._no_split_modules or ())

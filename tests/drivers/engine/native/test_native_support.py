@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tailrace.drivers.engine.native.support import check_model, not_fused
-from tailrace.errors import ConfigError
+from tailrace.drivers.engine.native.support import not_fused
+from tailrace.model_folder import check_files
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,9 @@ def test_what_its_own_forward_pass_does_not_compute_is_named(tmp_path, config, f
     assert not_fused(tmp_path) == feature
 
 
-def test_quantised_weights_are_refused(tmp_path):
-    config = {"model_type": "qwen2", "quantization_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="the embedded engine does not support quantised weights; choose"):
-        check_model(tmp_path)
-
-
 def test_supported_models_pass(models):
     for folder, _ in models.values():
-        check_model(folder)
+        check_files(folder)
         assert not_fused(folder) == ""
 
 

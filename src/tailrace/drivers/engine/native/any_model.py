@@ -20,7 +20,7 @@ from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.native.model import check_weights
 from tailrace.drivers.engine.native.scheduler import Admitted
 from tailrace.drivers.engine.native.states import Block, CachedBatch, States, emptied, joined
-from tailrace.drivers.engine.native.support import check_model, not_fused
+from tailrace.drivers.engine.native.support import not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.models.causal_lm import (
     backbone,
@@ -47,7 +47,6 @@ class AnyLM:
     _empty: OwnCache | None
 
     def __init__(self, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        check_model(path)
         self.device, self._dtype = device, dtype
         self.restore(path)
         config = self._module.config.get_text_config()

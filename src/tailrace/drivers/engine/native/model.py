@@ -28,8 +28,8 @@ from typing_extensions import override
 from tailrace.devices import for_fused_attention
 from tailrace.drivers.engine.native.cache import Slot
 from tailrace.drivers.engine.native.sampler import on_device
-from tailrace.drivers.engine.native.support import check_model
-from tailrace.model_folder import folder_error, weight_files
+from tailrace.drivers.models.causal_lm import FILES_ALONE
+from tailrace.model_folder import check_all_used, check_files, folder_error, weight_files
 
 MIN_PACKED, ROWS = 2**18, 16
 """A matrix with fewer elements stays in the processor's cache. The layout is chosen for so many rows."""
@@ -97,18 +97,18 @@ class Layer:
 
 
 class CausalLM:
-    """Weights of a Hugging Face folder, and the forward pass. Raises a ConfigError as `check_model`, and if
+    """Weights of a Hugging Face folder, and the forward pass. Raises a ConfigError as `check_files`, and if
     transformers refuses the config or the weights do not fit it. `max_tokens`: rotary embeddings are made
     for positions below it; at most the model's context."""
 
     def __init__(self, path: Path, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        check_model(path)
+        check_files(path)
         self.device, self._dtype = device, dtype
         self._weights: dict[str, Tensor] = {}
         """Views of the memory of the weights, by their Hugging Face names."""
         try:
-            self._allocate(AutoConfig.from_pretrained(path), max_tokens)
-        except Exception as error:  # a value that `check_model` does not know
+            self._allocate(AutoConfig.from_pretrained(path, **FILES_ALONE), max_tokens)
+        except Exception as error:  # a value that `check_files` does not know
             raise folder_error(path, f"config.json cannot be used: {error}") from error
         storages = [weight.untyped_storage() for weight in self._weights.values()]
         self._storages = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
@@ -178,6 +178,7 @@ class CausalLM:
                 tensors |= load_file(file)
                 on_file()
             self.load(tensors)
+            check_all_used(path, tensors.keys() - self._weights.keys())
         except (SafetensorError, ValueError) as error:
             raise folder_error(path, str(error)) from error
 

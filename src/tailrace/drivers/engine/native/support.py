@@ -2,23 +2,13 @@
 
 from pathlib import Path
 
-from tailrace.model_folder import check_files, folder_error, read_config, rope_section
+from tailrace.model_folder import read_config, rope_section
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose frequencies do not depend on the length of the sequence."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of the decode steps that CUDA graphs compute."""
-
-
-def check_model(path: Path) -> None:
-    """Check that the folder holds a model that the embedded engine may run. Raises a ConfigError if a file is
-    missing or damaged, a value in it is impossible, or its weights are quantised. The message names the
-    file."""
-    if read_config(path).get("quantization_config") is not None:
-        problem = "the embedded engine does not support quantised weights"
-        raise folder_error(path, problem, "choose another model")
-    check_files(path)
 
 
 def not_fused(path: Path) -> str:
