@@ -32,8 +32,8 @@ class LoraSettings(Settings):
     target_modules: Shared[Literal["all-linear"] | tuple[Annotated[str, Field(min_length=1)], ...]] = (
         "all-linear"
     )
-    """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all but
-    the output layer."""
+    """Names of the linear layers that are adapted, for example `["q_proj", "v_proj"]`. "all-linear": all of
+    the text model but the output layer, routers, experts, and layers that have the names of an expert's."""
     publish: Literal["merged", "adapter"] = "merged"
     """Weights that the engines get. merged: the sum, as without LoRA; any engine. adapter: A and B, for the
     embedded engine, and for vLLM with `weights.transport = "filesystem"`."""

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from trainer_cases import make_units
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from trainer_cases import make_torch_trainer, make_units
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from helpers.architectures import SHAPES, SIZES, random_model
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.trainer.adapter import adapter_tensors, check_lora
+from tailrace.drivers.trainer.adapter import adapted_modules, adapter_tensors, check_lora
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.model_folder import tensor_shapes
 
 Make = Callable[..., TorchTrainer]
 LORA = {"rank": 4, "alpha": 8.0}
@@ -22,6 +25,15 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 def copies(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+@torch.no_grad()
+def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    """Those of some tokens, by transformers and peft."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(model, adapter) if adapter else model
+    found: torch.Tensor = model.eval()(torch.arange(20)[None]).logits
+    return found
 
 
 def step(trainer: TorchTrainer, seed: int = 0) -> float:
@@ -74,12 +86,8 @@ def test_the_adapter_is_in_the_format_of_peft(make_trainer: Make, model_path: Pa
     trainer.save(tmp_path / "saved")()
     written = json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == model_path.name
-    base = AutoModelForCausalLM.from_pretrained(model_path).eval()
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        theirs = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
-        assert torch.allclose(theirs(ids).logits, ours(ids).logits, atol=1e-5)
+    theirs = logits(model_path, tmp_path / "saved" / "adapter")
+    assert torch.allclose(theirs, logits(tmp_path / "saved"), atol=1e-5)
 
 
 def test_a_restored_adapter_goes_on_bit_for_bit(make_trainer: Make, tmp_path: Path) -> None:
@@ -168,5 +176,70 @@ def test_what_cannot_work_is_refused_with_the_remedy(
 
 
 def test_layers_that_the_model_lacks_are_refused_by_the_trainer_too(make_trainer: Make) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules = .*c_attn.* not found"):
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.target_modules = .*c_attn: no linear layer"):
         make_trainer(lora={"target_modules": ["c_attn"]})
+
+
+REFUSED = ("falcon_h1", "mamba", "mamba2", "nemotron_h")
+"""Architectures some linear layers of which peft refuses to adapt."""
+SHOWN = ("qwen2_moe", "gemma4_text", "phimoe")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES.keys() - {*SHOWN, *REFUSED, "gpt2"}]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", [*SHOWN, *sorted(SLOW, key=str)])
+def test_the_adapter_of_any_architecture_is_what_its_folder_predicts(model_type: str, tmp_path: Path) -> None:
+    random_model(model_type, SHAPES[model_type]).save_pretrained(tmp_path)
+    settings = LoraSettings(rank=2, publish="adapter")
+    trainer = make_torch_trainer(tmp_path, lora=settings)
+    assert set(manifest(dict(trainer.weights()))) == set(adapter_tensors(tmp_path, settings))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "gpt2"])
+def test_the_merged_export_is_peft_s_sum_and_has_the_names_of_the_base(
+    model_type: str, tmp_path: Path
+) -> None:
+    folder, saved = tmp_path / "base", tmp_path / "saved"
+    random_model(model_type, SHAPES[model_type]).save_pretrained(folder)
+    trainer = make_torch_trainer(folder, learning_rate=1e-2, lora=LORA)
+    step(trainer)
+    trainer.save(saved)()
+    names = [sorted(load_file(each / "model.safetensors")) for each in (folder, saved)]
+    assert names[0] == names[1]
+    ours = logits(saved)
+    assert torch.allclose(logits(folder, saved / "adapter"), ours, atol=1e-4)
+    assert not torch.allclose(logits(folder), ours, atol=1e-2)
+
+
+def test_an_adapter_leaves_the_layers_for_images_out_and_has_the_names_of_the_files(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=SIZES | SHAPES["gemma3_text"], vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    trainer = make_torch_trainer(tmp_path / "base", lora=LORA | {"publish": "adapter"})
+    step(trainer)
+    trainer.save(tmp_path / "saved")()
+    layers = {name.rpartition(".lora_")[0] for name in dict(trainer.weights())}
+    in_files = {name.removesuffix(".weight") for name in tensor_shapes(tmp_path / "base")}
+    assert len(layers) == 14 and layers <= in_files
+    assert all(name.startswith("language_model.model.layers.") for name in layers)
+    theirs = logits(tmp_path / "base", tmp_path / "saved" / "adapter")
+    assert torch.allclose(theirs, logits(tmp_path / "saved"), atol=1e-5)
+
+
+def test_layers_of_experts_are_left_out_and_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model("qwen3_moe", SHAPES["qwen3_moe"]).save_pretrained(tmp_path)
+    capsys.readouterr()
+    check_lora(tmp_path, LoraSettings(), engine="native", transport="shared_memory")
+    said = (
+        "the adapter leaves the experts out, and other layers of their names: down_proj, gate_proj, up_proj"
+    )
+    assert capsys.readouterr().err == f"tailrace: {said}\n"
+    kinds = {name.rpartition(".")[2] for name in adapted_modules(tmp_path, LoraSettings())}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    words = "up_proj: no linear layer of the model, but for its experts.*choose from k_proj, o_proj, q_proj"
+    with pytest.raises(ConfigError, match=words):
+        adapted_modules(tmp_path, LoraSettings(target_modules=("q_proj", "up_proj")))

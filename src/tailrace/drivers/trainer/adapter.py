@@ -3,38 +3,53 @@
 Tensors are named as in peft's files, without peft's prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import TensorInfo
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
 from tailrace.importing import install
-from tailrace.model_folder import model_name, tensor_shapes
+from tailrace.model_folder import NOT_OF_TEXT, draft_tensors, model_name, tensor_shapes
 
 _WEIGHT = ".weight"
-_NOT_LINEAR = ("embed_tokens", "lm_head")
+_NOT_ADAPTED = re.compile(r"(^|\.)(\w*embed\w*|w[tp]e|lm_head|gate|router(\.layer)?)\.weight$")
+"""Embeddings, heads, and routers, some of which are no linear layers of transformers."""
+_EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
+"""An expert's layer in files. transformers keeps all experts of a block in one tensor, which is no layer."""
 _KEY = "trainer.lora"
 VLLM_MAX_RANK = 512
 """The largest rank that vLLM takes, as in extras/http/vllm.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs). Raises a ConfigError if
-    a file is missing or damaged, or a name of `target_modules` is of no linear layer."""
+    """Return the adapted layers of a Hugging Face folder: name to (outputs, inputs). Layers with the name of
+    an expert's are none: peft would look for them in the experts. Raises a ConfigError if a file is missing
+    or damaged, or a name of `target_modules` is of no linear layer, or of an expert's."""
+    drafts, experts = set(draft_tensors(model)), expert_layers(model)
     linear = {
         name.removesuffix(_WEIGHT): (shape[0], shape[1])
         for name, shape in tensor_shapes(model).items()
-        if name.endswith(_WEIGHT) and len(shape) == 2 and _kind(name.removesuffix(_WEIGHT)) not in _NOT_LINEAR
+        if name.endswith(_WEIGHT)
+        and len(shape) == 2
+        and name.split(".")[-2] not in experts
+        and not (name in drafts or _NOT_ADAPTED.search(name) or NOT_OF_TEXT.search(name))
     }
     if lora.target_modules == "all-linear":
         return linear
     kinds = sorted({_kind(name) for name in linear})
     if unknown := [name for name in lora.target_modules if name not in kinds]:
-        problem = f"{', '.join(unknown)}: no linear layer of the model has this name"
+        of = "model, but for its experts, which are no layers of their own," if experts else "model"
+        problem = f"{', '.join(unknown)}: no linear layer of the {of} has this name"
         key = f"{_KEY}.target_modules"
         raise ConfigError(key, str(list(lora.target_modules)), problem, f"choose from {', '.join(kinds)}")
     return {name: shape for name, shape in linear.items() if _kind(name) in lora.target_modules}
+
+
+def expert_layers(model: Path) -> list[str]:
+    """Return the names of the layers of experts. Raises as `tensor_shapes`."""
+    return sorted({found[1] for name in tensor_shapes(model) if (found := _EXPERT.search(name))})
 
 
 def adapter_parameters(model: Path, lora: LoraSettings | None) -> int:
@@ -56,6 +71,8 @@ def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) 
     if not adapted_modules(model, lora):
         problem = "the model has no linear layer of these names"
         raise ConfigError(f"{_KEY}.target_modules", str(lora.target_modules), problem, "name at least one")
+    if experts := expert_layers(model) if lora.target_modules == "all-linear" else []:
+        say(f"the adapter leaves the experts out, and other layers of their names: {', '.join(experts)}")
 
 
 def _check_taker(lora: LoraSettings, engine: str, transport: str) -> None:

@@ -9,10 +9,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tailrace.contracts.trainer import LoraSettings
+from tailrace.drivers.models.causal_lm import as_in_files
+from tailrace.drivers.trainer.adapter import adapted_modules
 from tailrace.drivers.trainer.distributed import gather
 from tailrace.errors import CheckpointError, ConfigError
 from tailrace.model_folder import model_name
@@ -24,17 +27,24 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter:
-    """Puts a new adapter into a model and freezes all its weights.
+    """Puts a new adapter into the linear layers of a model that was read from a folder.
 
     The factors A are drawn from a fixed seed, so that all ranks draw the same. The factors B are zero. Raises
     a ConfigError if the model has no such layers, or they are not linear."""
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
-        self._model, names = model, settings.target_modules
+        wanted, self._model = adapted_modules(Path(model.config.name_or_path), settings), model
+        self._in_files = {
+            name: file_name.removesuffix(".weight")
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Linear | Conv1D)
+            for file_name, _ in as_in_files(model, f"{name}.weight", part.weight.detach())
+            if file_name.removesuffix(".weight") in wanted
+        }
         self._config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=names if isinstance(names, str) else list(names),
+            target_modules=[*self._in_files],
             task_type="CAUSAL_LM",
             base_model_name_or_path=model_name(model.config.name_or_path),
         )
@@ -45,14 +55,14 @@ class Adapter:
             except ValueError as why:
                 problem = f"peft cannot adapt these layers ({' '.join(str(why).split())[:200]})"
                 key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
-                raise ConfigError(key, str(names), problem, remedy) from why
+                raise ConfigError(key, str(settings.target_modules), problem, remedy) from why
         self._layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
-        self._scale = settings.alpha / settings.rank
+        assert self._layers.keys() == self._in_files.keys(), "peft adapts other layers than it was told"
 
     def parameters(self) -> dict[str, Tensor]:
-        """The factors, which are trained, by their names in peft's files without its prefix."""
+        """The factors, which are trained, by the names of their layers in the model's files."""
         return {
-            f"{name}.{factor}.weight": getattr(layer, factor)[_NAME].weight
+            f"{self._in_files[name]}.{factor}.weight": getattr(layer, factor)[_NAME].weight
             for name, layer in self._layers.items()
             for factor in ("lora_A", "lora_B")
         }
@@ -70,7 +80,8 @@ class Adapter:
         if layer is None or kind != "weight":
             return weight
         a, b = (gather(getattr(layer, factor)[_NAME].weight) for factor in ("lora_A", "lora_B"))
-        return weight + self._scale * (b @ a)
+        change: Tensor = layer.scaling[_NAME] * (b @ a)
+        return weight + (change.T if layer.fan_in_fan_out else change)
 
     @contextmanager
     def off(self) -> Iterator[None]:
