@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -5,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from trainer_cases import make_torch_trainer, make_units
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from helpers.architectures import SHAPES, random_model
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.drivers.trainer import checkpoint
 from tailrace.drivers.trainer.checksums import replacing, verify
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.errors import CheckpointError, ConfigError
+from tailrace.model_folder import weight_files
 
 STATE_FILE = "trainer/shard-00001-model-00001-of-00001.safetensors"
 Make = Callable[..., TorchTrainer]
@@ -60,6 +64,37 @@ def test_the_folder_loads_with_transformers_and_gives_the_same_logits(
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, ours(ids).logits)
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("llama", ["mtp.fc.weight"]),
+        ("qwen3_5_moe_text", ["mtp.layers.0.mlp.experts.gate_up_proj", "mtp.norm.weight"]),
+        ("deepseek_v3", ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"]),
+    ],
+)
+def test_weights_that_predict_several_tokens_are_exported_as_the_base_has_them(
+    tmp_path: Path, model_type: str, names: list[str]
+) -> None:
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    random_model(model_type, SHAPES[model_type]).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    drafts = {name: torch.randn(4, 2).bfloat16() for name in names}
+    tensors = load_file(base / "model.safetensors") | drafts
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    trainer = make_torch_trainer(base)
+    steps(trainer, range(1))
+    trainer.save(saved)()
+    files = weight_files(saved)
+    exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert exported.keys() == tensors.keys()
+    assert all(exported[name].dtype == torch.bfloat16 for name in names)
+    assert all(torch.equal(exported[name], drafts[name]) for name in names)
+    assert not torch.equal(exported["lm_head.weight"], tensors["lm_head.weight"])
+    make_torch_trainer(saved).save(tmp_path / "again")()
+    assert len(weight_files(tmp_path / "again")) == len(files) == 2
 
 
 def test_saving_again_replaces_the_folder_and_leaves_nothing_else(make_trainer: Make, tmp_path: Path) -> None:

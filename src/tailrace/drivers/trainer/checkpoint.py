@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face folder that `transformers` loads, and the trainer's own state beside it.
 
     config.json, model.safetensors, tokenizer files     the model, float32; an adapter is added to it
+    model-drafts.safetensors                            the base's layers that predict several tokens
     adapter/                                            the adapter as peft writes it, if one is trained
     trainer/*.safetensors                               optimizer moments, random states, step counts, critic
     checksums.json                                      of the files of all ranks (checksums.py)
@@ -14,6 +15,7 @@ may run in a thread, while the trainer goes on. Any number of ranks can read the
 of its own shards.
 """
 
+import json
 import math
 import shutil
 import warnings
@@ -25,6 +27,7 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,7 +42,7 @@ from tailrace.drivers.trainer.checksums import remedy
 from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import CheckpointError, ConfigError, disk_remedy
-from tailrace.model_folder import folder_error
+from tailrace.model_folder import INDEX, draft_tensors, folder_error, tensor_headers, weight_files
 
 V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -164,6 +167,7 @@ def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Ten
 STATE_FOLDER = "trainer"
 ADAPTER_FOLDER = "adapter"
 """A folder of its own: beside config.json, transformers would add the adapter a second time."""
+DRAFTS_FILE = "model-drafts.safetensors"
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -198,7 +202,7 @@ def writing(
     a CheckpointError if here or later, it cannot be written. The checkpoint that was there is unchanged.
 
     Args:
-        copied_from: the folder whose tokenizer and generation_config.json are copied.
+        copied_from: the folder whose tokenizer, generation_config.json and drafts are copied.
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
     """
     partial, is_first = folder.with_name(folder.name + checksums.PARTIAL), ranks.rank == 0
@@ -219,6 +223,7 @@ def writing(
             write_state()  # returns when all ranks have written
             if is_first:
                 policy.model.save_pretrained(partial, state_dict=model)
+                _copy_drafts(copied_from, partial)
                 if policy.adapter:
                     policy.adapter.save(partial / ADAPTER_FOLDER, factors)
                 for pattern in COPIED_FILES:
@@ -227,6 +232,18 @@ def writing(
                 checksums.seal(partial, num_steps)
 
     return write
+
+
+def _copy_drafts(source: Path, folder: Path) -> None:
+    """Add the drafts of a folder to a saved model. transformers would write them in another form."""
+    if not (names := set(draft_tensors(source))):
+        return
+    read = (load_file(file).items() for file in weight_files(source))
+    drafts = {name: tensor for tensors in read for name, tensor in tensors if name in names}
+    files = {name: file.name for file in weight_files(folder) for name, *_ in tensor_headers(file)}
+    save_file(drafts, folder / DRAFTS_FILE, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": files | dict.fromkeys(drafts, DRAFTS_FILE)}
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks) -> State:
@@ -278,6 +295,6 @@ def _read_weights(folder: Path, policy: PolicyModel) -> Mapping[str, Tensor]:
         else:
             weights = {name: each.detach() for name, each in read_model(folder).named_parameters()}
     except ConfigError as error:
-        raise CheckpointError(f"{error.problem}; {remedy(folder)}") from error
+        raise CheckpointError(f"{folder}: {error.problem}; {remedy(folder)}") from error
     _must_match(folder, _shapes_of(weights), _shapes_of(policy.parameters()))
     return weights
