@@ -2,7 +2,6 @@
 
     python benchmarks/schedules.py [--rounds 60] [--only NAME]
     python benchmarks/schedules.py --equal-devices [--sigma 1.3] [--reward-s 0.3]
-    python benchmarks/schedules.py --clusters 20 [--seed 0] [--json FILE]
     python benchmarks/schedules.py --planner 40 [--seed 0] [--json FILE]
     python benchmarks/schedules.py --race 20 [--seed 0] [--only "NAME;NAME"] [--json FILE]
 
@@ -17,24 +16,20 @@ and have the best of three divisions. The on-policy ones also try the elastic pl
 how much faster is tailrace than april, is tailrace_on_policy faster than RollPacker's race of prompts, and
 what leads when a reward takes 30 s?
 
---clusters draws clusters and length models at random, and measures every candidate of the planner: every
-schedule with several parameters, on every division of the devices. Two questions are asked of the same
-figures. Which schedule is the fastest in each class, where the lag of a trained token in optimizer steps is
-at most 0, 1 or 3, or has no bound? A candidate whose length bias is above 2% cannot win, nor one that masks
-more than half of its tokens ("masked": tailrace and pipelinerl with a bound that masks stale tokens, which
-the planner does not propose; a step of theirs trains fewer tokens). And how good is the
-planner, with one of these bounds on each cluster? The regret is the time of a step of its choice over that of
-the fastest candidate, minus 1. The speed-up is the processor time of exhaustive search over that of the
-planner, both summed over the clusters.
+--race draws clusters and length models at random, and asks which schedule is the fastest in each class,
+where the lag of a trained token in optimizer steps is at most 0, 1 or 3, or has no bound. It has every
+schedule with several parameters, on every division of the devices, as the planner does. A candidate is left
+out if it is predicted to take 1.1 times as long as another one of its schedule. One whose length bias is
+above 2% cannot win, nor one that masks more than half of its tokens ("masked": tailrace and pipelinerl with
+a bound that masks stale tokens, which the planner does not propose; a step of theirs trains fewer tokens).
+Results accumulate in FILE (results/race-SEED.json): what it has of a cluster is not measured again. --only
+names schedules, separated by ";"; those that a cluster lacks are measured.
 
---planner asks only the last question, over 32 optimizer steps, with the planner's own limits of mean lag and
-effective sample size. FILE (results/planner-SEED.json) keeps the exhaustive search of each cluster, which is
-not repeated; the planner always is.
-
---race asks only the first question, of the bounds 1 and 3. A candidate is left out if it is predicted, as the
-planner does, to take 1.1 times as long as another one of its schedule. Results accumulate in FILE
-(results/race-SEED.json): what it has of a cluster is not measured again. --only names schedules, separated
-by ";"; those that a cluster lacks are measured.
+--planner asks how good the planner is on such clusters, each with one of these bounds, over 32 optimizer
+steps, with the planner's own limits of mean lag and effective sample size. The regret is the time of a step
+of its choice over that of the fastest candidate, minus 1. The speed-up is the processor time of exhaustive
+search over that of the planner, both summed over the clusters. FILE (results/planner-SEED.json) keeps the
+exhaustive search of each cluster, which is not repeated; the planner always is.
 """
 
 import math
@@ -50,7 +45,7 @@ from typing import Any
 
 import msgspec
 
-from common import run, write
+from common import run
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.candidates import Candidate, Work
@@ -78,7 +73,8 @@ CLUSTER = SimClusterSettings(device="H100", model="Qwen2.5-7B", devices=8)
 SPLITS = (4, 5, 6)
 """Of eight devices, those that generate."""
 LAGS = (0, 1, 3, math.inf)
-RACED = (1, 3)
+MASKED = (1, 3)
+"""Bounds of the candidates that mask."""
 RESULTS = Path(__file__).parent / "results"
 LOSES = 1.1
 MAX_MASKED = 0.5
@@ -261,9 +257,9 @@ def masked(unmasked: Mapping[Candidate, SimSettings]) -> dict[Candidate, SimSett
     found: dict[Candidate, SimSettings] = {}
     for each, sim in unmasked.items():
         work = each.work
-        if (work.schedule, work.lag) not in (("tailrace", max(RACED)), ("pipelinerl", math.inf)):
+        if (work.schedule, work.lag) not in (("tailrace", max(MASKED)), ("pipelinerl", math.inf)):
             continue
-        for lag in RACED:
+        for lag in MASKED:
             bound = {"staleness": lag} | ({"stale": "mask"} if work.schedule == "tailrace" else {})
             label = f"{work.label.partition(', staleness')[0]}, {lag} masked"
             bounded = replace(work, parameters={**work.parameters, **bound}, label=label, lag=lag)
@@ -293,9 +289,9 @@ def token_time(row: Mapping[str, Any]) -> float:
     return float(row["token_s"])
 
 
-def classes(problem: Problem, measured: Iterable[Measured], lags: Sequence[float] = LAGS) -> dict[str, Class]:
+def classes(problem: Problem, measured: Iterable[Measured]) -> dict[str, Class]:
     assert problem.sim.cluster
-    found: dict[str, Class] = {f"lag {lag:g}": {} for lag in lags}
+    found: dict[str, Class] = {f"lag {lag:g}": {} for lag in LAGS}
     for each in sorted(measured, key=lambda each: (not may_win(problem, each), each.step_s)):
         work = each.candidate.work
         row: dict[str, Any] = {
@@ -304,7 +300,7 @@ def classes(problem: Problem, measured: Iterable[Measured], lags: Sequence[float
         }
         row |= {key: float(f"{each.figures[key]:.5g}") for key in FIGURES}
         row |= {"may_win": may_win(problem, each), "token_s": math.inf}
-        for lag in lags:
+        for lag in LAGS:
             if work.lag <= lag:
                 first = found[f"lag {lag:g}"].setdefault(schedule_of(work), row.copy())
                 first["token_s"] = min(first["token_s"], token_s(each))
@@ -321,36 +317,6 @@ def ours_over_theirs(of_class: Class) -> float:
         for own in (True, False)
     )
     return ours / theirs
-
-
-def on_cluster_of(number: int, seed: int) -> tuple[dict[str, Any], dict[str, Class]]:
-    """The planner and exhaustive search on the cluster of a number; and every class."""
-    cluster, problem = fitting(number, seed)
-    assert problem.sim.cluster
-    devices, began_s = problem.sim.cluster.devices, time.process_time()
-    plan = search(problem)
-    planner_s, began_s = time.process_time() - began_s, time.process_time()
-    within = [problem.measure(each, sim, problem.steps) for each, sim in problem.candidates()[0].items()]
-    exhaustive_s = time.process_time() - began_s
-    known = {each.candidate.name(devices) for each in within}
-    every = replace(problem, max_lag=math.inf).candidates()[0]
-    others = (
-        problem.measure(each, sim, problem.steps)
-        for each, sim in (every | masked(every)).items()
-        if each.name(devices) not in known
-    )
-    best = min((each for each in within if not problem.exceeded(each)), key=lambda each: each.step_s)
-    result = {
-        "cluster": cluster,
-        "candidates": plan.candidates,
-        "choice": plan.best.candidate.name(devices),
-        "step_s": plan.best.step_s,
-        "fastest": best.candidate.name(devices),
-        "fastest_step_s": best.step_s,
-        "planner_s": planner_s,
-        "exhaustive_s": exhaustive_s,
-    }
-    return result, classes(problem, [*within, *others])
 
 
 PLANNED_STEPS = 32
@@ -428,40 +394,10 @@ def print_class(name: str, races: Sequence[Class]) -> None:
     print(f"fastest published one's: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
 
 
-def on_random_clusters(number: int, seed: int, path: Path | None) -> None:
-    clusters: list[dict[str, Any]] = []
-    races: list[dict[str, Class]] = []
-    for each in range(number):
-        found, of_cluster = on_cluster_of(each, seed)
-        clusters.append(found)
-        races.append(of_cluster)
-        regrets = [each["step_s"] / each["fastest_step_s"] - 1.0 for each in clusters]
-        speedups = [each["exhaustive_s"] / each["planner_s"] for each in clusters]
-        exhaustive_s = sum(each["exhaustive_s"] for each in clusters)
-        speedup = exhaustive_s / sum(each["planner_s"] for each in clusters)
-        print(
-            f"{each}: {found['cluster']}; {found['candidates']} candidates: {found['choice']}, "
-            f"regret {regrets[-1]:.1%}, {speedups[-1]:.1f} times faster",
-            flush=True,
-        )
-        if regrets[-1] > 0:
-            print(f"   the fastest: {found['fastest']}")
-        ratios = {name: [ours_over_theirs(race[name]) for race in races] for name in of_cluster}
-        results = {"worst_regret": max(regrets), "speedup": speedup, "clusters": clusters}
-        write(path, {**results, "ours_over_fastest_published": ratios})
-    print(
-        f"regret: worst {max(regrets):.1%}, {sum(regret > 0.03 for regret in regrets)} above 3%; "
-        f"{speedup:.1f} times faster (median of clusters {median(speedups):.1f}); "
-        f"exhaustive search took {exhaustive_s:.0f} s"
-    )
-    for name in races[0]:
-        print_class(name, [race[name] for race in races])
-
-
 def fastest(problem: Problem, only: Sequence[str]) -> dict[str, Class]:
-    """The classes of RACED with all schedules, or with some."""
+    """The classes with all schedules, or with some."""
     every = replace(problem, max_lag=math.inf).candidates()[0]
-    sims = {each: sim for each, sim in (every | masked(every)).items() if each.work.lag <= max(RACED)}
+    sims = every | masked(every)
     floors = {each: problem.floor(each, sim, problem.steps).step_s for each, sim in sims.items()}
     measured: dict[Candidate, Measured] = {}
     excess_s: dict[str, float] = {}
@@ -470,7 +406,7 @@ def fastest(problem: Problem, only: Sequence[str]) -> dict[str, Class]:
         return floors[each] + excess_s.get(each.work.name, 0.0)
 
     for name in only or sorted({schedule_of(each.work) for each in sims}):
-        for lag in RACED:
+        for lag in LAGS:
             best_s = math.inf
             left = [each for each in sims if schedule_of(each.work) == name and each.work.lag <= lag]
             while left and min(map(predicted, left)) <= LOSES * best_s:
@@ -481,7 +417,7 @@ def fastest(problem: Problem, only: Sequence[str]) -> dict[str, Class]:
                     excess_s[each.work.name] = min(excess_s.get(each.work.name, math.inf), excess)
                 if may_win(problem, measured[each]):
                     best_s = min(best_s, token_s(measured[each]))
-    return classes(problem, measured.values(), RACED)
+    return classes(problem, measured.values())
 
 
 def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -> None:
@@ -489,7 +425,7 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
     if unknown := {*only} - {*SCHEDULES, *OURS}:
         raise SystemExit(f"--only {';'.join(unknown)}: there is no such schedule")
     for each in range(number):
-        known = found[each].get(f"lag {max(RACED)}", {}) if each < len(found) else {}
+        known = found[each].get(f"lag {max(LAGS)}", {}) if each < len(found) else {}
         names = [name for name in only if name not in known]
         if each < len(found) and not names:
             continue
@@ -502,7 +438,7 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
         found[each:] = [{"cluster": words, **classes}, *found[each + 1 :]]
         path.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, found)) + b"\n]\n")
         print(f"{each}: {words}", flush=True)
-    for lag in RACED:
+    for lag in LAGS:
         print_class(f"lag {lag}", [each[f"lag {lag}"] for each in found[:number]])
 
 
@@ -512,7 +448,6 @@ def main(
     equal_devices: bool = False,
     sigma: float = 1.3,
     reward_s: float = 0.3,
-    clusters: int = 0,
     race: int = 0,
     planner: int = 0,
     seed: int = 0,
@@ -522,8 +457,6 @@ def main(
         on_raced_clusters(race, seed, only.split(";") if only else [], json or RESULTS / f"race-{seed}.json")
     elif planner:
         against_exhaustive(planner, seed, json or RESULTS / f"planner-{seed}.json")
-    elif clusters:
-        on_random_clusters(clusters, seed, json)
     elif equal_devices:
         on_equal_devices(rounds, sigma, reward_s, only)
     else:
