@@ -20,20 +20,17 @@ Sharing = Literal["time slices", "mps"]
 """Time slices: judge and actor compute in turn. MPS: at the same time."""
 
 
-def judge_of(longest: int, answer_tokens: int = 0, resident: float = RESIDENT) -> SimJudgeSettings:
+def judge_of(longest: int, resident: float = RESIDENT) -> SimJudgeSettings:
     """Return the judge.
 
     Args:
         longest: tokens of a prompt with its longest response.
-        answer_tokens: that it writes; 0: a score from one forward pass.
         resident: share of its layers that stay on the device beside the longest text.
     """
-    written = answer_tokens or None
-    local = LocalJudgeSettings(path=Path(JUDGE), dtype="bfloat16", answer_tokens=written)
-    whole, longest = LayerBudget.of(MODELS[JUDGE], local), longest + answer_tokens
+    whole = LayerBudget.of(MODELS[JUDGE], LocalJudgeSettings(path=Path(JUDGE), dtype="bfloat16"))
     layers = int(resident * whole.num_layers) + IN_TRANSIT
     memory = -(-(whole.outside_bytes + longest * whole.token_bytes + layers * whole.layer_bytes) // MIB)
-    return SimJudgeSettings(model=JUDGE, memory_mib=memory, max_tokens=longest, answer_tokens=written)
+    return SimJudgeSettings(model=JUDGE, memory_mib=memory, max_tokens=longest)
 
 
 def interference(

@@ -84,12 +84,11 @@ class Model:
     def __str__(self) -> str:
         return f"{self.name}/{self.max_tokens // 1024}k"
 
-    def sim(self, sharing: Sharing | None = None, answer_tokens: int = 0) -> SimSettings:
+    def sim(self, sharing: Sharing | None = None) -> SimSettings:
         """Devices and lengths.
 
         Args:
             sharing: how a judge shares the devices of the engines.
-            answer_tokens: that the judge writes.
         """
         sim = SimSettings(
             cluster=SimClusterSettings(
@@ -113,7 +112,7 @@ class Model:
             return sim
         num_requests = ceil(ETA * self.groups) * ceil(ETA * R0) * self.width // self.devices
         tokens = PROMPT_TOKENS + MEDIAN_OF_LIMIT * self.max_tokens * exp(SIGMA**2 / 2)
-        judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens, answer_tokens))
+        judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens))
         host = interference(sharing, rates(sim).engines, num_requests, tokens)
         return sim.model_copy(update={"rewards": judge, "host": host})
 
@@ -158,7 +157,7 @@ class Variant:
             and it takes no time of the engines.
         reserved: a quarter of the devices is the judge's (section 4.3), so that they neither generate nor
             train.
-        answer_tokens: that the judge writes.
+        by_prompts: the stream trainer lends devices after a share of the prompts, as in the published code.
         slower: the factor by which training takes longer.
     """
 
@@ -169,7 +168,7 @@ class Variant:
     placement: PlacementKind = "colocated"
     sharing: Sharing | None = None
     reserved: bool = False
-    answer_tokens: int = 0
+    by_prompts: bool = False
     slower: float = 1.0
     programs: Programs = Programs()
 
@@ -218,7 +217,7 @@ def rewards_of(task: Task, variant: Variant, anchors: Anchors, seed: int) -> Rew
 def set_up(model: Model, variant: Variant) -> SimSettings:
     """The model's devices and lengths, with what the variant changes."""
     used = replace(model, devices=3 * model.devices // 4) if variant.reserved else model
-    sim = used.sim(variant.sharing, variant.answer_tokens)
+    sim = used.sim(variant.sharing)
     assert sim.cluster
     cluster = sim.cluster.model_copy(update={"training_efficiency": TRAINING_EFFICIENCY / variant.slower})
     lengths = sim.lengths.model_copy(update={"rows": variant.programs.rows or None})
@@ -231,7 +230,11 @@ def run(
 ) -> Simulated:
     """Simulate a variant on a model's devices."""
     elastic = variant.placement == "elastic"
-    sharing = DeviceSharing(variant.placement, max_width=NODE // model.width if variant.planner else 1)
+    sharing = DeviceSharing(
+        variant.placement,
+        max_width=NODE // model.width if variant.planner else 1,
+        longest=model.max_tokens if variant.by_prompts else None,
+    )
     replicas = 2 if elastic else 1
     settings = RunSettings(rounds=rounds, group_size=R0, seed=seed)
     sim = set_up(model, variant)

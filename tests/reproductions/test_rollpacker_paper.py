@@ -136,10 +136,7 @@ def test_a_variant_changes_the_devices_the_training_and_the_judge_of_its_set_up(
     assert (reserved.cluster.devices, whole.cluster.devices) == (12, 16)
     slower = set_up(SMALL, replace(TAIL_BATCHING, slower=2.0))
     assert slower.cluster and slower.cluster.training_efficiency == whole.cluster.training_efficiency / 2
-    writes, scores = (forward_pass(set_up(SMALL, replace(REWARDS, answer_tokens=n))) for n in (32, 0))
-    assert (writes.answer_tokens, scores.answer_tokens) == (32, 0)
-    assert writes.seconds(1, 1000) > scores.seconds(1, 1000)
-    assert writes.budget.resident_layers(SMALL.max_tokens + 200 + 32) == 14
+    assert forward_pass(set_up(SMALL, REWARDS)).budget.resident_layers(SMALL.max_tokens + 200) == 14
 
 
 def test_each_part_has_a_bar_of_its_own_and_the_unexplained_seconds_a_row(

@@ -145,6 +145,21 @@ def test_elastic_is_tested_again_at_each_milestone_until_the_cache_fits(room: in
     assert worked(outcome)[0][0] == first_s
 
 
+@pytest.mark.parametrize(("limit", "second_s"), [(111, 40), (112, 50)])
+def test_elastic_lends_at_a_share_of_the_prompts_that_follows_the_longest_response(limit, second_s) -> None:  # type: ignore[no-untyped-def]
+    """Four of ten prompts are done at 40 s, whether or not the cache has room for the rest. The longest
+    response has 100 tokens: less than 90% of 112, and then the next rollout lends when half are done."""
+    sim = change(HAND, engines=change(HAND.engines, slots=10, kv_tokens=200))
+    sharing, settings = DeviceSharing("elastic", longest=limit), RunSettings(rounds=2, group_size=1)
+    parts = worlds(sim, lengths(10, 20, 30, 40, 50, 60, 70, 80, 90, 100), count=2, replicas=2)
+    outcome = simulate(TEN, settings, sim, parts=parts, sharing=sharing)
+    awake_s = [at for at, *who in states(outcome) if who == ["engine-1", "open"]]
+    asleep_s = [at for at, *who in states(outcome) if who == ["engine-1", "asleep"]]
+    assert asleep_s == [40, awake_s[0] + second_s]
+    by_responses = simulate(TEN, settings, sim, parts=parts, sharing=DeviceSharing("elastic"))
+    assert min(at for at, name, _ in states(by_responses) if name == "engine-1") == 100  # the end
+
+
 def test_a_trainer_that_sleeps_takes_its_time_before_and_after_each_rollout() -> None:
     """As colocated above; the trainer's state comes back in 5 s, and leaves in 5 s before engines wake."""
     settings = RunSettings(rounds=2, group_size=2)

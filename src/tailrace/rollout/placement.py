@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from pydantic import Field
@@ -55,6 +56,9 @@ class DeviceSharing:
     """The most engines whose devices may be joined to one tensor-parallel group."""
     start_width: Callable[[float], int] = field(default=lambda num_requests: 1, compare=False)
     """Returns how many engines are joined in the first rounds, given the requests that a round needs."""
+    longest: int | None = None
+    """Tokens of the longest possible response, where the elastic placement lends devices by finished prompts.
+    None: by finished responses."""
 
 
 class TensorParallelRule:
@@ -115,6 +119,9 @@ class ParallelismPlanner:
 
 MILESTONES = (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
 """Shares of the finished responses at which the elastic placement tests whether engines may sleep."""
+EARLY, LATE, NEAR = 0.4, 0.5, 0.9
+"""Shares of the finished prompts at which half of the engines sleep in place of that: after a round of the
+kind whose longest response had at least NEAR of the limit, and after another one (RollPacker's code)."""
 ROUNDING = 1e-9
 NEVER_STOPS = (
     "its engines never stop generating, so the trainer needs devices of its own; "
@@ -129,6 +136,10 @@ class PlacementSettings(Settings):
     """"disaggregated": engines and trainer have devices of their own. "colocated": the same, in turn.
     "elastic": so, and in mid-round half of the engines give theirs to the first half of the trainer's
     replicas (RollPacker's stream trainer)."""
+    lend_after: Literal["responses", "prompts"] = "responses"
+    """What of a round is finished when "elastic" lends devices. "responses": 20% to 50% of them, once the KV
+    cache of the rest fits on the other engines (RollPacker 4.4). "prompts": 40% of them, or 50% after a round
+    whose longest response had less than 90% of the limit, whatever fits (RollPacker's code)."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """Devices that `engines` and `trainer` number: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
@@ -275,8 +286,9 @@ class Elastic(Colocated):
     rollout is over.
 
     At most once a rollout, tested at each milestone: they sleep if the projected peak of the KV cache of all
-    unfinished requests fits on the others. Their requests go on there from their tokens. The early replicas
-    then accumulate complete groups. When the rollout is over all replicas train.
+    unfinished requests fits on the others. Or they sleep at a share of the finished prompts, which follows
+    from the longest response of the round of the same kind before. Their requests go on there from their
+    tokens. The early replicas then accumulate complete groups. When the rollout is over all replicas train.
     """
 
     kind = "elastic"
@@ -287,21 +299,28 @@ class Elastic(Colocated):
         trainer: Trainer,
         pool: Pool,
         tasks: asyncio.TaskGroup,
-        on_early_devices: Sequence[bool],
-        early_replicas: int,
+        sharing: DeviceSharing,
     ) -> None:
         super().__init__(planner, trainer, pool, tasks)
-        self._on_early_devices, self._early_replicas = on_early_devices, early_replicas
-        self._tested = -1
+        half = tuple(number >= (len(self._engines) + 1) // 2 for number in range(len(self._engines)))
+        self._on_early_devices, self._early_replicas = sharing.engines or half, sharing.early_replicas
+        self._tested, self._longest = -1, sharing.longest
+        self._shares = {True: EARLY, False: EARLY}
+        """Of the finished prompts, in races and in other rounds."""
 
     async def generating(self) -> None:
         self._tested = -1
         await super().generating()
 
+    async def round_ended(self) -> None:
+        progress, near = self._pool.progress, NEAR * (self._longest or 0)
+        self._shares[progress.is_race] = EARLY if progress.longest >= near else LATE
+        await super().round_ended()
+
     async def _devices_to_train_on(self, all_replicas: bool) -> int | None:
         while not self._pool.is_idle:
             self._check_rollout_ends()
-            if not self._asleep and self._is_milestone() and (engines := self._may_sleep()):
+            if not self._asleep and self._is_due() and (engines := self._may_sleep()):
                 await self._give_devices(engines, self._early_replicas)
                 continue
             if self._asleep and not all_replicas:
@@ -309,24 +328,28 @@ class Elastic(Colocated):
             await self._pool.changed.wait("devices to train on")
         return await self._give_devices(self._engines)
 
-    def _is_milestone(self) -> bool:
-        """Whether a milestone was reached that was not tested. After the last one there is no test."""
-        share = self._pool.progress.share + ROUNDING
+    def _is_due(self) -> bool:
+        """Whether a milestone was reached that was not tested, or the share of the prompts. After the last
+        milestone there is no test."""
+        progress = self._pool.progress
+        if self._longest:
+            needed = int(self._shares[progress.is_race] * progress.num_needed_groups)
+            return progress.num_finished_groups >= needed
+        share = progress.share + ROUNDING
         reached = max((n for n, milestone in enumerate(MILESTONES) if milestone <= share), default=-1)
         is_new, self._tested = reached > self._tested, max(reached, self._tested)
         return is_new
 
     def _may_sleep(self) -> list[Engine]:
         """Return the engines that may sleep now: those on the early replicas' devices, if the others have
-        room for all unfinished requests."""
+        room for all unfinished requests, where room counts."""
         shares = sharing_engines([engine.width for engine in self._engines], self._on_early_devices)
         staying = [e for e, is_shared in zip(self._engines, shares, strict=True) if not is_shared and e.width]
         if not any(shares) or not any(engine.state == "open" for engine in staying):
             return []
-        usages = [engine.usage() for engine in staying if engine.state == "open"]
-        if any(usage.kv_capacity is None for usage in usages):
-            return []  # whether the requests fit is unknown
-        if self._projected_kv() > sum(usage.kv_capacity or 0 for usage in usages):
+        rooms = [engine.usage().kv_capacity for engine in staying if engine.state == "open"]
+        # Whether the requests fit where a capacity is unknown is unknown, too.
+        if not self._longest and self._projected_kv() > sum(-inf if room is None else room for room in rooms):
             return []
         return [e for e, is_shared in zip(self._engines, shares, strict=True) if is_shared and e.width]
 
@@ -369,9 +392,7 @@ def make_placement(
         case "colocated":
             placement = Colocated(planner, trainer, pool, tasks)
         case "elastic":
-            half = tuple(number >= (len(engines) + 1) // 2 for number in range(len(engines)))
-            early = sharing.engines or half
-            placement = Elastic(planner, trainer, pool, tasks, early, sharing.early_replicas)
+            placement = Elastic(planner, trainer, pool, tasks, sharing)
     if sharing.max_width > 1:
         pool.on_rollout = placement.rollout_began
     return placement

@@ -521,8 +521,7 @@ class Pool:
             self._remove_member(sample, "late")
         while len(group.samples) < group.num_required and self._launch_member(group):
             pass
-        self.progress.need_fewer(num_lost := max(0, group.num_required - len(group.samples)))
-        group.num_required -= num_lost
+        self.progress.need_fewer(group, max(0, group.num_required - len(group.samples)))
         if group.samples:
             self._advance(group)
         else:
@@ -537,8 +536,7 @@ class Pool:
     def _remove_member(self, sample: Sample, reason: str) -> None:
         """Remove a member of a group in flight. A group that was generated goes back to serving."""
         if sample in sample.group.kept:
-            sample.group.kept.remove(sample)
-            self.progress.num_finished -= 1
+            self.progress.lose(sample)
         self._held.pop(sample.group, None)
         for queue in (self.generated, self.scoring):
             if sample.group in queue:

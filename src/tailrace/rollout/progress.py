@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 
-from tailrace.types import Group
+from tailrace.types import Group, Sample
 
 MAX_KNOWN = 8192
 """Lengths of finished responses that are remembered."""
@@ -20,22 +20,28 @@ class RolloutProgress:
         """Responses launched, without those that the rules of a group do not require."""
         self.num_finished = 0
         """Responses that ended and are kept."""
+        self.num_finished_groups = self.longest = 0
+        """Groups whose required responses have ended, and the tokens of the longest of these responses."""
         self.lengths = KnownLengths()
-        self._num_needed = 0
-        self._limit = inf
+        self._num_needed = self._num_groups = 0
+        self._limit = self._limit_groups = inf
 
     def launched(self, group: Group, *, is_first: bool) -> None:
         """Count a launched group; the first one begins a rollout."""
         if is_first:
             self.num_launched = self.num_finished = self._num_needed = 0
-            self._limit = inf
+            self.num_finished_groups = self.longest = self._num_groups = 0
+            self._limit = self._limit_groups = inf
         self.num_launched += group.num_required if group.has_rules else len(group.samples)
         self._num_needed += group.num_required
+        self._num_groups += 1
         self.num_finished += len(group.kept)
+        if group.serving_complete:
+            self._count(group)
 
     def end_after(self, num_groups: int, group_size: int) -> None:
         """End the rollout after this number of groups."""
-        self._limit = num_groups * group_size
+        self._limit, self._limit_groups = num_groups * group_size, num_groups
 
     def keep_finished(self, group: Group) -> None:
         """Keep the samples of a group that have ended, as many as it requires."""
@@ -46,11 +52,32 @@ class RolloutProgress:
                 group.kept.append(sample)
                 self.num_finished += 1
                 self.lengths.add(sample.num_tokens)
+        if group.serving_complete:
+            self._count(group)
 
-    def need_fewer(self, num_members: int) -> None:
-        """Need fewer responses, after members of groups were lost."""
+    def need_fewer(self, group: Group, num_members: int) -> None:
+        """Need fewer responses of a group, after members of it were lost."""
+        was_complete = group.serving_complete
         self.num_launched -= num_members
         self._num_needed -= num_members
+        group.num_required -= num_members
+        if group.serving_complete and group.kept and not was_complete:
+            self._count(group)
+
+    def lose(self, sample: Sample) -> None:
+        """Keep a finished sample no longer."""
+        self.num_finished_groups -= sample.group.serving_complete
+        sample.group.kept.remove(sample)
+        self.num_finished -= 1
+
+    def _count(self, group: Group) -> None:
+        self.num_finished_groups += 1
+        self.longest = max(self.longest, *(sample.num_tokens for sample in group.kept))
+
+    @property
+    def num_needed_groups(self) -> float:
+        """Groups after which the rollout ends."""
+        return min(self._limit_groups, self._num_groups)
 
     @property
     def num_needed(self) -> float:

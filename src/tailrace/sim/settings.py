@@ -199,7 +199,7 @@ class SimCodeSettings(Settings):
 
 
 class SimJudgeSettings(Settings):
-    """A model that scores a response in one forward pass, or in words, as a local judge does. One is on each
+    """A model that scores a response in one forward pass, as a local judge does. One is on each
     device of the engines (RollPacker 4.3). Its times follow from [sim.cluster]."""
 
     model: FolderOrName = "Qwen2.5-7B"
@@ -208,9 +208,7 @@ class SimJudgeSettings(Settings):
     """Memory on a device for layers and activations together, in MiB, beside the share of the engine. Other
     layers are copied from the host's memory. None: all layers stay on the device."""
     max_tokens: int = Field(default=4096, ge=1)
-    """Tokens of a batch, padding and answers included."""
-    answer_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a written answer. None: one forward pass."""
+    """Tokens of a batch, padding included."""
 
 
 class SimRewardSettings(Settings):

@@ -97,6 +97,18 @@ def test_simulated_engines_may_be_joined() -> None:
     assert device_sharing(config, config.sim) == DeviceSharing(max_width=4)
 
 
+ELASTIC = {"placement": "{kind = 'elastic', lend_after = 'prompts'}", "trainer.replicas": "2"}
+
+
+def test_the_limit_of_a_response_is_known_where_devices_are_lent_after_prompts() -> None:
+    config = load_config(QUICKSTART, {**ELASTIC, "sim.engines.count": "4", "sim.lengths.max_tokens": "77"})
+    assert device_sharing(config, config.sim).longest == 77
+    live = load_config(QUICKSTART, {**ELASTIC, "engine.replicas": "2"})
+    assert live.sampling and device_sharing(live).longest == live.sampling.max_completion_tokens
+    with pytest.raises(ConfigError, match=r"placement.lend_after = 'prompts': placement.kind = colocated"):
+        device_sharing(load_config(QUICKSTART, {**ELASTIC, "placement.kind": "colocated"}))
+
+
 PLANNED = {"sim.engines.count": "4", "placement.max_tensor_parallel_size": "4"}
 
 

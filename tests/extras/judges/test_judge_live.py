@@ -58,7 +58,7 @@ kind = "local"
 name = "written"
 path = "judge"
 template = "{{completion}}"
-answer_tokens = 3
+labels = []
 pattern = "(.)"
 values = {{ {values} }}
 memory_mib = 1
@@ -92,5 +92,5 @@ def test_the_reward_is_the_sum_of_a_function_and_three_judges(tmp_path: Path) ->
         assert parts["written"] == 0.5
         answers = record["reward_columns"]
         assert answers.keys() == {"words/answer", "written/answer"}
-        assert answers["words/answer"] == "Score: 0.75" and len(answers["written/answer"]) == 3
+        assert answers["words/answer"] == "Score: 0.75" and len(answers["written/answer"]) == 1
     assert len(list((tmp_path / "answers").rglob("*.txt"))) >= 2

@@ -1,7 +1,6 @@
 """Judge models: the same scores whether layers are resident or streamed."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ def settings(path: Path, **changes: object) -> LocalJudgeSettings:
 
 
 def writing(path: Path, **changes: object) -> LocalJudgeSettings:
-    given = {"path": path, "template": "{completion}", "answer_tokens": 4, **changes}
-    return LocalJudgeSettings.model_validate(given)
+    return settings(path, labels=(), **changes)
 
 
 def asked(text: str) -> list[dict[str, str]]:
@@ -71,76 +69,35 @@ def test_a_language_model_gives_the_probability_of_a_label_however_many_layers_a
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-6)
 
 
-def greedy(model: PreTrainedModel, text: str, num: int) -> str:
-    """Decode without a KV cache and without padding."""
-    ids = [LETTERS.index(letter) for letter in text]
-    for _ in range(num):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return "".join(LETTERS[id] for id in ids[len(text) :])
-
-
 @pytest.mark.parametrize("num", [0, 2, LAYERS])
-def test_a_language_model_writes_the_likeliest_tokens_however_many_layers_are_resident(
+def test_a_language_model_writes_the_likeliest_token_however_many_layers_are_resident(
     language_model: tuple[Path, PreTrainedModel], num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = language_model
-    judge = with_resident(ModelJudge.load(writing(folder, answer_tokens=6)), num, monkeypatch)
+    judge = with_resident(ModelJudge.load(writing(folder)), num, monkeypatch)
+    ids = [torch.tensor([[LETTERS.index(letter) for letter in text]]) for text in TEXTS]
     with torch.no_grad():
-        expected = [greedy(model, text, 6) for text in TEXTS]
+        expected = [LETTERS[int(model(each).logits[0, -1].argmax())] for each in ids]
     assert len(set(expected)) > 1
     assert judge.answers([asked(text) for text in TEXTS]) == expected
-
-
-def test_an_answer_ends_with_the_model_s_end_of_text(
-    language_model: tuple[Path, PreTrainedModel], tmp_path: Path
-) -> None:
-    folder, model = language_model
-    with torch.no_grad():
-        whole = greedy(model, "ABC", 6)
-    end = next(letter for number, letter in enumerate(whole) if number and letter not in whole[:number])
-    shutil.copytree(folder, tmp_path / "judge")
-    ends = {"eos_token_id": [LETTERS.index(end)]}
-    (tmp_path / "judge" / "generation_config.json").write_text(json.dumps(ends))
-    (written,) = ModelJudge.load(writing(tmp_path / "judge", answer_tokens=6)).answers([asked("ABC")])
-    assert written == whole[: whole.index(end) + 1]
-
-
-def test_a_text_and_its_answer_together_must_fit(language_model: tuple[Path, PreTrainedModel]) -> None:
-    judge = ModelJudge.load(writing(language_model[0], answer_tokens=3, max_tokens=8))
-    short, long = judge.answers([asked("ABCDE"), asked("ABCDEF")])
-    assert isinstance(short, str) and len(short) == 3
-    assert str(long) == "judge length: 6 tokens, and 1 to 5 fit (reward.judges.max_tokens)"
-
-
-def test_the_cache_of_a_written_answer_takes_memory_from_the_resident_layers(
-    language_model: tuple[Path, PreTrainedModel],
-) -> None:
-    shape = ModelShape.read(language_model[0])
-    plain, writes = (
-        LayerBudget.of(shape, each) for each in (settings(language_model[0]), writing(language_model[0]))
-    )
-    assert writes.token_bytes - plain.token_bytes == 4 * 2 * LAYERS * shape.kv_size
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"labels": ("A", "B"), "answer_tokens": 3}, "labels and answer_tokens are both set"),
-        ({"pattern": "(.)"}, "pattern reads an answer, and none is written; set answer_tokens"),
-        ({"answer_tokens": 3, "pattern": "."}, "it has 0 groups"),
-        ({"answer_tokens": 3, "scale": (1, 1)}, "the scale .* has no width"),
-        ({"answer_tokens": 8, "max_tokens": 8}, "answer_tokens leave no room in max_tokens = 8; raise it"),
+        ({"labels": ["Yes"]}, "one label is always the answer; name two, or none"),
+        ({"pattern": "(.)"}, r"pattern reads an answer, and the labels are the answers; set labels = \[\]"),
+        ({"labels": [], "pattern": "."}, "it has 0 groups"),
+        ({"labels": [], "scale": (1, 1)}, "the scale .* has no width"),
     ],
 )
-def test_a_written_answer_that_can_never_be_read_is_refused(changes: dict[str, object], problem: str) -> None:
+def test_an_answer_that_can_never_be_read_is_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         LocalJudgeSettings.model_validate({"path": "judge", **changes})
 
 
 def test_a_reward_model_that_shall_write_is_refused(reward_model: tuple[Path, PreTrainedModel]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"reward.judges.answer_tokens = 4: a reward model writes no answer"
-    ):
+    with pytest.raises(ConfigError, match=r"reward.judges.labels = \[\]: a reward model writes no answer"):
         check_folder(writing(reward_model[0]))
 
 

@@ -1,7 +1,6 @@
 """Judges on the devices of the engines: their times are computed by hand."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,34 +53,6 @@ def test_copies_overlap_with_the_layers_before_them_and_wait_for_one_of_two_plac
     4 at 14. Without resident layers 2, 3 and 4 arrive at 9, 12 and 15: each place is free before."""
     assert forward(resident=2).seconds(1, 2) == 14.0
     assert forward(resident=0).seconds(1, 2) == 17.0
-
-
-def test_a_written_answer_takes_a_pass_over_all_layers_for_each_token() -> None:
-    """Two tokens are read in 17 s without resident layers (above). A pass for one of three tokens computes
-    1 s a layer, and they arrive at 3, 6, 9, 12 and 15. With all layers resident it takes 5 s. With
-    attention or the cache of the mean length, 3.5, it takes 5 * (1 + 2 * 0.5 * 3.5) or 5 * (4 + 2 * 3.5)."""
-    streamed = LayerBudget(total_bytes=25, num_layers=5, layer_bytes=10, outside_bytes=0, token_bytes=1)
-    writing = replace(forward(0), budget=streamed, answer_tokens=3)
-    assert writing.seconds(1, 2) == 17.0 + 3 * 16.0
-    resident = replace(writing, budget=replace(streamed, total_bytes=None))
-    assert resident.seconds(1, 2) == 10.0 + 3 * 5.0
-    assert replace(resident, pair_s=0.5).seconds(1, 2) == 5 * (2 + 2) + 3 * 5 * (1 + 3.5)
-    assert replace(resident, read_s=4.0, kv_s=2.0).seconds(1, 2) == 5 * 4.0 + 3 * 5 * (4 + 2 * 3.5)
-
-
-def test_the_judge_of_a_cluster_writes_beside_the_longest_response() -> None:
-    def with_answer(tokens: int | None) -> ForwardPass:
-        judge = SimJudgeSettings(max_tokens=1200, answer_tokens=tokens)
-        return forward_pass(judged(rewards=SimRewardSettings(judge=judge)))
-
-    label, written = with_answer(None), with_answer(100)
-    read_s = 28 * written.read_s  # a token of one text is bound by the weights and the cache
-    assert written.seconds(1, 500) == pytest.approx(
-        label.seconds(1, 500) + 100 * (read_s + 28 * written.kv_s * 550)
-    )
-    assert written.budget.token_bytes - label.budget.token_bytes == 28 * 2 * 2 * 512
-    with pytest.raises(ConfigError, match=r"max_tokens = 1200: .* with its answer have 1201 tokens"):
-        with_answer(101)
 
 
 def test_resident_layers_compute_one_after_another() -> None:

@@ -50,7 +50,8 @@ def device_map(config: RunConfig) -> DeviceMap:
 def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceSharing:
     """Whether engines and trainer have devices in common, which engines have those of the replicas that train
     early, and how many engines may be joined. Raises a ConfigError if the elastic placement has nothing to
-    lend or would lend everything, engines cannot be joined as asked, or the offline profile lacks a size.
+    lend or would lend everything, another one would lend after prompts, engines cannot be joined as asked, or
+    the offline profile lacks a size.
     `sim`: [sim] with everything that it takes from the other sections, for simulated engines, which have no
     lists of devices."""
     placement, replicas = config.placement, config.trainer.replicas
@@ -59,7 +60,13 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
         num_engines, size = sim.engines.count or 1, sim.cluster.tensor_parallel if sim.cluster else size
     sizes = tensor_parallel_sizes(placement, size, num_engines, sim)
     start_width = _start_width(placement, sizes, num_engines, sim)
-    max_width = sizes[-1] // size
+    max_width, longest = sizes[-1] // size, None
+    if placement.lend_after == "prompts":
+        if placement.kind != "elastic":
+            problem = f"placement.kind = {placement.kind} lends no devices"
+            raise ConfigError("placement.lend_after", "prompts", problem, 'remove it, or write "elastic"')
+        given = config.sampling.max_completion_tokens if config.sampling else DEFAULT_MAX_TOKENS
+        longest = (sim and sim.lengths.max_tokens) or given
     if placement.kind == "elastic":
         if replicas % 2:
             problem = "the elastic placement trains with one half of the replicas, and then with both"
@@ -69,14 +76,14 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
             raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
     early = max(1, replicas // 2)
     if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
-        return DeviceSharing(placement.kind, (), early, max_width, start_width)
+        return DeviceSharing(placement.kind, (), early, max_width, start_width, longest)
     first = _numbers(placement.trainer[:early])
     lent = tuple(bool(first & set(each)) for each in placement.engines)
     if not any(lent) or all(lent):
         has = f"{'each' if any(lent) else 'none'} of the {num_engines} engines has a device"
         problem = f"{has} of the first {early} of the {replicas} replicas, which train early"
         raise ConfigError("placement.trainer", placement.trainer, problem, "give them those of one half")
-    return DeviceSharing(placement.kind, lent, early, max_width, start_width)
+    return DeviceSharing(placement.kind, lent, early, max_width, start_width, longest)
 
 
 def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | None:

@@ -109,9 +109,9 @@ class LocalJudgeSettings(AnswerSettings):
     """A model that a process of this run loads, on a device that it may share with an engine.
 
     A reward model (one output) scores the conversation. A causal language model scores the template with the
-    probability of `labels[0]` among the labels as the next token; with `answer_tokens` it writes an answer,
-    which is read as an endpoint's. Layers that do not fit `memory_mib` are copied from host memory while
-    others compute (RollPacker 4.3); for a written answer, once a token.
+    probability of `labels[0]` among the labels as the next token, or writes one token, which is read as an
+    endpoint's answer. Layers that do not fit `memory_mib` are copied from host memory while others compute
+    (RollPacker 4.3).
     """
 
     kind: Literal["local"] = "local"
@@ -120,10 +120,9 @@ class LocalJudgeSettings(AnswerSettings):
     """A Hugging Face folder."""
     template: str | None = Field(default=None, min_length=1)
     """Template, as that of an endpoint. None, for a reward model: the conversation."""
-    labels: tuple[str, ...] = Field(default=("Yes", "No"), min_length=2)
-    """Answers of a causal language model; their first tokens differ."""
-    answer_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Tokens of a written answer, at most; if it cannot be read its sample fails. None: none is written."""
+    labels: tuple[str, ...] = ("Yes", "No")
+    """Answers of a causal language model; their first tokens differ. Empty: the likeliest of all tokens is
+    its answer; if that cannot be read its sample fails."""
     device: Resumable[Device] = "cpu"
     """Device on which it computes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -133,19 +132,17 @@ class LocalJudgeSettings(AnswerSettings):
     memory_mib: Resumable[int | None] = Field(default=None, ge=1)
     """Memory on the device for layers and activations together, in MiB. None: all layers stay there."""
     max_tokens: Resumable[int] = Field(default=4096, ge=1, le=10_000_000)
-    """Tokens of a batch, padding and answers included; a longer text fails its sample."""
+    """Tokens of a batch, padding included; a longer text fails its sample."""
 
     @model_validator(mode="after")
     def _check_answer(self) -> "LocalJudgeSettings":
         fields = type(self).model_fields  # a resolved config gives all of them
         given = {name for name, field in fields.items() if getattr(self, name) != field.get_default()}
         unread = sorted(given & AnswerSettings.__annotations__.keys())
-        if self.answer_tokens is None and unread:
-            raise ValueError(f"{unread[0]} reads an answer, and none is written; set answer_tokens")
-        if {"labels", "answer_tokens"} <= given:
-            raise ValueError("labels and answer_tokens are both set; keep one of them")
-        if (self.answer_tokens or 0) >= self.max_tokens:
-            raise ValueError(f"answer_tokens leave no room in max_tokens = {self.max_tokens}; raise it")
+        if self.labels and unread:
+            raise ValueError(f"{unread[0]} reads an answer, and the labels are the answers; set labels = []")
+        if len(self.labels) == 1:
+            raise ValueError("one label is always the answer; name two, or none")
         return self
 
 

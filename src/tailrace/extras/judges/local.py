@@ -1,4 +1,4 @@
-"""A judge that this process computes: a reward model, or a language model that answers in one token or more.
+"""A judge that this process computes: a reward model, or a language model that answers in one token.
 
 Its layers may live in host memory and are copied to the device as the forward pass reaches them. The copy of
 a layer runs on a stream of its own, while the layer before it computes (RollPacker 4.3). The hooks of
@@ -28,7 +28,7 @@ from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
-from tailrace.model_folder import context_length, end_of_text_ids, read_config, tensor_headers, weight_files
+from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
 
 ALIGNMENT = 256
 """Bytes to which tensors are aligned in a buffer."""
@@ -197,9 +197,8 @@ class ModelJudge:
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, **FILES_ALONE)
         self._template = ChatTemplate(self._tokenizer)
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
-        self._ends = sorted(end_of_text_ids(settings.path)) or None
-        is_asked = not is_reward_model(read_config(settings.path)) and not settings.answer_tokens
-        self._labels = self._label_ids() if is_asked else None
+        is_reward = is_reward_model(read_config(settings.path))
+        self._labels = self._label_ids() if settings.labels and not is_reward else None
 
     @classmethod
     @torch.no_grad()
@@ -230,27 +229,24 @@ class ModelJudge:
         persistent = model.state_dict().keys()
         files.read(outside | {name: b for name, b in model.named_buffers() if name in persistent})
         judge = cls(settings, model, layers)
-        if not settings.answer_tokens:
-            judge._check_head()
+        judge._check_head(is_reward)
         return judge
 
     def scores(self, conversations: Sequence[JudgeMessages]) -> list[float | RewardFailed]:
         """Score each conversation: the output of a reward model, or the probability of the first label among
         the labels. One that has no score has its failure."""
-        found = self._in_batches(conversations, self._compute, 0)
+        found = self._in_batches(conversations, self._compute)
         is_score = [isinstance(each, RewardFailed) or math.isfinite(each) for each in found]
         return [each if is_ok else RewardFailed("nan") for each, is_ok in zip(found, is_score, strict=True)]
 
     def answers(self, conversations: Sequence[JudgeMessages]) -> list[str | RewardFailed]:
-        """Write an answer of at most `answer_tokens` to each conversation, or return its failure."""
-        assert self._settings.answer_tokens
-        return self._in_batches(conversations, self._write, self._settings.answer_tokens)
+        """Write the likeliest token to each conversation, or return its failure."""
+        return self._in_batches(conversations, self._write)
 
     def _in_batches(
         self,
         conversations: Sequence[JudgeMessages],
         compute: Callable[[Sequence[Sequence[int]]], Sequence[T]],
-        num_written: int,
     ) -> list[T | RewardFailed]:
         texts: list[list[int]] = []
         found: dict[int, T | RewardFailed] = {}
@@ -260,48 +256,37 @@ class ModelJudge:
             except Exception as why:  # templates are programs: they raise errors of their own
                 texts.append([])
                 found[number] = RewardFailed("judge template", str(why))
-        fitting, most = [], self._max_tokens - num_written
+        fitting = []
         for number, ids in enumerate(texts):
-            if 0 < len(ids) <= most:
+            if 0 < len(ids) <= self._max_tokens:
                 fitting.append(number)
             elif number not in found:
-                detail = f"{len(ids)} tokens, and 1 to {most} fit (reward.judges.max_tokens)"
+                detail = f"{len(ids)} tokens, and 1 to {self._max_tokens} fit (reward.judges.max_tokens)"
                 found[number] = RewardFailed("judge length", detail)
-        for batch in batches(fitting, [len(ids) + num_written for ids in texts], self._settings.max_tokens):
+        for batch in batches(fitting, [len(ids) for ids in texts], self._settings.max_tokens):
             found |= zip(batch, compute([texts[n] for n in batch]), strict=True)
         return [found[number] for number in range(len(texts))]
 
     @torch.no_grad()
-    def _compute(self, texts: Sequence[Sequence[int]]) -> list[float]:
+    def _last(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """The hidden states [texts, width] at the last tokens."""
         # Padding comes last, and no token sees what comes after it.
         ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
         self._layers.keep(self._budget.resident_layers(ids.numel()))
         with attention_kernels():
             hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
-        last = hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+        return hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+
+    def _compute(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        last = self._last(texts)
         if self._labels is None:
             return [float(score) for score in self._model.score(last)[:, 0].float()]
         logits = self._model.get_output_embeddings()(last).float()
         return [float(share) for share in logits[:, self._labels].softmax(-1)[:, 0]]
 
-    @torch.no_grad()
     def _write(self, texts: Sequence[Sequence[int]]) -> list[str]:
-        """Decode with a KV cache. Each step is a forward pass over all layers, which are copied again."""
-        # Padding comes first, so that all texts go on at the same place.
-        rows, num_written = [torch.tensor(text) for text in texts], self._settings.answer_tokens or 0
-        ids = pad_sequence(rows, batch_first=True, padding_side="left")
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        self._layers.keep(self._budget.resident_layers(ids.numel() + len(texts) * num_written))
-        with attention_kernels():
-            written = self._model.generate(
-                ids.to(self._settings.device),
-                attention_mask=mask.to(self._settings.device),
-                max_new_tokens=num_written,
-                do_sample=False,
-                eos_token_id=self._ends,
-                pad_token_id=0,
-            )
-        return list(self._tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True))
+        ids = self._model.get_output_embeddings()(self._last(texts)).argmax(-1)
+        return list(self._tokenizer.batch_decode(ids[:, None], skip_special_tokens=True))
 
     def _encode(self, messages: JudgeMessages) -> list[int]:
         tokenizer = self._tokenizer
@@ -319,12 +304,12 @@ class ModelJudge:
             raise ConfigError(f"{KEY}.labels", labels, problem, "choose labels whose first tokens differ")
         return [id for (id,) in ids]
 
-    def _check_head(self) -> None:
+    def _check_head(self, is_reward: bool) -> None:
         """Refuse a model whose output is more than its head's, such as one that scales its logits."""
         self._layers.keep(self._budget.resident_layers(1))
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._settings.device)
         hidden = self._model.base_model(ids, use_cache=False).last_hidden_state
-        head = self._model.score if self._labels is None else self._model.get_output_embeddings()
+        head = self._model.score if is_reward else self._model.get_output_embeddings()
         whole = self._model(ids, use_cache=False).logits
         if not torch.allclose(head(hidden).flatten(), whole.flatten(), rtol=1e-2, atol=1e-3):
             problem = f"a {type(self._model).__name__} changes the output of its head"

@@ -34,19 +34,18 @@ class LayerBudget:
     outside_bytes: int
     """Bytes of the parts outside of layers: embedding, last norm, head."""
     token_bytes: int
-    """Bytes of the activations of a token, and of its KV cache if the judge writes."""
+    """Bytes of the activations of a token."""
 
     @classmethod
     def of(cls, shape: ModelShape, settings: LocalJudgeSettings) -> "LayerBudget":
         size = ITEM_BYTES[settings.dtype]
-        kv_bytes = shape.kv_bytes(size) if settings.answer_tokens else 0
         wide = 4 * shape.hidden_size + 3 * shape.mlp_size + 2 * (shape.query_size + shape.kv_size)
         return cls(
             total_bytes=settings.memory_mib * MIB if settings.memory_mib else None,
             num_layers=shape.num_layers,
             layer_bytes=size * shape.block_parameters,
             outside_bytes=size * shape.outside_parameters,
-            token_bytes=size * wide + 8 * shape.hidden_size + kv_bytes,  # norms compute in float32
+            token_bytes=size * wide + 8 * shape.hidden_size,  # norms compute in float32
         )
 
     def resident_layers(self, num_tokens: int) -> int:
@@ -119,9 +118,8 @@ def check_folder(settings: LocalJudgeSettings) -> None:
     if is_reward_model(config):
         if len(config.get("id2label") or (0, 1)) != 1:
             raise ConfigError(key, path, "it has several outputs", "name a reward model with one output")
-        if settings.answer_tokens:
-            problem = "a reward model writes no answer"
-            raise ConfigError("reward.judges.answer_tokens", settings.answer_tokens, problem, "remove it")
+        if not settings.labels:
+            raise ConfigError("reward.judges.labels", [], "a reward model writes no answer", "remove it")
     elif settings.template is None:
         raise ConfigError("reward.judges.template", None, "a language model needs a question", "set it")
     try:

@@ -3,9 +3,8 @@
 A judge scores with one forward pass, as extras/judges/local.py does live: in batches of what has arrived
 meanwhile, with layers that do not fit its memory copied from the host while others compute. A layer takes
 2 FLOPs a parameter and token, and 4 in attention for each dimension of a query and each pair of tokens (half
-of them, since a token sees those before it), or the time to read its weights. A written answer adds a pass
-for each of its tokens, which also reads the KV cache, at its mean length. The embedding and the head are left
-out.
+of them, since a token sees those before it), or the time to read its weights. The embedding and the head are
+left out.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from tailrace.contracts.memory import gib
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, kept_layers
-from tailrace.sim.cluster import BYTES_PER_WEIGHT, device_of, model_of, multiplied_parameters
+from tailrace.sim.cluster import device_of, model_of, multiplied_parameters
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
 
@@ -34,8 +33,6 @@ class ForwardPass:
         pair_s: arithmetic of attention in a layer for the square of one token.
         read_s: in which a layer is read from the device's memory.
         copy_s: in which a layer is copied from the host's memory.
-        kv_s: in which a layer's KV cache of a token is read from the device's memory.
-        answer_tokens: of a written answer.
     """
 
     budget: LayerBudget
@@ -44,8 +41,6 @@ class ForwardPass:
     pair_s: float
     read_s: float
     copy_s: float
-    kv_s: float = 0.0
-    answer_tokens: int = 0
 
     def layer_s(self, num_texts: int, longest: int) -> float:
         """Return the time in which a layer computes texts that are padded to the longest."""
@@ -53,16 +48,9 @@ class ForwardPass:
 
     def seconds(self, num_texts: int, longest: int) -> float:
         """Return the time of a batch."""
-        written, mean = self.answer_tokens, longest + self.answer_tokens / 2
-        resident = self.budget.resident_layers(num_texts * (longest + written))
-        kept = kept_layers(resident, self.budget.num_layers)
-        arithmetic_s = num_texts * (self.token_s + 2 * self.pair_s * mean)
-        token_s = self._pass_s(max(self.read_s + num_texts * self.kv_s * mean, arithmetic_s), kept)
-        return self._pass_s(self.layer_s(num_texts, longest), kept) + written * token_s
-
-    def _pass_s(self, layer_s: float, kept: set[int]) -> float:
-        """Return the time of one pass over all layers. The copy of a layer begins when the one before it has
-        arrived and a place is free (extras/judges/local.py)."""
+        # The copy of a layer begins when the one before it has arrived and a place is free (local.py).
+        kept = kept_layers(self.budget.resident_layers(num_texts * longest), self.budget.num_layers)
+        layer_s = self.layer_s(num_texts, longest)
         end_s = arrived_s = 0.0
         freed_s = [0.0] * IN_TRANSIT  # when the places of the layers in transit become free
         for layer in range(self.budget.num_layers):
@@ -81,13 +69,11 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
     cluster, judge, lengths = settings.cluster, settings.rewards.judge, settings.lengths
     assert cluster and judge
     device, model = device_of(cluster), model_of(f"{KEY}.model", judge.model)
-    written = judge.answer_tokens
-    longest = lengths.prompt_tokens + (lengths.max_tokens or DEFAULT_MAX_TOKENS) + (written or 0)
+    longest = lengths.prompt_tokens + (lengths.max_tokens or DEFAULT_MAX_TOKENS)
     if longest > judge.max_tokens:
-        answered = " with its answer" if written else ""
-        problem = f"a prompt and its longest response{answered} have {longest} tokens"
+        problem = f"a prompt and its longest response have {longest} tokens"
         raise ConfigError(f"{KEY}.max_tokens", judge.max_tokens, problem, f"set it to at least {longest}")
-    limits = judge.model_dump(include={"memory_mib", "max_tokens", "answer_tokens"})
+    limits = judge.model_dump(include={"memory_mib", "max_tokens"})
     local = LocalJudgeSettings(path=Path(judge.model), dtype="bfloat16", **limits)
     budget = LayerBudget.of(model, local)
     key, remedy = f"{KEY}.memory_mib", "set it, or lower sim.cluster.memory_share"
@@ -111,8 +97,6 @@ def forward_pass(settings: SimSettings) -> ForwardPass:
         pair_s=2 * model.query_size / flops,
         read_s=budget.layer_bytes / bytes_per_s,
         copy_s=budget.layer_bytes / (device.host_bytes_per_s * cluster.link_efficiency),
-        kv_s=model.kv_bytes(BYTES_PER_WEIGHT) / model.num_layers / bytes_per_s,
-        answer_tokens=written or 0,
     )
 
 
@@ -140,9 +124,8 @@ class SimJudge:
 
     async def _score_all(self) -> None:
         texts = dict(self._waiting)
-        lengths, written = list(texts.values()), self._forward.answer_tokens
-        whole = [tokens + written for tokens in lengths]
-        for batch in batches(range(len(lengths)), whole, self._forward.max_tokens):
+        lengths = list(texts.values())
+        for batch in batches(range(len(lengths)), lengths, self._forward.max_tokens):
             seconds = self._forward.seconds(len(batch), lengths[batch[0]])
             await (self._host.work("judge", seconds) if self._host else asyncio.sleep(seconds))
         for scored in texts:

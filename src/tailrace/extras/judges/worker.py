@@ -67,7 +67,7 @@ class RemoteJudge:
     async def judge(self, call: Call) -> Verdict:
         """Score a completion. When this is cancelled, the score is computed nevertheless."""
         messages = messages_of(self.settings, call)
-        if not self.settings.answer_tokens:
+        if self.settings.labels:
             return Verdict(await self._worker.call(JudgeWorker.score, messages))
         answer = await self._worker.call(JudgeWorker.write, messages)
         if (score := self._read(answer)) is None:
