@@ -3,7 +3,11 @@
     vime         github.com/vllm-project/vime, issue 358 (July 2026): Qwen3-4B, 2 + 2 Ascend A3
     verl 30B     verl, docs/advance/fully_async.md (February 2026): Qwen3-30B-A3B, 128 H20
     verl 7B      the same page, `use_trainer_do_validate`: Qwen2.5-Math-7B, 16 H20
+    ReTool       the same page, Multi-Turn Tool Calling: Qwen2.5-7B, 32 H20
+    fetches      the same page, `require_batches`: Qwen2.5-Math-7B, 128 H20
+    one step     verl, docs/advance/one_step_off.md (July 2025): Qwen2.5-Math-7B, 16 H20
     UniRL        github.com/Tencent-Hunyuan/UniRL, pull request 213 (August 2026): 8,192 tokens, 18 rollouts
+    Tinker       github.com/thinking-machines-lab/tinker-cookbook, pull request 822 (July 2026)
 
 No page prints lengths. All pairs have one law, the simulator's default below the printed limit, and one form
 of a decode step, the simulator's default, which a factor makes as long as the printed rollout.
@@ -19,8 +23,10 @@ from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulation import Simulated, simulate
 from tailrace.schedules import Schedule
+from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.pipelinerl import pipelinerl
 from tailrace.schedules.serial import serial
+from tailrace.schedules.windowed_fifo import tinker_async
 from tailrace.sim.cluster import BYTES_PER_WEIGHT, UPDATE_S
 from tailrace.sim.settings import SimClusterSettings, SimEngineSettings, SimSettings
 
@@ -65,11 +71,18 @@ class Pair(NamedTuple):
 
 VIME = Pair("vime", 32, 8, 32, 2048, (1, 1), 97.2, (Trainer(81.4), Trainer(81.4)))
 VIME_PRINTED = {"step": 104.0, "wait": 4.6, "training": 99.6}
-PARAMETERS_30B = 30.53e9
 _NETWORK = SimClusterSettings()
-LINKS_S = 3 * BYTES_PER_WEIGHT * PARAMETERS_30B / (_NETWORK.network_bytes_per_s * _NETWORK.link_efficiency)
-CONSTANT_S = UPDATE_S * PARAMETERS_30B + LINKS_S
-"""Of an optimizer step of Qwen3-30B-A3B, whatever the devices (sim/cluster.py)."""
+_LINK = _NETWORK.network_bytes_per_s * _NETWORK.link_efficiency
+CONSTANT_S, CONSTANT_7B = (num * (UPDATE_S + 3 * BYTES_PER_WEIGHT / _LINK) for num in (30.53e9, 7.62e9))
+"""Of an optimizer step of Qwen3-30B-A3B and of Qwen2.5-7B, whatever the devices (sim/cluster.py)."""
+
+
+def scaled(seconds: float, updates: int, fewer: float) -> tuple[Trainer, Trainer]:
+    """The trainer of a 7B model that takes these seconds for a batch; and on `fewer` times fewer devices."""
+    passes_s = seconds - updates * CONSTANT_7B
+    return Trainer(passes_s, CONSTANT_7B), Trainer(fewer * passes_s, CONSTANT_7B)
+
+
 UPDATES_30B = 4
 SYNC_30B, REFERENCE_30B, UPDATE_30B = 497.89, (20.86, 50.05), (86.27, 206.63)
 """Seconds of the synchronous step; of the reference and of update_actor on 128 and on 32 devices."""
@@ -85,6 +98,23 @@ LARGE_PRINTED = {"step": 282.75, "wait": 22.06}
 SMALL = Pair("verl 7B", 512, 16, 128, 10_240, (4, 2), 52.939, (Trainer(430.263), Trainer(435.874)))
 """Its trainer takes as long on 8 devices as on 16: that is given, not predicted."""
 SMALL_SYNC, SMALL_PRINTED = 484.623, {"step": 489.953}
+RETOOL_SYNC, RETOOL_PRINTED = 375.47, {"step": 221.36, "wait": 40.59, "training": 179.58}
+RETOOL = Pair("verl ReTool", 64, 16, 16, 16_384, (8, 4), 228.03, scaled(111.84, 4, 2))
+FETCHES = {1: (203.47, 30.88, 181.08), 2: (158.72, 26.32, 128.08), 4: (124.64, 25.62, 95.06)}
+"""Seconds of a step, in which the trainer waits and works, by optimizer steps of 32 prompts in a fetch."""
+FETCHING = Pair("verl 7B, fetches", 512, 16, 32, 28_672, (32, 16), 177.85, (Trainer(113.81),) * 2)
+ONE_STEP = {
+    "FSDP2": (749.0, {"step": 520.0, "wait": 45.0, "training": 445.0}, 458.0),
+    "Megatron": (699.0, {"step": 566.0, "wait": 59.0}, 501.0),
+}
+"""Seconds of the synchronous step, of the other, and of the rollout on 4 devices."""
+ONE_STEP_PAIRS = (
+    Pair("one step, FSDP2", 512, 12, 32, 20_480, (8, 2), 247.0, scaled(88.0 + 286.0, 16, 16 / 12)),
+    Pair("one step, Megatron", 512, 12, 32, 8192, (8, 2), 162.0, (Trainer(463.0), Trainer(467.0))),
+)
+"""12 devices train of the 16 that also generate; Megatron takes as long on them, which is given."""
+STALENESS, STEPS = {1: 0.97, 3: 2.49}, 40
+"""Of Tinker's trained groups, mean over so many steps, by how many batches sampling is ahead."""
 ROLLOUTS, UNIRL_S = 18, {"separate": 8497.0, "stale-1": 8463.0, "refilled": 5863.0}
 """Seconds of so many rollouts."""
 LONGER_S = (UNIRL_S["refilled"] - UNIRL_S["separate"] / ROLLOUTS) / (ROLLOUTS - 1)
@@ -176,15 +206,56 @@ def pairs(seed: int) -> Table:
         _given(LARGE, UPDATE_30B[1] + REFERENCE_30B[1], LARGE_PRINTED["step"], streamed, seed),
     ]
     figures += _rows("verl 7B", SMALL_PRINTED, _step(SMALL, streamed, seed), SMALL_SYNC)
+    fetched = partial(fully_async, groups_per_sync=64, groups_per_step=16, alive=128, per_engine=256)
+    figures += _rows(RETOOL.name, RETOOL_PRINTED, _step(RETOOL, fetched, seed), RETOOL_SYNC)
+    figures.append(_given(RETOOL, RETOOL_PRINTED["training"], RETOOL_PRINTED["step"], fetched, seed))
+    for steps, (step_s, wait_s, training_s) in FETCHES.items():
+        fetched = partial(streamed, groups_per_step=steps * FETCHING.mini)
+        ours, row = _step(FETCHING.given(training_s), fetched, seed), f"verl 7B, fetches of {32 * steps}"
+        figures.append(Figure(row, "step, with its printed training time", "s", step_s, ours["step"]))
+        figures.append(Figure(row, "wait", "s", wait_s, ours["wait"]))
     notes = (
         "vime: the trainer takes 22% longer while engines generate, which nothing here predicts.",
         "verl: while the trainer bounds the step, the printed run waits for samples for 22 and 53 s of it.",
         "verl 30B: its trainer has a quarter of the devices. An optimizer step has the constant of"
         f" sim.cluster, {CONSTANT_S:.1f} s; update_actor of both rows is a / n + 11.5 s an optimizer step.",
         "verl 7B: the trainer bounds both runs, and its time does not scale with its devices: it is given."
-        " What is left to gain is the rollout.",
+        " What is left to gain is the rollout. In the printed run the trainer waits 52.6 s although samples"
+        " are ready: verl's `gen` has the calls that fetch prompts one by one, unpickle and pad them: 21 to"
+        " 59 s for 512 prompts in all rows with stale samples. No cost here has that.",
+        "ReTool: tools are part of the rollout; the published script has 16 responses of at most 16K tokens.",
+        "Fetches: the lengths change with the fetch, so the training time of each row is given.",
     )
     return Table("Steps", "asynchronous steps from synchronous ones", tuple(figures), notes)
+
+
+def one_step_ahead(seed: int) -> Table:
+    """verl's batch that is generated ahead on 4 devices, while 12 train."""
+    figures: list[Figure] = []
+    ahead = partial(one_step_off, groups_per_round=512, groups_per_step=32)
+    for pair, (sync_s, printed, rollout_s) in zip(ONE_STEP_PAIRS, ONE_STEP.values(), strict=True):
+        ours = predicted(pair, ahead, seed).figures["rollout_time_s"]
+        figures.append(Figure(pair.name, "rollout on 4 devices", "s", rollout_s, ours))
+        figures += _rows(pair.name, printed, _step(pair, ahead, seed), sync_s)
+    notes = (
+        "The rollout of the synchronous row is `generate_sequences`; its `gen` has 74 and 45 s besides.",
+        "Training is old_log_prob and update_actor.",
+    )
+    return Table("One step", "one step off from synchronous steps", tuple(figures), notes)
+
+
+def staleness(seed: int) -> Table:
+    """How old trained groups are if sampling is faster than training, and is ahead by some batches."""
+    fast = SimSettings.model_validate(
+        {"engines": {"base_s": 1e-6, "slope_s": 0.0}, "rewards": {"median_s": 0}}
+    )
+    figures = []
+    for ahead, printed in STALENESS.items():
+        schedule, of_run = partial(tinker_async, groups_per_step=8, steps_off_policy=ahead), {"rounds": STEPS}
+        ours = simulate(schedule, fast, RunSettings(group_size=8, seed=seed, **of_run)).figures["lag_mean"]
+        row = f"Tinker, {ahead} ahead"
+        figures.append(Figure(row, "mean staleness of a trained group", "", printed, ours))
+    return Table("Staleness", "batches that are sampled ahead, 40 steps", tuple(figures))
 
 
 async def refilled(run: Run, groups_per_round: int, early: bool) -> None:
@@ -236,21 +307,26 @@ printed 9 | verl 30B: 512 prompts of 16, 128 a step, at most 8K tokens, 96 and 3
     and update of the synchronous step | fully_async.md
 printed 8 | verl 7B: at most 10K tokens, 8 and 8 devices, fetches of 128; rollout and both trainers |
     fully_async.md
+printed 12 | ReTool, fetches, one step: prompts, responses, limits, devices; rollout and training of the
+    synchronous step; the training of fetches and of Megatron | the same pages, published scripts
+printed 3 | Tinker: steps, and batches ahead | pull request 822
 printed 2 | UniRL: 18 rollouts of at most 8,192 tokens | pull request 213
-fitted 6 | the factor of a decode step and the trainer's rate of the first three pairs | their synchronous
-    rows
+fitted 14 | the factor of a decode step and the trainer's rate of each pair | their synchronous rows
 fitted 2 | UniRL: generation, and scores with training | the rows separate and refilled
+assumed 1 | Tinker: sampling is faster than training |
 assumed 6 | lengths with median 1,230, sigma 1.3 and correlation 0.7; prompts of 150 tokens; engines of 4
     devices (verl); a fixed number of requests in flight (vime) |
 """
 PAPER = Paper(
     name="peers",
-    citation="Pairs of runs that vime, verl and UniRL printed, 2026",
+    citation="Pairs of runs that vime, verl, UniRL and Tinker printed, 2025 and 2026",
     set_up=("A synchronous run is fitted, its asynchronous counterpart is predicted; rewards take no time.",),
     parameters=parameters(PARAMETERS),
-    tables={"Steps": pairs, "Refills": refills},
+    tables={"Steps": pairs, "One step": one_step_ahead, "Refills": refills, "Staleness": staleness},
     contradictions=(
         "verl 7B: the trainer takes 430 s on 16 devices that also generate, and 436 s on 8 that only train.",
     ),
-    not_attempted="A second pending batch (UniRL), 32 H20 with AIME25, one-step-off on H20, drafts.",
+    not_attempted="A second pending batch (UniRL). These print too few parts: UniRL, issue 94, no seconds;"
+    " NeMo-RL, pull request 1381 and its page of performance, no times of generation and of training;"
+    " SkyRL's drafts, not the time of a draft; marin, issue 8955, neither the groups of an update nor times.",
 )
