@@ -156,7 +156,7 @@ def fitted(pair: Pair, seed: int) -> tuple[float, float]:
 @cache
 def predicted(pair: Pair, schedule: Schedule, seed: int, which: int = 1, rounds: int = ROUNDS) -> Simulated:
     """Run a schedule on the devices of the asynchronous run, or of the synchronous one (0)."""
-    slower, tokens = fitted(pair, seed)
+    slower, tokens = fitted(pair.given(0.0), seed)  # whose asynchronous trainer does not matter: one fit
     sim = _settings(pair, which, slower, tokens / pair.trainers[which].passes_s)
     return _run(pair, sim, schedule, rounds, WARM_UP_ROUNDS if rounds == ROUNDS else 0, seed)
 
@@ -245,7 +245,7 @@ def one_step_ahead(seed: int) -> Table:
 
 
 def staleness(seed: int) -> Table:
-    """How old trained groups are if sampling is faster than training, and is ahead by some batches."""
+    """How old trained samples are if sampling is faster than training, and is ahead by some batches."""
     fast = SimSettings.model_validate(
         {"engines": {"base_s": 1e-6, "slope_s": 0.0}, "rewards": {"median_s": 0}}
     )
@@ -254,7 +254,7 @@ def staleness(seed: int) -> Table:
         schedule, of_run = partial(tinker_async, groups_per_step=8, steps_off_policy=ahead), {"rounds": STEPS}
         ours = simulate(schedule, fast, RunSettings(group_size=8, seed=seed, **of_run)).figures["lag_mean"]
         row = f"Tinker, {ahead} ahead"
-        figures.append(Figure(row, "mean staleness of a trained group", "", printed, ours))
+        figures.append(Figure(row, "mean staleness; ours of tokens", "", printed, ours))
     return Table("Staleness", "batches that are sampled ahead, 40 steps", tuple(figures))
 
 

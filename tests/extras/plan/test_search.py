@@ -219,6 +219,15 @@ def test_a_slice_of_a_cluster_predicts_the_whole(schedule: str, kind: str, small
     assert predicted.floor == whole.floor and predicted.candidate is candidate
 
 
+def test_schedules_that_move_requests_are_left_out_of_slices_and_measured_whole(small_slices: None) -> None:
+    problem = cluster_of(64, 64)
+    (sliced, excluded), (whole, none) = problem.candidates(), problem.candidates(whole=True)
+    moving = [each for each in whole if each.work.schedule in ("dora", "laminar")]
+    (words,) = excluded.keys() - none.keys()
+    assert "--whole measures them" in words and excluded[words] == len(moving) == len(whole) - len(sliced) > 0
+    assert {each.slices for each in whole} == {1} and min(each.slices for each in sliced) > 1
+
+
 @pytest.mark.slow
 def test_the_best_of_a_large_cluster_was_measured_whole_and_the_others_on_slices(small_slices: None) -> None:
     problem = cluster_of(32, 32)

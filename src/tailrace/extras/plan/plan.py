@@ -26,7 +26,15 @@ from tailrace.algo.advantages import GRPO
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.simulation import simulate
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.candidates import Candidate, Work, Workload, candidates, divisions, response_lengths
+from tailrace.extras.plan.candidates import (
+    MOVING,
+    Candidate,
+    Work,
+    Workload,
+    candidates,
+    divisions,
+    response_lengths,
+)
 from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.record.events import Event, GroupEnded, Stepped
 from tailrace.record.figures import Row
@@ -255,15 +263,21 @@ class Problem:
         generation, training = zip(*found, strict=True)
         return min(generation), min(training)
 
-    def candidates(self) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
+    def candidates(self, *, whole: bool = False) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
         """Return the candidates within max_lag that fit the devices, with their rates, and how many others
-        each limit excludes. Raises a ConfigError if there are none."""
+        each limit excludes. `whole`: none is a slice, which would exclude MOVING. Raises a ConfigError if
+        there are none."""
         sims: dict[Candidate, SimSettings] = {}
         excluded: Counter[str] = Counter()
         refusals: list[ConfigError] = []
         for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
             if candidate.work.lag > self.max_lag:
                 excluded[f"train tokens that are older than plan.max_lag = {self.max_lag:g} steps"] += 1
+                continue
+            if whole:
+                candidate = replace(candidate, slices=1)
+            elif candidate.slices > 1 and candidate.work.schedule in MOVING:
+                excluded["move requests, which no slice of the cluster foretells; --whole measures them"] += 1
                 continue
             try:
                 sims[candidate] = self.sim_of(candidate)

@@ -1,12 +1,12 @@
 """The search: bounds, a short run of the promising candidates in virtual time, a long one of the best.
 
 What repeats in a large cluster is simulated once: both runs are of a slice of it, and then the best few are
-measured whole. `dora` and `laminar`, which move requests to other engines, may seem faster on a slice, which
-has fewer. A candidate that is predicted to be slower than what another one reaches is not measured. A
-schedule is about as many seconds above its estimate on one division of the devices as on another, and other
-parameters of a schedule with the same lag at least half as many. So those are measured first, over few steps,
-that are predicted to be the fastest; and the best of them over all steps. All candidates train the same
-prompts, with the same lengths of their responses.
+measured whole. Schedules that move requests to other engines are left out there. A candidate that is
+predicted to be slower than what another one reaches is not measured. A schedule is about as many seconds
+above its estimate on one division of the devices as on another, and other parameters of a schedule with the
+same lag at least half as many. So those are measured first, over few steps, that are predicted to be the
+fastest; and the best of them over all steps. All candidates train the same prompts, with the same lengths of
+their responses.
 """
 
 from collections import Counter
@@ -80,8 +80,7 @@ def search(
         whole: measure every candidate over all steps.
         present: the user's present setting, which is measured, too.
     """
-    sims, excluded = problem.candidates()
-    sims = {replace(each, slices=1) if whole else each: sim for each, sim in sims.items()}
+    sims, excluded = problem.candidates(whole=whole)
     total, num_fitting, signal = len(sims) + excluded.total(), len(sims), None
     size = problem.steps * problem.samples_per_step
     num_finalists = len(sims) if whole else min(FINALISTS[1], max(FINALISTS[0], BUDGET // size))
