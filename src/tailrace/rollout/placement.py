@@ -137,9 +137,9 @@ class PlacementSettings(Settings):
     "elastic": so, and in mid-round half of the engines give theirs to the first half of the trainer's
     replicas (RollPacker's stream trainer)."""
     lend_after: Literal["responses", "prompts"] = "responses"
-    """What of a round is finished when "elastic" lends devices. "responses": 20% to 50% of them, once the KV
-    cache of the rest fits on the other engines (RollPacker 4.4). "prompts": 40% of them, or 50% after a round
-    whose longest response had less than 90% of the limit, whatever fits (RollPacker's code)."""
+    """When "elastic" lends devices: "responses": at 20% to 50% of the finished responses, once the KV cache of
+    the rest fits on the other engines (RollPacker 4.4). "prompts": at 40% of the finished prompts, or 50% after
+    a round whose longest response had less than 90% of the limit, whatever fits (RollPacker's code)."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """Devices that `engines` and `trainer` number: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()
@@ -306,7 +306,7 @@ class Elastic(Colocated):
         self._on_early_devices, self._early_replicas = sharing.engines or half, sharing.early_replicas
         self._tested, self._longest = -1, sharing.longest
         self._shares = {True: EARLY, False: EARLY}
-        """Of the finished prompts, in races and in other rounds."""
+        """Shares of the finished prompts at which engines sleep, in races and in other rounds."""
 
     async def generating(self) -> None:
         self._tested = -1
