@@ -251,8 +251,9 @@ def staleness(seed: int) -> Table:
     )
     figures = []
     for ahead, printed in STALENESS.items():
-        schedule, of_run = partial(tinker_async, groups_per_step=8, steps_off_policy=ahead), {"rounds": STEPS}
-        ours = simulate(schedule, fast, RunSettings(group_size=8, seed=seed, **of_run)).figures["lag_mean"]
+        schedule = partial(tinker_async, groups_per_step=8, steps_off_policy=ahead)
+        of_run = RunSettings(rounds=STEPS, group_size=8, seed=seed)
+        ours = simulate(schedule, fast, of_run).figures["lag_mean"]
         row = f"Tinker, {ahead} ahead"
         figures.append(Figure(row, "mean staleness; ours of tokens", "", printed, ours))
     return Table("Staleness", "batches that are sampled ahead, 40 steps", tuple(figures))

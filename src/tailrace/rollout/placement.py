@@ -137,9 +137,9 @@ class PlacementSettings(Settings):
     "elastic": so, and in mid-round half of the engines give theirs to the first half of the trainer's
     replicas (RollPacker's stream trainer)."""
     lend_after: Literal["responses", "prompts"] = "responses"
-    """When "elastic" lends devices: "responses": at 20% to 50% of the finished responses, once the KV cache of
-    the rest fits on the other engines (RollPacker 4.4). "prompts": at 40% of the finished prompts, or 50% after
-    a round whose longest response had less than 90% of the limit, whatever fits (RollPacker's code)."""
+    """When "elastic" lends devices. "responses": at 20% to 50% of the finished responses, once the KV cache
+    of the rest fits on the other engines (RollPacker 4.4). "prompts": at 40% of the finished prompts, or 50%
+    after a round whose longest response had less than 90% of the limit, whatever fits (RollPacker's code)."""
     devices: Literal["cpus", "gpus"] = "cpus"
     """Devices that `engines` and `trainer` number: "cpus" (cores, on Linux) or "gpus"."""
     engines: tuple[tuple[int, ...], ...] = ()

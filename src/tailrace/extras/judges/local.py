@@ -275,7 +275,8 @@ class ModelJudge:
         self._layers.keep(self._budget.resident_layers(ids.numel()))
         with attention_kernels():
             hidden = self._model.base_model(ids.to(self._settings.device), use_cache=False).last_hidden_state
-        return hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+        last: Tensor = hidden[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+        return last
 
     def _compute(self, texts: Sequence[Sequence[int]]) -> list[float]:
         last = self._last(texts)
