@@ -155,7 +155,8 @@ site: $(VENV)/docs.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/simulator.py --rounds
-	$(BIN)/python benchmarks/schedules.py --clusters 20
+	$(BIN)/python benchmarks/schedules.py --race 20
+	$(BIN)/python benchmarks/schedules.py --planner 40
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/crash.py

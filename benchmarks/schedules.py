@@ -425,7 +425,7 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
     if unknown := {*only} - {*SCHEDULES, *OURS}:
         raise SystemExit(f"--only {';'.join(unknown)}: there is no such schedule")
     for each in range(number):
-        known = found[each].get(f"lag {max(LAGS)}", {}) if each < len(found) else {}
+        known = found[each].get(f"lag {max(LAGS):g}", {}) if each < len(found) else {}
         names = [name for name in only if name not in known]
         if each < len(found) and not names:
             continue
@@ -439,7 +439,11 @@ def on_raced_clusters(number: int, seed: int, only: Sequence[str], path: Path) -
         path.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, found)) + b"\n]\n")
         print(f"{each}: {words}", flush=True)
     for lag in LAGS:
-        print_class(f"lag {lag}", [each[f"lag {lag}"] for each in found[:number]])
+        races: list[Class] = [each[f"lag {lag:g}"] for each in found[:number]]
+        unmasked = [{name: each for name, each in race.items() if "masked" not in name} for race in races]
+        print_class(f"nothing masked, lag {lag:g}", unmasked)
+        if lag in MASKED:
+            print_class(f"lag {lag:g}", races)
 
 
 def main(
