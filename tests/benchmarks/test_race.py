@@ -1,12 +1,14 @@
 """The races of schedules: all of them, with parameters that work; and within a bound on lag."""
 
 import json
+import re
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 
 import common
-from schedules import RESULTS, on_raced_clusters
+from schedules import RESULTS, first_of, on_raced_clusters, time_of
 from tailrace.config import load_config
 from tailrace.drivers.assembly.schedule import resolve, shared_parameters
 from tailrace.schedules import SCHEDULES
@@ -37,3 +39,28 @@ def test_a_race_goes_on_from_what_its_file_has(tmp_path: Path, capsys: pytest.Ca
     on_raced_clusters(1, 0, ["april", "dora"], path)
     assert path.read_text(encoding="utf-8") == text
     assert "april                           1" in capsys.readouterr().out
+
+
+PAGE = RESULTS.parents[1] / "docs" / "why" / "results.md"
+CLASSES = {"on-policy": "lag 0", "lag 1": "lag 1", "no bound": "lag inf"}
+
+
+def row_of(name: str, schedule: str) -> tuple[str, ...]:
+    """Median and worst time of a step over the fastest of the class that masks nothing; lag, and waste."""
+    of_class = [found[CLASSES[name]] for found in json.loads((RESULTS / "race-0.json").read_text("utf-8"))]
+    races = [{each: race[each] for each in race if "masked" not in each} for race in of_class]
+    raced = [race for race in races if schedule in race]
+    over = [time_of(race[schedule]) / first_of(race, time_of) for race in raced]
+    lag, wasted = (fmean(race[schedule][key] for race in raced) for key in ("lag_mean", "waste_share"))
+    return f"{median(over):.2f}", f"{max(over):.2f}", f"{lag:.1f}" if lag else "0", f"{wasted:.0%}"
+
+
+def test_results_md_prints_the_race_of_twenty_set_ups() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (on-policy|lag 1|no bound) \| `(\w+)`.*? \| (.*) \| simulated \|$", text, re.M)
+    printed = {(name, schedule): tuple(rest.split(" | ")) for name, schedule, rest in cells}
+    assert len(printed) == 7
+    assert printed == {key: row_of(*key) for key in printed}
+    assert f"`serial` takes {printed['on-policy', 'serial'][0]} times" in text
+    dora, april = (float(printed["lag 1", name][0]) for name in ("dora", "april"))
+    assert april == 1.0 and f"`dora` takes {dora:.2f} times the step of `april`" in text
