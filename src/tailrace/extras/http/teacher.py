@@ -25,6 +25,7 @@ ROUTE = "/inference/v1/generate"
 PAUSE_S = 0.5
 """Seconds until a request is repeated; then twice as many each time, up to MAX_PAUSE_S."""
 MAX_PAUSE_S = 30.0
+OTHER_TOKENS = "its tokens are not those of the model that is trained"
 NOT_TOLD = "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer"
 
 
@@ -56,11 +57,10 @@ class ServerTeacher(TeacherKind):
         except (EngineDied, ServerRefused, httpx.HTTPError, ValueError) as why:
             remedy = "start it, or name another; it must be vLLM 0.30 or later, or tailrace serve"
             raise ConfigError("teacher.url", teacher.url, f"it gives no log-probs ({why})", remedy) from None
+        if is_same is None:
+            raise ConfigError("teacher.url", teacher.url, "it does not tell its vocabulary", NOT_TOLD)
         if not is_same:
-            problem, remedy = "its tokens are not those of the model that is trained", SAME_TOKENIZER
-            if is_same is None:
-                problem, remedy = "it does not tell its vocabulary", NOT_TOLD
-            raise ConfigError("teacher.url", teacher.url, problem, remedy)
+            raise ConfigError("teacher.url", teacher.url, OTHER_TOKENS, SAME_TOKENIZER)
         data, limit = opening.config.data, context_length(opening.model)
         assert data
         longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
@@ -91,9 +91,8 @@ class ScoringClient:
                     placed = [(rows[place], str(id)) for place, id in enumerate(ids, len(prompt))]
                     return [float(row.get(id, {}).get("logprob", math.nan)) for row, id in placed]
                 except (EngineDied, ServerRefused) as why:
-                    waited = now() + pause_s > begun + self._settings.retry_timeout_s
                     may_pass = isinstance(why, EngineDied) or why.status >= 500 or why.status in (408, 429)
-                    if waited or not may_pass:
+                    if not may_pass or now() + pause_s > begun + self._settings.retry_timeout_s:
                         raise RewardFailed("teacher", str(why)) from None
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -113,8 +112,7 @@ class ScoringClient:
     async def has_tokens_of(self, tokenizer: Tokenizer) -> bool | None:
         """Return whether the server's tokens are those of a tokenizer; it may have more after them. None: it
         does not tell. Raises a httpx.HTTPError, or a ValueError: the reply is no JSON."""
-        ids = sorted(tokenizer.backend_tokenizer.get_vocab().values())
-        below = ids[-1] + 1
+        below = (ids := sorted(tokenizer.backend_tokenizer.get_vocab().values()))[-1] + 1
         reply = await self._client.get("/vocabulary", params={"below": below}, timeout=60)
         if reply.status_code == 404:
             reply = await self._client.post("/detokenize", json={"tokens": ids}, timeout=60)  # of vLLM

@@ -265,8 +265,7 @@ class Problem:
 
     def candidates(self, *, whole: bool = False) -> tuple[dict[Candidate, SimSettings], Counter[str]]:
         """Return the candidates within max_lag that fit the devices, with their rates, and how many others
-        each limit excludes. `whole`: none is a slice, which would exclude MOVING. Raises a ConfigError if
-        there are none."""
+        each limit excludes. `whole`: none is a slice. Raises a ConfigError if there are none."""
         sims: dict[Candidate, SimSettings] = {}
         excluded: Counter[str] = Counter()
         refusals: list[ConfigError] = []
@@ -274,9 +273,8 @@ class Problem:
             if candidate.work.lag > self.max_lag:
                 excluded[f"train tokens that are older than plan.max_lag = {self.max_lag:g} steps"] += 1
                 continue
-            if whole:
-                candidate = replace(candidate, slices=1)
-            elif candidate.slices > 1 and candidate.work.schedule in MOVING:
+            candidate = replace(candidate, slices=1) if whole else candidate
+            if candidate.slices > 1 and candidate.work.schedule in MOVING:
                 excluded["move requests, which no slice of the cluster foretells; --whole measures them"] += 1
                 continue
             try:
