@@ -82,8 +82,7 @@ class ScoringClient:
     async def logprobs(self, sample: Sample) -> list[float]:
         """Return the log-probs of a sample's tokens. Raises a RewardFailed if the server refuses it, or has
         failed for `retry_timeout_s`."""
-        prompt, ids = list(sample.prompt.ids), sample.completion_ids
-        begun, pause_s = now(), PAUSE_S
+        prompt, ids, begun, pause_s = [*sample.prompt.ids], sample.completion_ids, now(), PAUSE_S
         async with self._places:
             while True:
                 try:

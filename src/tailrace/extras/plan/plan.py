@@ -267,8 +267,7 @@ class Problem:
         """Return the candidates within max_lag that fit the devices, with their rates, and how many others
         each limit excludes. `whole`: none is a slice. Raises a ConfigError if there are none."""
         sims: dict[Candidate, SimSettings] = {}
-        excluded: Counter[str] = Counter()
-        refusals: list[ConfigError] = []
+        excluded, refusals = Counter[str](), list[ConfigError]()
         for candidate in candidates(self.sim, self.groups_per_step, self.run.group_size, self.max_lag):
             if candidate.work.lag > self.max_lag:
                 excluded[f"train tokens that are older than plan.max_lag = {self.max_lag:g} steps"] += 1
