@@ -18,7 +18,7 @@ import pytest
 
 from helpers.processes import worker_of
 from helpers.stand_in import StandInJob
-from helpers.worker_cases import TRAINER, make_samples, workers
+from helpers.worker_cases import DEADLINE_S, TRAINER, make_samples, workers
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.cli import main
@@ -75,8 +75,11 @@ def joined(role: Role, port: int) -> Iterator[Future[int]]:
 
 
 def until_it_listens(port: int) -> None:
+    """A run that fails first never listens."""
+    ends_s = time.monotonic() + DEADLINE_S
     with socket.socket() as client:
         while client.connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < ends_s, "no run listens"
             time.sleep(0.01)
 
 

@@ -88,7 +88,7 @@ def text_of(tokenizer: Tokenizer, kept: Collection[str] = ()) -> Callable[[Seque
     """
     cleans = tokenizer.clean_up_tokenization_spaces
     decode = tokenizer.decode if cleans else tokenizer.backend_tokenizer.decode
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if kept else ()
     marks = {id for id, token in added if token.special and token.content in kept}
     if not marks:
         return partial(decode, skip_special_tokens=True)
