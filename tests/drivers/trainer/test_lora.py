@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_cases import make_torch_trainer, make_units
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from helpers.architectures import SHAPES, SIZES, random_model
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.trainer.adapter import adapted_modules, adapter_tensors, check_lora
+from tailrace.drivers.trainer.lora import Adapter
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import CheckpointError, ConfigError
@@ -86,6 +87,8 @@ def test_the_adapter_is_in_the_format_of_peft(make_trainer: Make, model_path: Pa
     trainer.save(tmp_path / "saved")()
     written = json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == model_path.name
+    assert len(written["target_modules"]) == 14
+    assert written["target_modules"] == sorted(written["target_modules"])
     theirs = logits(model_path, tmp_path / "saved" / "adapter")
     assert torch.allclose(theirs, logits(tmp_path / "saved"), atol=1e-5)
 
@@ -182,8 +185,8 @@ def test_layers_that_the_model_lacks_are_refused_by_the_trainer_too(make_trainer
 
 REFUSED = ("falcon_h1", "mamba", "mamba2", "nemotron_h")
 """Architectures some linear layers of which peft refuses to adapt."""
-SHOWN = ("qwen2_moe", "gemma4_text", "phimoe")
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES.keys() - {*SHOWN, *REFUSED, "gpt2"}]
+SHOWN = ("qwen2_moe", "gemma4_text", "phimoe", "gpt2")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES.keys() - {*SHOWN, *REFUSED}]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -226,6 +229,40 @@ def test_an_adapter_leaves_the_layers_for_images_out_and_has_the_names_of_the_fi
     assert all(name.startswith("language_model.model.layers.") for name in layers)
     theirs = logits(tmp_path / "base", tmp_path / "saved" / "adapter")
     assert torch.allclose(theirs, logits(tmp_path / "saved"), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(("model_type", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
+def test_names_in_files_may_lack_the_prefix_of_the_model(
+    model_type: str, prefix: str, tmp_path: Path
+) -> None:
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    random_model(model_type, SHAPES[model_type]).save_pretrained(base)
+    file = base / "model.safetensors"
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    settings = LoraSettings(rank=2, publish="adapter")
+    trainer = make_torch_trainer(base, learning_rate=1e-2, lora=settings)
+    step(trainer)
+    assert set(manifest(dict(trainer.weights()))) == set(adapter_tensors(base, settings))
+    trainer.save(saved)()
+    ours = logits(saved)
+    assert torch.allclose(logits(base, saved / "adapter"), ours, atol=1e-4)
+    assert not torch.allclose(logits(base), ours, atol=1e-3)
+    restored = make_torch_trainer(base, lora=settings)
+    restored.restore(saved)
+    again = dict(restored.weights())
+    assert all(torch.equal(again[name], tensor) for name, tensor in trainer.weights())
+
+
+def test_a_model_of_whose_layers_the_folder_names_none_is_refused(tmp_path: Path) -> None:
+    model = random_model("llama", SHAPES["llama"])
+    model.save_pretrained(tmp_path)
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    save_file({f"x.{name}": tensor for name, tensor in tensors.items()}, file)
+    model.config.name_or_path = str(tmp_path)
+    with pytest.raises(ConfigError, match="no linear layer of the model is one of the folder's weights"):
+        Adapter(model, LoraSettings())
 
 
 def test_layers_of_experts_are_left_out_and_refused_by_name(

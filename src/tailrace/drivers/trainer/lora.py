@@ -21,6 +21,7 @@ from tailrace.errors import CheckpointError, ConfigError
 from tailrace.model_folder import model_name
 
 _NAME = "default"
+_FACTORS = "lora_A", "lora_B"
 _PREFIX = "base_model.model."
 """Prefix of the names in peft's files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -35,11 +36,21 @@ class Adapter:
     def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
         wanted, self._model = adapted_modules(Path(model.config.name_or_path), settings), model
         self._in_files = {
-            name: file_name.removesuffix(".weight")
+            name: in_files.removesuffix(".weight")
             for name, part in model.named_modules()
             if isinstance(part, nn.Linear | Conv1D)
             for file_name, _ in as_in_files(model, f"{name}.weight", part.weight.detach())
-            if file_name.removesuffix(".weight") in wanted
+            for in_files in (file_name, file_name.removeprefix(f"{model.base_model_prefix}."))
+            if in_files.removesuffix(".weight") in wanted
+        }
+        key, value = "trainer.lora.target_modules", str(settings.target_modules)
+        if not self._in_files:
+            problem = "no linear layer of the model is one of the folder's weights"
+            raise ConfigError(key, value, problem, "save the model with `save_pretrained`")
+        self._saved = {
+            f"{in_files}.{factor}.weight": f"{_PREFIX}{name}.{factor}.weight"
+            for name, in_files in self._in_files.items()
+            for factor in _FACTORS
         }
         self._config = LoraConfig(
             r=settings.rank,
@@ -54,17 +65,18 @@ class Adapter:
                 inject_adapter_in_model(self._config, model, _NAME)
             except ValueError as why:
                 problem = f"peft cannot adapt these layers ({' '.join(str(why).split())[:200]})"
-                key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
-                raise ConfigError(key, str(settings.target_modules), problem, remedy) from why
+                raise ConfigError(key, value, problem, "name linear layers of the model") from why
         self._layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
-        assert self._layers.keys() == self._in_files.keys(), "peft adapts other layers than it was told"
+        if other := sorted(self._layers.keys() ^ self._in_files.keys()):
+            problem = f"peft does not keep apart layers whose names end alike, such as {other[0]}"
+            raise ConfigError(key, value, problem, "name other layers of the model")
 
     def parameters(self) -> dict[str, Tensor]:
         """The factors, which are trained, by the names of their layers in the model's files."""
         return {
             f"{self._in_files[name]}.{factor}.weight": getattr(layer, factor)[_NAME].weight
             for name, layer in self._layers.items()
-            for factor in ("lora_A", "lora_B")
+            for factor in _FACTORS
         }
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +91,7 @@ class Adapter:
     def _merge(self, layer: Linear | None, kind: str, weight: Tensor) -> Tensor:
         if layer is None or kind != "weight":
             return weight
-        a, b = (gather(getattr(layer, factor)[_NAME].weight) for factor in ("lora_A", "lora_B"))
+        a, b = (gather(getattr(layer, factor)[_NAME].weight) for factor in _FACTORS)
         change: Tensor = layer.scaling[_NAME] * (b @ a)
         return weight + (change.T if layer.fan_in_fan_out else change)
 
@@ -98,9 +110,10 @@ class Adapter:
         """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written.
         `factors` are whole tensors, by the names of `parameters`."""
         folder.mkdir()
-        tensors = {_PREFIX + name: factor.cpu().contiguous() for name, factor in factors.items()}
+        tensors = {self._saved[name]: factor.cpu().contiguous() for name, factor in factors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.inference_mode = True  # as peft writes it
+        self._config.target_modules = sorted(self._in_files)  # peft's set has another order in each process
         self._config.save_pretrained(str(folder))
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -119,4 +132,5 @@ class Adapter:
                 raise CheckpointError(
                     f"{folder}: its {key} is {before}, here {here}; set trainer.lora.{key} as it was"
                 )
-        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+        names = {saved: name for name, saved in self._saved.items()}
+        return {names.get(saved, saved): tensor for saved, tensor in tensors.items()}
