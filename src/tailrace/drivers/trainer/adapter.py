@@ -18,8 +18,6 @@ _NOT_ADAPTED = re.compile(r"(^|\.)(\w*embed\w*|w[tp]e|lm_head|gate|router(\.laye
 """Embeddings, heads, and routers, some of which are no linear layers of transformers."""
 _EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 """An expert's layer in files. transformers keeps all experts of a block in one tensor, which is no layer."""
-_TRANSPOSED = {"gpt2", "openai-gpt"}
-"""Model types whose layers are Conv1D of transformers: their weights have the shape (inputs, outputs)."""
 _KEY = "trainer.lora"
 VLLM_MAX_RANK = 512
 """The largest rank that vLLM takes, as in extras/http/vllm.py."""
@@ -30,7 +28,7 @@ def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int
     an expert's are none: peft would look for them in the experts. Raises a ConfigError if a file is missing
     or damaged, or a name of `target_modules` is of no linear layer, or of an expert's."""
     drafts, experts = set(draft_tensors(model)), expert_layers(model)
-    step = -1 if read_config(model).get("model_type") in _TRANSPOSED else 1
+    step = -1 if read_config(model).get("model_type") in ("gpt2", "openai-gpt") else 1  # Conv1D: (in, out)
     linear = {
         name.removesuffix(_WEIGHT): (shape[::step][0], shape[::step][1])
         for name, shape in tensor_shapes(model).items()

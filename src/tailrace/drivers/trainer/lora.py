@@ -35,7 +35,7 @@ class Adapter:
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
         wanted, self._model = adapted_modules(Path(model.config.name_or_path), settings), model
-        self._in_files = {
+        layers = {
             name: in_files.removesuffix(".weight")
             for name, part in model.named_modules()
             if isinstance(part, nn.Linear | Conv1D)
@@ -43,41 +43,34 @@ class Adapter:
             for in_files in (file_name, file_name.removeprefix(f"{model.base_model_prefix}."))
             if in_files.removesuffix(".weight") in wanted
         }
-        key, value = "trainer.lora.target_modules", str(settings.target_modules)
-        if not self._in_files:
-            problem = "no linear layer of the model is one of the folder's weights"
-            raise ConfigError(key, value, problem, "save the model with `save_pretrained`")
-        self._saved = {
-            f"{in_files}.{factor}.weight": f"{_PREFIX}{name}.{factor}.weight"
-            for name, in_files in self._in_files.items()
-            for factor in _FACTORS
-        }
+        pairs = [(name, factor) for name in layers for factor in _FACTORS]
+        self._in_model = {f"{layers[n]}.{each}.weight": f"{n}.{each}.weight" for n, each in pairs}
         self._config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=[*self._in_files],
+            target_modules=[*layers],
             task_type="CAUSAL_LM",
             base_model_name_or_path=model_name(model.config.name_or_path),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
+                if not layers:
+                    raise ValueError("the folder's weights have other names than the model's linear layers")
                 inject_adapter_in_model(self._config, model, _NAME)
+                self._layers = {n: part for n, part in model.named_modules() if isinstance(part, Linear)}
+                if self._layers.keys() != layers.keys():
+                    raise ValueError("it adapts other layers, too, whose names end alike")
             except ValueError as why:
                 problem = f"peft cannot adapt these layers ({' '.join(str(why).split())[:200]})"
-                raise ConfigError(key, value, problem, "name linear layers of the model") from why
-        self._layers = {name: part for name, part in model.named_modules() if isinstance(part, Linear)}
-        if other := sorted(self._layers.keys() ^ self._in_files.keys()):
-            problem = f"peft does not keep apart layers whose names end alike, such as {other[0]}"
-            raise ConfigError(key, value, problem, "name other layers of the model")
+                key, remedy = "trainer.lora.target_modules", "name linear layers of the model"
+                raise ConfigError(key, str(settings.target_modules), problem, remedy) from why
+        self._config.target_modules = sorted(layers)  # peft's set has another order in each process
 
     def parameters(self) -> dict[str, Tensor]:
         """The factors, which are trained, by the names of their layers in the model's files."""
-        return {
-            f"{self._in_files[name]}.{factor}.weight": getattr(layer, factor)[_NAME].weight
-            for name, layer in self._layers.items()
-            for factor in _FACTORS
-        }
+        own = {name: place.removesuffix("weight") for name, place in self._in_model.items()}
+        return {name: self._model.get_parameter(f"{place}{_NAME}.weight") for name, place in own.items()}
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """All weights with their Hugging Face names, the adapter added, one after another. All ranks must
@@ -110,10 +103,9 @@ class Adapter:
         """Write the adapter as peft does. Raises an OSError or SafetensorError if it cannot be written.
         `factors` are whole tensors, by the names of `parameters`."""
         folder.mkdir()
-        tensors = {self._saved[name]: factor.cpu().contiguous() for name, factor in factors.items()}
+        tensors = {_PREFIX + self._in_model[n]: factor.cpu().contiguous() for n, factor in factors.items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.inference_mode = True  # as peft writes it
-        self._config.target_modules = sorted(self._in_files)  # peft's set has another order in each process
         self._config.save_pretrained(str(folder))
 
     def read(self, folder: Path) -> dict[str, Tensor]:
@@ -132,5 +124,5 @@ class Adapter:
                 raise CheckpointError(
                     f"{folder}: its {key} is {before}, here {here}; set trainer.lora.{key} as it was"
                 )
-        names = {saved: name for name, saved in self._saved.items()}
+        names = {_PREFIX + place: name for name, place in self._in_model.items()}
         return {names.get(saved, saved): tensor for saved, tensor in tensors.items()}
