@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helpers.small_run import write_small_run
 from helpers.tiny_models import save_tiny_model
+from tailrace import model_folder
 from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.errors import ConfigError
@@ -222,6 +223,14 @@ def test_a_head_of_its_own_under_tied_embeddings_is_refused(folder: Path) -> Non
     check_files(folder)
 
 
+@pytest.mark.parametrize("name", ["wte.weight", "language_model.model.embed_tokens.weight"])
+def test_a_head_is_compared_with_an_embedding_of_any_name(folder: Path, name: str) -> None:
+    tensors = load_file(tied_folder(folder, "another") / WEIGHTS)
+    tensors[name] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    assert refused(folder).endswith("but the weights have another lm_head.weight")
+
+
 def test_a_copy_of_the_embedding_as_the_head_is_accepted(folder: Path) -> None:
     check_files(tied_folder(folder, "equal"))
 
@@ -255,6 +264,8 @@ def test_layers_that_predict_several_tokens_are_no_layers_too_many(folder: Path)
     names = ["model.layers.2.eh_proj.weight", "model.mtp.layers.7.fc.weight", "mtp.fc.weight"]
     change_weights(folder, **{name: torch.ones(2, 2) for name in names})
     assert refused(folder).endswith("has no place for 1 weights (model.layers.2.eh_proj.weight)")
+    edit(folder / "config.json", num_nextn_predict_layers="1")
+    assert refused(folder).endswith("has no place for 1 weights (model.layers.2.eh_proj.weight)")
     edit(folder / "config.json", num_nextn_predict_layers=1)
     check_files(folder)
     assert sorted(draft_tensors(folder)) == names
@@ -281,7 +292,7 @@ def test_masks_of_old_checkpoints_and_layers_that_read_images_are_no_defects(fol
     mask, image = torch.ones(1, 1, 4, 4, dtype=torch.uint8), "model.vision_tower.layers.40.q_proj.weight"
     change_weights(folder, **{"h.0.attn.bias": mask, image: torch.ones(2, 2)})
     check_files(folder)
-    assert draft_tensors(folder) == []
+    assert draft_tensors(folder) == {}
 
 
 def test_quantised_weights_are_refused_with_what_can_be_done(folder: Path) -> None:
@@ -290,6 +301,15 @@ def test_quantised_weights_are_refused_with_what_can_be_done(folder: Path) -> No
         check_files(folder)
     assert caught.value.problem.startswith("config.json: quantization_config: quantised weights are neither")
     assert caught.value.remedy == "name the model that they were made from, or a dequantised copy"
+
+
+def test_computed_tensors_and_parts_for_images_are_no_weights_too_many_but_heads_are(folder: Path) -> None:
+    rope = ["h.0.rotary_emb.cos_cached", "model.layers.0.self_attn.rotary_emb.original_inv_freq"]
+    images = ["model.image_newline", "model.connector.proj.weight", "model.mm_projector.0.weight"]
+    model_folder.check_all_used(folder, rope + images)
+    heads = ["score.weight", "v_head.summary.bias"]
+    with pytest.raises(ConfigError, match=r"2 weights \(score.*, v_head.*; .*, or remove a value head"):
+        model_folder.check_all_used(folder, rope + heads)
 
 
 @pytest.mark.parametrize("command", ["train --dry-run", "train", "sft", "eval", "diagnose", "serve", "init"])

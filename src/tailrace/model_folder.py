@@ -26,13 +26,15 @@ _RUN_FILES = "config.toml", ".tailrace"
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
-_BLOCK = re.compile(r"(?:(?:(?:language_|text_)?model|transformer|decoder|backbone)\.)*(?:layers|h)\.(\d+)\.")
+_TEXT = r"(?:(?:(?:language_|text_)?model|gpt_neox|transformer|decoder|backbone)\.)*"
+_BLOCK = re.compile(_TEXT + r"(?:layers|h)\.(\d+)\.")
+_TIED = re.compile(_TEXT + r"(?:embed_tokens|wte|embed_in)\.weight")
 _DRAFT = re.compile(r"(^|\.)mtp\w*\.")
 _CODES, _PACKED = re.compile(r"F[468](_\w+)?|[UI]8"), (".qweight", ".weight_packed")
 """Types of quantised weights, and last names of those that are packed into other types."""
-COMPUTED = re.compile(r"(^|\.)(inv_freq|(attn|attention)\.((masked_)?bias|causal_mask)|position_ids)$")
+COMPUTED = re.compile(r"\b(\w*inv_freq|\w+_cached|att(entio)?n\.((masked_)?bias|causal_mask)|position_ids)$")
 """Buffers that old checkpoints contain; models compute them."""
-NOT_OF_TEXT = re.compile(r"(^|\.)(visual|vision_\w+|audio_\w+|embed_(vision|audio)|multi_modal_projector)\.")
+NOT_OF_TEXT = re.compile(r"\b((visual|(embed_)?(vision|audio)\w*|\w+_projector|connector)\.|image_newline$)")
 """Tensors for images and sounds."""
 
 
@@ -128,8 +130,8 @@ def check_files(path: Path) -> None:
         raise folder_error(path, problem, "name the model that they were made from, or a dequantised copy")
     if (rows := shapes.get(_EMBEDDING, (size,))[0]) != size:
         raise folder_error(path, f"config.json: vocab_size = {size}, but {_EMBEDDING} has {rows} rows")
-    tied = config.get("tie_word_embeddings") and {_EMBEDDING, _HEAD} <= shapes.keys()
-    if tied and _bytes_of(path, _HEAD) != _bytes_of(path, _EMBEDDING):
+    tied = [name for name in shapes if _TIED.fullmatch(name)] if config.get("tie_word_embeddings") else []
+    if _HEAD in shapes and any(_bytes_of(path, _HEAD) != _bytes_of(path, name) for name in tied):
         problem = f"config.json: tie_word_embeddings = true, but the weights have another {_HEAD}"
         remedy = f"set tie_word_embeddings to false if {_HEAD} is right, else remove it from the weights"
         raise folder_error(path, problem, remedy)
@@ -166,11 +168,12 @@ def weight_files(path: Path) -> list[Path]:
     return [file for file in files if file.name in named]
 
 
-def draft_tensors(path: Path) -> list[str]:
-    """The tensors of layers that predict several tokens (MTP), which transformers' models leave out: those
-    named mtp, and those of `num_nextn_predict_layers` layers after the last. Raises as `tensor_shapes`."""
-    config = read_config(path)
-    return [name for name in tensor_shapes(path) if _is_draft(name, config)]
+def draft_tensors(path: Path) -> dict[str, Path]:
+    """The tensors, with files, of layers that predict several tokens (MTP), which transformers' models leave
+    out: named mtp, or of `num_nextn_predict_layers` layers after the last. Raises as `tensor_shapes`."""
+    config, _ = read_config(path), tensor_shapes(path)
+    named = ((name, file) for file in weight_files(path) for name, *_ in tensor_headers(file))
+    return {name: file for name, file in named if _is_draft(name, config)}
 
 
 def check_all_used(path: Path, unused: Collection[str]) -> None:
@@ -182,7 +185,8 @@ def check_all_used(path: Path, unused: Collection[str]) -> None:
     if wrong := sorted(set(unused) - known):
         named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         problem = f"config.json: the model that it describes has no place for {len(wrong)} weights ({named})"
-        raise folder_error(path, problem, "put the weights' own config.json into the folder")
+        remedy = "put the weights' own config.json into the folder, or remove a value head or a classifier"
+        raise folder_error(path, problem, remedy)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -281,8 +285,8 @@ def _is_positive(value: object) -> bool:
 
 
 def _is_draft(name: str, config: dict[str, Any]) -> bool:
-    last = config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)
-    return bool(_DRAFT.search(name)) or config["num_hidden_layers"] <= _block(name) < last
+    first, more = config["num_hidden_layers"], config.get("num_nextn_predict_layers")
+    return bool(_DRAFT.search(name)) or first <= _block(name) < first + (more if _is_size(more) else 0)
 
 
 def _block(name: str) -> int:
@@ -292,7 +296,7 @@ def _block(name: str) -> int:
 
 
 def _impossible(config: dict[str, Any]) -> list[str]:
-    """Return the defect of the values of config.json that no model may have, or None."""
+    """Return the values of config.json that no model may have, each with what it must be."""
     given = {name: config[name] for name in _OPTIONAL if config.get(name) is not None}
     sizes = {name: config.get(name) for name in _SIZES} | given
     wrong = {name: value for name, value in sizes.items() if not _is_size(value)}

@@ -17,7 +17,7 @@ from tailrace.drivers.trainer.checksums import replacing, verify
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.errors import CheckpointError, ConfigError
-from tailrace.model_folder import weight_files
+from tailrace.model_folder import INDEX, weight_files
 
 STATE_FILE = "trainer/shard-00001-model-00001-of-00001.safetensors"
 Make = Callable[..., TorchTrainer]
@@ -87,14 +87,26 @@ def test_weights_that_predict_several_tokens_are_exported_as_the_base_has_them(
     trainer = make_torch_trainer(base)
     steps(trainer, range(1))
     trainer.save(saved)()
-    files = weight_files(saved)
+    files, index = weight_files(saved), json.loads((saved / INDEX).read_text())
     exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert exported.keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in exported.values())
     assert all(exported[name].dtype == torch.bfloat16 for name in names)
     assert all(torch.equal(exported[name], drafts[name]) for name in names)
     assert not torch.equal(exported["lm_head.weight"], tensors["lm_head.weight"])
     make_torch_trainer(saved).save(tmp_path / "again")()
     assert len(weight_files(tmp_path / "again")) == len(files) == 2
+
+
+def test_the_folder_of_the_base_may_go_unless_it_has_drafts(model_path: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(model_path, tmp_path / "base")
+    plain, tensors = make_torch_trainer(base), load_file(base / "model.safetensors")
+    save_file(tensors | {"mtp.fc": torch.ones(2)}, base / "model.safetensors", {"format": "pt"})
+    drafting = make_torch_trainer(base)
+    shutil.rmtree(base)
+    plain.save(tmp_path / "saved")()
+    with pytest.raises(CheckpointError, match=r"saved cannot be written \(No such file"):
+        drafting.save(tmp_path / "saved")()
 
 
 def test_saving_again_replaces_the_folder_and_leaves_nothing_else(make_trainer: Make, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Torch(TrainerKind):
         assert config.model
         check_files(config.model.path)
         if drafts := draft_tensors(config.model.path):
-            say(f"checkpoints have {len(drafts)} weights of the base that are not trained: {drafts[0]}, ...")
+            say(f"checkpoints have {len(drafts)} untrained weights of the base: {min(drafts)}, ...")
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)

@@ -26,8 +26,8 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -42,11 +42,11 @@ from tailrace.drivers.trainer.checksums import remedy
 from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import CheckpointError, ConfigError, disk_remedy
-from tailrace.model_folder import INDEX, draft_tensors, folder_error, tensor_headers, weight_files
+from tailrace.model_folder import INDEX, folder_error, tensor_headers, weight_files
 
 V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
-
+Files = Mapping[str, Path]
 
 State = Mapping[str, Tensor]
 """State in a checkpoint besides the model. Tensors of a sharded model are DTensors.
@@ -195,14 +195,14 @@ def try_export(policy: PolicyModel, copied_from: Path) -> None:
 
 
 def writing(
-    folder: Path, policy: PolicyModel, state: State, copied_from: Path, ranks: Ranks, *, copied: bool
+    folder: Path, policy: PolicyModel, state: State, base: Path, drafts: Files, ranks: Ranks, *, copied: bool
 ) -> Callable[[], None]:
     """Begin a checkpoint, and return what writes it, in place of the one in `folder` if there is one. All
     ranks of a replica call it, and then what it returns. At most one checkpoint is written at a time. Raises
     a CheckpointError if here or later, it cannot be written. The checkpoint that was there is unchanged.
 
     Args:
-        copied_from: the folder whose tokenizer, generation_config.json and drafts are copied.
+        base: the folder whose tokenizer, generation_config.json and `drafts`, with their files, are copied.
         copied: what is written is a copy in host memory, so that training may go on meanwhile.
     """
     partial, is_first = folder.with_name(folder.name + checksums.PARTIAL), ranks.rank == 0
@@ -223,26 +223,29 @@ def writing(
             write_state()  # returns when all ranks have written
             if is_first:
                 policy.model.save_pretrained(partial, state_dict=model)
-                _copy_drafts(copied_from, partial)
+                _copy_drafts(drafts, partial, sum(each.nbytes for each in model.values()))
                 if policy.adapter:
                     policy.adapter.save(partial / ADAPTER_FOLDER, factors)
                 for pattern in COPIED_FILES:
-                    for file in filter(Path.is_file, copied_from.glob(pattern)):
+                    for file in filter(Path.is_file, base.glob(pattern)):
                         shutil.copy(file, partial)
                 checksums.seal(partial, num_steps)
 
     return write
 
 
-def _copy_drafts(source: Path, folder: Path) -> None:
-    """Add the drafts of a folder to a saved model. transformers would write them in another form."""
-    if not (names := set(draft_tensors(source))):
+def _copy_drafts(sources: Files, folder: Path, num_bytes: int) -> None:
+    """Add drafts to a saved model of so many bytes. transformers would write them in another form."""
+    if not sources:
         return
-    read = (load_file(file).items() for file in weight_files(source))
-    drafts = {name: tensor for tensors in read for name, tensor in tensors if name in names}
+    drafts: dict[str, Tensor] = {}
+    for source in dict.fromkeys(sources.values()):
+        with safe_open(source, framework="pt") as tensors:
+            drafts |= {n: tensors.get_tensor(n) for n, file in sources.items() if file == source}
+    num_bytes += sum(each.nbytes for each in drafts.values())
     files = {name: file.name for file in weight_files(folder) for name, *_ in tensor_headers(file)}
     save_file(drafts, folder / DRAFTS_FILE, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": files | dict.fromkeys(drafts, DRAFTS_FILE)}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": files | dict.fromkeys(drafts, DRAFTS_FILE)}
     (folder / INDEX).write_text(json.dumps(index))
 
 

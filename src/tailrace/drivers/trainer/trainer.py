@@ -37,6 +37,7 @@ from tailrace.drivers.trainer.optimizer import Optimizer
 from tailrace.drivers.trainer.packing import take_full
 from tailrace.drivers.trainer.reference import TorchReference
 from tailrace.errors import ScheduleError
+from tailrace.model_folder import draft_tensors
 
 
 class TorchTrainer:
@@ -54,12 +55,13 @@ class TorchTrainer:
     ) -> None:
         """Load a Hugging Face folder, and a critic of it if the algorithm needs one. Log-probs are those at
         the sampling temperature. Without `ranks` this process is alone. Raises as `PolicyModel.load`."""
-        self._settings, self._algorithm, self._copied_from = settings, algorithm, path
+        self._settings, self._algorithm = settings, algorithm
         self._ranks = ranks = ranks or Ranks()
         torch.manual_seed(0)  # of a critic's head, and of the random state that checkpoints keep
         self._policy = policy = PolicyModel.load(path, settings, sampling.temperature, ranks)
         if ranks.rank == 0:
             checkpoint.try_export(policy, path)
+        self._base = path, draft_tensors(path) if ranks.rank == 0 else {}
         self._critic = Critic(path, settings, ranks, policy.packing) if algorithm.advantage == "gae" else None
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
         self._max_tokens = settings.max_tokens_per_microbatch
@@ -218,7 +220,7 @@ class TorchTrainer:
             state |= prefixed("critic.", self._critic.optimizer.state())
             state |= prefixed("critic.weight.", self._critic.parameters())
         copied = self._settings.async_checkpoints
-        return checkpoint.writing(folder, self._policy, state, self._copied_from, self._ranks, copied=copied)
+        return checkpoint.writing(folder, self._policy, state, *self._base, self._ranks, copied=copied)
 
     def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint, as if its weights were just published. Accumulated gradients are
