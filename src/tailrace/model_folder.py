@@ -172,8 +172,7 @@ def draft_tensors(path: Path) -> dict[str, Path]:
     """The tensors, with files, of layers that predict several tokens (MTP), which transformers' models leave
     out: named mtp, or of `num_nextn_predict_layers` layers after the last. Raises as `tensor_shapes`."""
     config, _ = read_config(path), tensor_shapes(path)
-    named = ((name, file) for file in weight_files(path) for name, *_ in tensor_headers(file))
-    return {name: file for name, file in named if _is_draft(name, config)}
+    return {n: file for file in weight_files(path) for n, *_ in tensor_headers(file) if _is_draft(n, config)}
 
 
 def check_all_used(path: Path, unused: Collection[str]) -> None:
