@@ -234,7 +234,7 @@ def test_a_response_that_the_template_rewrites_is_trained_as_written():
 def with_text(message):
     """Return a message that calls a function, with the arguments as OpenAI's clients send them."""
     (call,) = message["tool_calls"]
-    return {**message, "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a": 1}'}}]}
+    return {**message, "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a":1}'}}]}
 
 
 def test_arguments_of_calls_may_be_json_text():
@@ -244,17 +244,27 @@ def test_arguments_of_calls_may_be_json_text():
         assert trained(WITH_CALLS, "Why?", calls) == 'add{"a": 1}<e>'
 
 
-def test_a_template_that_takes_json_text_alone_gets_it():
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize(("calls", "written"), [(CALLED, '{"a": 1}'), (with_text(CALLED), '{"a":1}')])
+def test_a_template_that_takes_json_text_alone_gets_it(calls, written, tools):
     tokenizer = turns(CONTENT, "{{ c.function.name + c.function.arguments }}")
-    text, _ = PromptEncoder(settings(), tokenizer).encode([USER, with_text(CALLED), USER])
-    assert text == 'u:1+1a:add{"a": 1}u:1+1a:'
+    encoder = PromptEncoder(settings(tools_in_system_prompt=True), tokenizer)
+    assert encoder.encode([USER, calls, USER], tools)[0].endswith(f"u:1+1a:add{written}u:1+1a:")
 
 
-@pytest.mark.parametrize("arguments", ["{", "3", '"{}"'])
-def test_arguments_that_are_no_json_object_are_a_bad_row(arguments):
-    calls = [{"function": {"name": "add", "arguments": arguments}}]
-    with pytest.raises(BadRow, match="tool calls whose arguments are no JSON objects"):
-        PromptEncoder(settings(), CHAT).encode([USER, {**CALLED, "tool_calls": calls}, USER])
+def test_a_tool_may_return_nothing():
+    result = {"role": "tool", "content": None, "tool_call_id": "1"}
+    assert PromptEncoder(settings(), WITH_CALLS).encode([USER, CALLED, result])[0].endswith("<e>t:a:")
+
+
+NO_OBJECTS = [{"name": "add", "arguments": each} for each in ("{", "3", '"{}"', [1, 2], [], 5, 0, True)]
+
+
+@pytest.mark.parametrize("function", [*NO_OBJECTS, {}, {"name": ""}, {"name": 3}])
+def test_a_call_without_a_name_or_an_object_of_arguments_is_a_bad_row(function):
+    calls = [{"type": "function", "function": function}]
+    with pytest.raises(BadRow, match="tool calls without a name or an object of arguments"):
+        PromptEncoder(settings(), WITH_CALLS).encode([USER, {**CALLED, "tool_calls": calls}, USER])
 
 
 def test_a_plain_prompt_does_not_end_with_the_end_of_text_that_the_tokenizer_adds():

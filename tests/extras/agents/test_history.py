@@ -184,4 +184,4 @@ def test_a_template_that_cannot_continue_is_refused_with_a_remedy(
 def test_messages_that_the_template_refuses_fail_the_episode() -> None:
     chat = Chat(tokenizer(QWEN), "tools", {}, "tool")
     with pytest.raises(EnvironmentFailed, match="template"):
-        chat.observe([{"role": "tool", "content": None}], None)
+        chat.observe([{"role": "tool", "content": 3}], None)

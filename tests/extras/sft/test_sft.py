@@ -260,8 +260,12 @@ def test_the_model_ends_its_texts_with_what_it_was_taught(
     )
     model = model_with_template(config.parent / "model", "{% for m in messages %}" + answers + "{% endfor %}")
     assert end_of_text_ids(model) == {1}
+    given = ({"content": f"{n}{'<eos>' * (n % 2)}"} for n in range(40))  # without a role
+    write_rows(config, [{"prompt": f"{n} + 1", "response": each} for n, each in enumerate(given)])
     assert sft(config, "--model.path", str(model), "--sft.steps", "1") == 0
-    assert "no generation prompt: prompts get the assistant's header '='" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no generation prompt: prompts get the assistant's header '='" in said
+    assert "are skipped" not in said and "ends turns in the chat template" not in said
     exported = config.parent / "sft" / "model"
     assert GenerationConfig.from_pretrained(exported).eos_token_id == [0, 1]
     train = ["train", str(config), "--dry-run", "--output-dir", str(config.parent / "out"), "--model.path"]

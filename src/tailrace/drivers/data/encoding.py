@@ -100,10 +100,12 @@ def text_of(tokenizer: Tokenizer, kept: Collection[str] = ()) -> Callable[[Seque
 def encode_text(tokenizer: Tokenizer, text: str, *, begins: bool = True) -> list[int]:
     """Return the token ids of a text that goes on: without what the tokenizer puts after one, as an end of
     text. `begins`: with what it puts before one."""
+    ids = tokenizer.encode(text, add_special_tokens=begins)
+    if not begins:
+        return ids
     bare, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     ends = [n + len(bare) for n in range(len(whole)) if bare and whole[n : n + len(bare)] == bare]
-    ids = tokenizer.encode(text, add_special_tokens=begins)
-    return ids[: len(ids) - len(whole) + ends[0]] if ends and begins else ids
+    return ids[: len(ids) - len(whole) + ends[0]] if ends else ids
 
 
 def ids_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
@@ -166,32 +168,35 @@ SAID = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of a message of the assistant that hold text of the model."""
 
 
-def plain(message: Mapping[str, Any], *, keeps_parts: bool = False) -> dict[str, Any]:
+def plain(message: Mapping[str, Any], *, keeps_parts: bool = False, as_text: bool = False) -> dict[str, Any]:
     """Return a message as chat templates expect it: without null keys, its content as one text, the arguments
-    of tool calls as objects where they are JSON text. Raises a BadRow if the content is not text, or only the
-    assistant may leave it out, or arguments are no JSON object. `keeps_parts`: they are not joined."""
+    of tool calls as objects, or as JSON text. Raises a BadRow if the content is not text, or others than the
+    assistant and tools have none, or a call has no name or object. `keeps_parts`: they are not joined."""
     result = {key: each for key, each in message.items() if each is not None}
     content, calls = result.get("content", ""), result.pop("tool_calls", None)
-    if "content" not in result and message.get("role") != "assistant":
+    if "content" not in result and message.get("role") not in {"assistant", "tool"}:
         raise BadRow("a message without content", f"{message!r:.80}")
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else 0 for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise BadRow("a part of a message that is not text", f"{content!r:.80}")
     try:
-        called = {"tool_calls": [_with_object(call) for call in calls]} if calls else {}
+        called = {"tool_calls": [_called(call, as_text) for call in calls]} if calls else {}
     except (AttributeError, TypeError, msgspec.DecodeError) as why:
-        raise BadRow("tool calls whose arguments are no JSON objects", f"{calls!r:.80}") from why
+        raise BadRow("tool calls without a name or an object of arguments", f"{calls!r:.80}") from why
     return {**result, "content": content if keeps_parts else "\n".join(texts), **called}
 
 
-def _with_object(call: Any) -> dict[str, Any]:
+def _called(call: Any, as_text: bool) -> dict[str, Any]:
     function = call.get("function") or call  # some data have no object around the function
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-    with_object = {**function, "arguments": arguments}
-    return with_object if function is call else {**call, "function": with_object}
+    given = {} if function.get("arguments") in (None, "") else function["arguments"]
+    arguments = msgspec.json.decode(given) if isinstance(given, str) else given
+    if not (isinstance(arguments, dict) and isinstance(function.get("name"), str) and function["name"]):
+        raise TypeError
+    if as_text:
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    called = {**function, "arguments": arguments}
+    return called if function is call else {**call, "function": called}
 
 
 class ChatTemplate:
@@ -203,18 +208,15 @@ class ChatTemplate:
     def text(self, messages: ChatMessages, then: Then, more: Mapping[str, object] = NOTHING) -> str:
         """Return the text of messages. Raises a BadRow if the template refuses them, a ConfigError if it does
         not end. `more`: arguments of the template, as its tools."""
-        taken = self.taken(messages)
         try:
-            text = self._write(taken, then, more)
+            text = self._write(self.taken(messages), then, more)
         except BadRow:  # DeepSeek's templates take arguments of calls as JSON text alone
-            for new, given in zip(taken, messages, strict=True):
-                new |= {name: given[name] for name in new.keys() & {"tool_calls"}}
-            text = self._write(taken, then, more)
+            text = self._write(self.taken(messages, as_text=True), then, more)
         return text + self.unwritten if then == "turn" else text
 
-    def taken(self, messages: ChatMessages) -> list[dict[str, Any]]:
-        """Return messages as the template takes them: some take parts alone."""
-        return [plain(each, keeps_parts=not self.around[0]) for each in messages]
+    def taken(self, messages: ChatMessages, *, as_text: bool = False) -> list[dict[str, Any]]:
+        """Return messages as the template takes them: some take parts alone. `as_text`: as of `plain`."""
+        return [plain(each, keeps_parts=not self.around[0], as_text=as_text) for each in messages]
 
     @cached_property
     def around(self) -> tuple[str, str]:
@@ -365,13 +367,13 @@ class PromptEncoder:
         found = OPEN_TAG.search(text)
         return found[0] if found and not self._template.around[0].endswith(found[0]) else ""
 
-    def remarks(self, prompt: object, ends: Collection[int]) -> Iterator[str]:
+    def remarks(self, prompt: object, ends: Collection[int] | None = None) -> Iterator[str]:
         """Yield what a user should know before a run of how the template writes prompts like this one.
-        `ends`: tokens that end a completion."""
+        `ends`: tokens that end a completion; None: responses are given, and end as their rows say."""
         header, end = self._template.unwritten, self._template.end_of_turn
         if header and self._is_templated(prompt):
             yield f"the chat template has no generation prompt: prompts get the assistant's header {header!r}"
-        if end not in {None, *ends} and self._is_templated(prompt):
+        if ends is not None and end not in {None, *ends} and self._is_templated(prompt):
             remedy = f"add {end} to eos_token_id in generation_config.json, or to sampling.stop_token_ids"
             yield f"no completion ends with the token that ends turns in the chat template: {remedy}"
 
@@ -390,7 +392,8 @@ class PromptEncoder:
             messages = [{"role": "system", "content": system}, *messages]
         bare = text = self._template.text(messages, then)
         if tools and self._settings.tools_in_system_prompt:
-            text = self._template.text(_with_tools(self._template.taken(messages), tools), then)
+            first = self._template.taken(messages[:1])  # calls of the others stay as they are
+            text = self._template.text(_with_tools([*first, *messages[1:]], tools), then)
         elif tools:
             text = self._template.text(messages, then, {"tools": tools})
         for name in map(_name_of, tools):
@@ -426,6 +429,5 @@ def _name_of(tool: Mapping[str, Any]) -> str:
 
 def is_prompt(prompt: object) -> TypeGuard[str | list[Mapping[str, object]]]:
     """Return whether the value is a non-empty string or a non-empty list of chat messages."""
-    if isinstance(prompt, str):
-        return prompt != ""
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) for each in prompt)
+    is_chat = isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt)
+    return bool(prompt) and (is_chat or isinstance(prompt, str))

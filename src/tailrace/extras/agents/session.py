@@ -96,8 +96,7 @@ class ChatReply(NamedTuple):
 
     def message(self) -> Json:
         """Return the assistant's message."""
-        content, calls = self.turn.text, list(self.turn.tool_calls)
-        return plain({"role": "assistant", "content": content, "tool_calls": calls or None})
+        return plain({"role": "assistant", "content": self.turn.text, "tool_calls": self.turn.tool_calls})
 
 
 class Session:

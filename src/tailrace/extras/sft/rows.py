@@ -47,7 +47,7 @@ class ResponseRows:
         if (num := len(prompt_ids) + len(ids)) > self._context:
             raise BadRow("longer than the context", f"{num} tokens, and the model has {self._context}")
         self.taught_ends.add(ids[-1])
-        self.remarks = self.remarks or [*self._encoder.remarks(asked, ids)]
+        self.remarks = self.remarks or [*self._encoder.remarks(asked)]
         sample = Sample(SampleId(index, 0, 0), Group(Prompt(index, prompt_ids, text), 1, []), advantage=1.0)
         sample.extend(ids, [0.0] * len(ids), 0)
         return sample
@@ -83,12 +83,11 @@ class ResponseRows:
         if given is None and is_chat and asked[-1].get("role") == "assistant":
             *asked, given = asked
         message = given[0] if isinstance(given, list) and len(given) == 1 else given
-        if isinstance(message, str):
-            message = {"role": "assistant", "content": message}
+        message = {"content": message} if isinstance(message, str) else message
         if not isinstance(message, Mapping):
             raise BadRow("no response", f"columns: {', '.join(row)}")
         if not is_prompt(asked):
             raise BadRow("no prompt", f"found {asked!r:.80}")
         if not (message.get("content") or message.get("tool_calls")):
             raise BadRow("an empty response")
-        return asked, message
+        return asked, {**message, "role": message.get("role") or "assistant"}
