@@ -205,6 +205,12 @@ def test_no_name_of_the_end_of_text_is_no_token(folder: Path) -> None:
     assert end_of_text_ids(folder) == before | {7}
 
 
+@pytest.mark.parametrize("token", [["</s>"], {"content": ["x"]}, {"a": 1}, 3])
+def test_an_end_of_text_that_is_no_token_is_named(folder: Path, token: Any) -> None:
+    edit(folder / "tokenizer_config.json", eos_token=token)
+    assert refused(folder) == f"tokenizer_config.json: eos_token = {token!r} names no token"
+
+
 def tied_folder(folder: Path, head: str) -> Path:
     """A model whose config says that its embeddings are tied, and whose weights have an lm_head."""
     tensors = load_file(folder / WEIGHTS)

@@ -57,9 +57,9 @@ def find_folder(path: Path) -> Path:
     name = str(path)
     if any((path / name).is_file() for name in _RUN_FILES) and not (path / "config.json").is_file():
         if not (path / "model").is_dir():
-            problem = "tailrace wrote it, and no model in it"
+            writer = "tailrace wrote it" if (path / ".tailrace").is_file() else "it has a config.toml"
             remedy = "name a run of tailrace train or sft that has saved one, or the model itself"
-            raise folder_error(path, problem, remedy)
+            raise folder_error(path, f"{writer}, and no model in it", remedy)
         return path / "model"
     if not is_hub_id(name) or path.exists():
         return path
@@ -224,7 +224,10 @@ def end_of_text_ids(path: Path) -> frozenset[int]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_object(path, name).get("eos_token") if (path / name).is_file() else None
         if token is not None:
-            id = _token_ids(path).get(token["content"] if isinstance(token, dict) else token)
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str):
+                raise folder_error(path, f"{name}: eos_token = {token!r} names no token")
+            id = _token_ids(path).get(text)
             return frozenset(ids | {id} if isinstance(id, int) else ids)
     return frozenset(ids)
 

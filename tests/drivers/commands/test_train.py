@@ -559,7 +559,7 @@ def test_a_run_goes_on_from_the_model_of_another_run(
     unfinished.mkdir()
     shutil.copy(trained / "config.toml", unfinished)
     assert main([*words, "--model.path", str(unfinished)]) == 2
-    said = "tailrace wrote it, and no model in it; name a run of tailrace train or sft that has saved one, or"
+    said = "it has a config.toml, and no model in it; name a run of tailrace train or sft that has saved one"
     assert said in capsys.readouterr().err
 
 
