@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
@@ -161,6 +162,22 @@ def test_a_text_that_the_chat_template_refuses_fails_alone(
     assert isinstance(first, RewardFailed)
     assert str(first) == "judge template: messages that the chat template refuses: no system"
     assert isinstance(second, float)
+
+
+def test_a_judge_tells_the_day_on_which_it_was_loaded_in_all_texts(
+    language_model: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.clock.wall_time", lambda: 12 * 3600.0)  # in 1970
+    dated, plain = (ModelJudge.load(settings(language_model[0])) for _ in range(2))
+    dated._tokenizer.chat_template = "{{ 'E' * (strftime_now('%Y') | int - 1968) }}"
+    assert dated.scores([asked("Z")]) == plain.scores([asked("EE")])
+
+
+def test_a_judge_reads_no_added_end_of_text(language_model: tuple[Path, PreTrainedModel]) -> None:
+    ending, plain = (ModelJudge.load(settings(language_model[0])) for _ in range(2))
+    added = processors.TemplateProcessing(single="$A Z", special_tokens=[("Z", LETTERS.index("Z"))])
+    ending._tokenizer.backend_tokenizer.post_processor = added
+    assert ending.scores([asked("AB")]) == plain.scores([asked("AB")])
 
 
 def test_batches_have_similar_lengths_and_a_bound() -> None:

@@ -10,6 +10,7 @@ On a CPU the host memory is the model's files, which are read layer by layer; no
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.initialization import no_init_weights
 
+from tailrace import clock
 from tailrace.contracts.memory import ModelShape
 from tailrace.devices import attention_kernels
-from tailrace.drivers.data.encoding import ChatTemplate
+from tailrace.drivers.data.encoding import ChatTemplate, encode_text
 from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
@@ -195,9 +197,11 @@ class ModelJudge:
         self._settings, self._model, self._layers = settings, model, layers
         self._budget = LayerBudget.of(ModelShape.read(settings.path), settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.path, **FILES_ALONE)
-        self._template = ChatTemplate(self._tokenizer)
+        today = date.fromtimestamp(clock.wall_time())  # in all texts, also after midnight
+        self._template = ChatTemplate(self._tokenizer, {"strftime_now": today.strftime})
         self._max_tokens = min(settings.max_tokens, context_length(settings.path))
         is_reward = is_reward_model(read_config(settings.path))
+        self._encode_bare = self._tokenizer.encode if is_reward else partial(encode_text, self._tokenizer)
         self._labels = self._label_ids() if settings.labels and not is_reward else None
 
     @classmethod
@@ -290,12 +294,11 @@ class ModelJudge:
         return list(self._tokenizer.batch_decode(ids[:, None], skip_special_tokens=True))
 
     def _encode(self, messages: JudgeMessages) -> list[int]:
-        tokenizer = self._tokenizer
-        if tokenizer.chat_template is None:
-            return list(tokenizer.encode("\n".join(message["content"] for message in messages)))
+        if self._tokenizer.chat_template is None:
+            return list(self._encode_bare("\n".join(message["content"] for message in messages)))
         asks = messages[-1]["role"] != "assistant"
         text = self._template.text(messages, "turn" if asks else "nothing")
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _label_ids(self) -> list[int]:
         labels = self._settings.labels
