@@ -130,6 +130,15 @@ def test_sources_without_a_reward_function_and_unknown_ones_are_refused(
     assert said in str(refused.value)
 
 
+def test_remarks_are_of_each_source(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(TOOLS, config_path.parent / "model")
+    (model / "chat_template.jinja").write_text(THINKS.partition("{% if")[0])
+    write_mixture(config_path, FUNCTIONS)
+    config_path.write_text(config_path.read_text().replace('"file"', '"file", chat_template = "never"'))
+    check_live(load_config(config_path, {"model.path": str(model)}))
+    assert "the chat template has no generation prompt" in capsys.readouterr().err
+
+
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"

@@ -1,16 +1,18 @@
 """A comparison in virtual time, its trials, their order, and the workers that candidates share."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
-from helpers.small_run import write_small_run
+from helpers.small_run import EXAMPLES, write_small_run
 from tailrace import clock
 from tailrace.cli import main
 from tailrace.config import load_config
@@ -21,7 +23,7 @@ from tailrace.drivers.commands.compare import LAG_COSTS, Comparison, in_turn
 from tailrace.drivers.commands.compare_runs import figures_of, verdict
 from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.commands.tables import print_table
-from tailrace.errors import RewardBroken, RewardFailed
+from tailrace.errors import ConfigError, RewardBroken, RewardFailed
 from tailrace.extras.view.run import open_runs
 from tailrace.record.figures import BIASES, TRIAL_FIGURES, Row, steps_of
 from tailrace.record.metrics import read_rows
@@ -350,6 +352,18 @@ def test_values_of_settings_are_raced_under_each_schedule(
     for wrong in ("staleness=1,2", "schedule.staleness", "schedule.staleness="):
         assert main(["compare", str(path), "--virtual", "--vary", wrong]) == 2
         assert "write section.key=A,B" in capsys.readouterr().err
+
+
+def test_the_date_of_all_compared_runs_is_chosen_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(EXAMPLES / "quickstart" / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ strftime_now('%d') }}")
+    checked = ConfigError("compare", "", "the configs were checked", "go on")
+    monkeypatch.setattr("tailrace.drivers.commands.compare.compare_live", Mock(side_effect=checked))
+    words = ["--schedules", "serial,rolloutpipe", "--vary", "run.seed=1,2", "--model.path", str(model)]
+    assert main(["compare", str(write_small_run(tmp_path)), *words]) == 2
+    assert capsys.readouterr().err.count("the chat template can ask for the date") == 1
 
 
 def test_a_terminal_of_forty_columns_shows_the_whole_comparison() -> None:

@@ -74,7 +74,7 @@ def dated(config: RunConfig, earlier: RunFolder | None = None) -> RunConfig:
             day = model.template_date if (model := earlier.read_config().model) else None
     if day is None and asks_for_date(path):
         day = date.fromtimestamp(clock.wall_time())
-        say(f"the chat template tells the date: it is {day} in all prompts (model.template_date)")
+        say(f"the chat template can ask for the date: it gets {day} in all prompts (model.template_date)")
     return config.model_copy(update={"model": config.model.model_copy(update={"template_date": day})})
 
 
@@ -124,7 +124,9 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
     measured = usable_prompts(prompts, max(MEASURED_PROMPTS, min(num_groups, MOST_MEASURED)))
     drawn = "rows to train on, so a row is drawn several times"
     ends = end_of_text_ids(config.model.path).union(config.sampling.stop_token_ids)
-    remarks = [*PromptEncoder(config.data.sources[0], tokenizer).remarks(first[0].given, ends)]
+    encoders = {source.source_name: PromptEncoder(source, tokenizer) for source in config.data.sources}
+    said = (line for p in first for line in (encoders.get(p.source) or encoders[""]).remarks(p.given, ends))
+    remarks = [*dict.fromkeys(said)]
     remarks += [*_learning_rate(config), *_repeated_rows(measured[:num_groups], f"schedule.{key}", drawn)]
     remarks += _repeated_rows(held_out, "run.eval_prompts", "held-out rows, and each is evaluated once")
     for remark in remarks:

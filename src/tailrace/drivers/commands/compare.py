@@ -27,7 +27,7 @@ from rich.table import Table
 from tailrace import clock
 from tailrace.config import RunConfig, load_config, with_model_folder
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
-from tailrace.drivers.assembly.live import begin_start, check_live
+from tailrace.drivers.assembly.live import begin_start, check_live, dated
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
@@ -95,9 +95,12 @@ def compare(
         loaded = load_config(*configs, {**given, **varied})
         prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable
         loaded = loaded.model_copy(update={"prices": prices})
+        loaded = loaded if virtual or not loaded.model else dated(with_model_folder(loaded))
+        if loaded.model and (day := loaded.model.template_date):  # of all candidates
+            given["model.template_date"] = str(day)
         names = loaded.compare.schedules if schedules or not vary else (str(loaded.schedule.get("name")),)
         label = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
-        for name, each in _candidates(loaded if virtual else with_model_folder(loaded), names).items():
+        for name, each in _candidates(loaded, names).items():
             candidates[label if label and len(names) == 1 else f"{name} {label}".strip()] = each
     if not virtual and loaded.model is None:
         console.print("the config has no [model]: the comparison is in virtual time")
