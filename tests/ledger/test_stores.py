@@ -117,7 +117,7 @@ def test_an_existing_ledger_is_not_overwritten(ledger: Path) -> None:
 
 
 def test_a_missing_ledger_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; start without --resume"):
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; put a copy back"):
         Store.open(tmp_path / "ledger.sqlite")
     assert not (tmp_path / "ledger.sqlite").exists()
 

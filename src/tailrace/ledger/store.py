@@ -73,7 +73,7 @@ class Store:
     def open(cls, path: Path, *, only_read: bool = False) -> "Store":
         """Open an existing file. Raises a LedgerError if it is missing or damaged. It is not changed."""
         if not path.exists():
-            raise LedgerError(f"{path} is missing; start without --resume, or put a copy back")
+            raise LedgerError(f"{path} is missing; put a copy back, or begin a new run in another folder")
         with _readable(str(path)):
             uri = f"{path.resolve().as_uri()}?mode={'ro' if only_read else 'rw'}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from helpers.small_run import EXAMPLES, train_here, write_small_run
 from tailrace.cli import main
-from tailrace.ledger.base import LifeRow, RunRow, TokensRow, TrainingRow
+from tailrace.ledger.base import LifeRow, RunRow, TokensRow, TrainingRow, Transaction
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.types import SampleId
 
@@ -216,6 +217,24 @@ def test_a_replay_on_another_day_has_the_prompts_of_its_run(dated: Path, day: Ca
     assert texts(dated.parent / "replay") == texts(dated.parent / "out") == {"28 ="}
     assert max(each["mismatch_kl"] for each in steps(dated.parent / "replay")) < 1e-5
     assert replay(dated, dated.parent / "out", "--model.template_date", "2026-11-29", out="other") == 2
+
+
+def test_a_run_of_a_release_that_kept_no_day_is_replayed_with_the_day_that_the_user_names(
+    dated: Path, day: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    day(28)
+    assert train_here(dated, *KEPT, "--run.rounds", "1") == 0
+    out = dated.parent / "out"
+    (out / "config.toml").write_text((out / "config.toml").read_text().replace("template_date = ", "# "))
+    with closing(Store.open(out / LEDGER_FILE)) as store:
+        (life,) = store.rows(LifeRow)
+        store.commit(Transaction([structs.replace(life, config=life.config.replace('"2026-11-28"', "null"))]))
+    day(29)
+    assert replay(dated, out, "--run.rounds", "1") == 2
+    said = "model.template_date = '2026-11-29': the samples of"
+    assert said in (err := capsys.readouterr().err) and "name the day on which it was recorded" in err
+    assert replay(dated, out, "--run.rounds", "1", "--model.template_date", "2026-11-28") == 0
+    assert texts(dated.parent / "replay") == texts(out) == {"28 ="}
 
 
 @pytest.mark.slow

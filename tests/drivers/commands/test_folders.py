@@ -54,7 +54,7 @@ def are_as_before(before: dict[str, str], folder: Path) -> bool:
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder, which is the working directory: a config, data, rewards and a base model."""
-    save_tiny_model(tmp_path / "model", **TINY, num_key_value_heads=1, head_dim=8)
+    save_tiny_model(tmp_path / "model", **TINY, num_key_value_heads=1, head_dim=8, eos_token_id=60)
     config = write_small_run(tmp_path)
     rows = [{"prompt": "AB"[n % 2] * (1 + n % 3), "answer": "BBB"} for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -126,9 +126,10 @@ def test_quickstart_replaces_no_run_of_another_command(
     assert f"{SAID}model;" in capsys.readouterr().err
     folder = unpacked("train", tmp_path)
     before = digests(folder)
-    assert main(["quickstart", "--output-dir", str(folder), "--run.rounds", "1"]) == 2
-    assert "it holds a run already" in capsys.readouterr().err
-    assert are_as_before(before, folder)
+    for _ in range(2):
+        assert main(["quickstart", "--output-dir", str(folder), "--run.rounds", "1"]) == 2
+        assert "it holds a run of tailrace train; choose another" in capsys.readouterr().err
+        assert digests(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -211,9 +212,13 @@ def test_a_second_quickstart_replaces_the_first_and_nothing_else(tmp_path: Path)
         assert main(["quickstart", *words]) == 0
         assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "race").is_dir()
     assert (tmp_path / "metrics.jsonl").read_text().count('"loss"') == 1
-    run = ["train", str(tmp_path / "config.toml"), "--output-dir", str(tmp_path), "--resume"]
-    assert main([*run, "--run.rounds", "2"]) == 0
-    assert main(["quickstart", *words]) == 2  # it is a run of `train` now
+    run, before = ["train", str(tmp_path / "config.toml"), "--output-dir", str(tmp_path)], digests(tmp_path)
+    assert main(run) == 2 and main([*run, "--resume", "--run.group_size", "2"]) == 2
+    assert digests(tmp_path) == before
+    assert main([*run, "--resume", "--run.rounds", "2"]) == 0
+    before = digests(tmp_path)
+    assert [main(["quickstart", *words]) for _ in range(2)] == [2, 2]  # it is a run of `train` now
+    assert digests(tmp_path) == before
 
 
 # -- folders of the release before the marks -------------------------------------------------------------

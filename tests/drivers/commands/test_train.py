@@ -140,9 +140,7 @@ def test_a_run_without_its_ledger_cannot_be_resumed(killed: Path, killed_copy: P
     for path in killed_copy.glob("ledger.sqlite*"):
         path.unlink()
     before = files_of(killed_copy)
-    with pytest.raises(
-        LedgerError, match=r"ledger\.sqlite is missing; start without --resume, or put a copy"
-    ):
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite is missing; put a copy back, or begin a new run"):
         train(killed_config(killed), killed_copy, resume=True)
     assert files_of(killed_copy) == before
 

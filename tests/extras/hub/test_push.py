@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_a_hub_that_cannot_be_reached_is_one_message(push_here: Push) -> None:
         ("model", "me/sums", "it has no model yet; train until its first checkpoint"),
         ("summary.json", "me/sums", "the run has not ended"),
         ("steps", "me/sums", "summary.json cannot be read"),
-        ("config.toml", "me/sums", "there is no run in it"),
+        ("config.toml", "me/sums", "its config.toml is missing; put it back"),
         ("", "sums", "this names no repository of the hub; write OWNER/NAME"),
     ],
 )
@@ -164,6 +165,13 @@ def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(
     assert main(["push", str(tmp_path / "out"), repo]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert problem in line
+
+
+def test_a_fine_tuning_of_a_release_that_wrote_no_summary_has_a_card(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[2] / "drivers/commands/earlier_folders/sft.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    card = str(card_of(RunFolder(tmp_path / "sft"), "a/b"))
+    assert all(row in card for row in ("| optimizer steps | 1 |", "| tokens trained | 96 |", "loss | 4.168"))
 
 
 def test_a_base_model_of_the_hub_has_its_id() -> None:

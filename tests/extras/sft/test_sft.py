@@ -21,8 +21,10 @@ from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
+from tailrace.drivers.assembly import resumption
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.trainer.batch import TrainingSample
+from tailrace.drivers.trainer.checksums import verify
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.extras.sft.command import CROSS_ENTROPY
 from tailrace.extras.sft.rows import ResponseRows
@@ -266,8 +268,10 @@ def test_the_model_ends_its_texts_with_what_it_was_taught(
     said = capsys.readouterr().err
     assert "no generation prompt: prompts get the assistant's header '='" in said
     assert "are skipped" not in said and "ends turns in the chat template" not in said
-    exported = config.parent / "sft" / "model"
-    assert GenerationConfig.from_pretrained(exported).eos_token_id == [0, 1]
+    exported, checkpoint = config.parent / "sft" / "model", config.parent / "sft/checkpoints/round_000001"
+    for folder in (exported, checkpoint):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, 1]
+        assert verify(folder, "")
     train = ["train", str(config), "--dry-run", "--output-dir", str(config.parent / "out"), "--model.path"]
     capsys.readouterr()
     assert main([*train, str(exported)]) == 0
@@ -294,8 +298,13 @@ def test_data_without_responses_are_one_message(
     assert not (config.parent / "sft" / "config.toml").exists()
 
 
-def test_a_resumed_run_keeps_the_rows_of_its_steps(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_the_rows_of_its_steps(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It opens its data once: there are no prompts of a schedule to restore."""
     assert sft(config, "--sft.steps", "1") == 0
+    monkeypatch.setattr(resumption, "training_prompts", lambda *_: pytest.fail("the data is opened again"))
+    assert sft(config, "--sft.steps", "1", "--resume") == 0
     assert sft(config, "--resume", "--sft.rows_per_step", "4") == 2
     assert "sft.rows_per_step = 4: the run was begun with 8" in capsys.readouterr().err
 

@@ -38,7 +38,6 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_m
 from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE
-from tailrace.model_folder import end_texts_with
 from tailrace.record.events import Recorder, RunStarted, Sink
 from tailrace.record.figures import Row
 from tailrace.record.metrics import MetricsWriter
@@ -110,15 +109,15 @@ class RunFolder:
 
     @property
     def command(self) -> str:
-        """The command whose files are in the folder; "": there are none. A quickstart is a run of `train`."""
+        """The command whose files are in the folder; "": there are none."""
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             if mark := read_mark(self.path):
-                return mark.command.replace(*_ALIAS) if any(mark.owned_in(self.path)) else ""
+                return mark.command if any(mark.owned_in(self.path)) else ""
         return earlier_run(self.path)[0]
 
     def check_wrote(self, what: str, *commands: str, key: str = "RUN") -> None:
         """Raises a ConfigError of a key if another command wrote the folder. `what`: only these write it."""
-        if (command := self.command) and command not in commands:
+        if (command := self.command) and command.replace(*_ALIAS) not in commands:
             problem = f"tailrace {command} wrote it, without {what}"
             remedy = f"name a run of tailrace {' or '.join(commands)}"
             raise ConfigError(key, str(self.path), problem, remedy)
@@ -127,8 +126,10 @@ class RunFolder:
         """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
         if not self.config.exists():
             self.check_wrote("a config", "train", "sft", "simulate")
-            remedy = "name the output directory of a run"
-            raise ConfigError("RUN", str(self.path), "there is no run in it", remedy)
+            problem, remedy = "there is no run in it", "name the output directory of a run"
+            if self.command:
+                problem, remedy = f"its {self.config.name} is missing", "put it back, or name another run"
+            raise ConfigError("RUN", str(self.path), problem, remedy)
         try:
             return load_config(self.config, overrides)
         except ConfigError as why:
@@ -147,8 +148,8 @@ class RunFolder:
 
     def claim(self, command: str, *, names: Collection[str] = (), only_check: bool = False) -> Mark:
         """Own what a command writes here, as `contracts.mark.claim`. Raises a ConfigError also if the folder
-        holds a run of another command. `names`: in place of those of `WRITTEN`."""
-        if (held := self.command) and held != command.replace(*_ALIAS):
+        holds a run of another command; `train` goes on with a quickstart. `names`: in place of `WRITTEN`."""
+        if (held := self.command) and command not in (held, held.replace(*_ALIAS)):
             problem = f"it holds a run of tailrace {held}"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
         names, earlier = names or WRITTEN[command], earlier_run(self.path)[1]
@@ -170,11 +171,12 @@ class RunFolder:
 
     @contextmanager
     def locked(self, command: str = "train") -> Iterator[Mark]:
-        """Keep other processes from training in the folder, and claim it. Yields its earlier mark. Raises a
-        ConfigError if another process trains in it, and as `claim`."""
+        """Keep other processes from training in the folder, and claim it; its run stays that of its command.
+        Yields its earlier mark. Raises a ConfigError if another process trains in it, and as `claim`."""
+        self.claim(command, only_check=True)
         try:
             with ExitStack() as stack:
-                mark, descriptor = self.claim(command), os.open(self.path, os.O_RDONLY)
+                mark, descriptor = self.claim(self.command or command), os.open(self.path, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 stack.enter_context(FileLock(self.lock).acquire(timeout=0))
                 try:  # for the case that the file `lock` was deleted: the folder itself is locked, too
@@ -209,16 +211,15 @@ class RunFolder:
             said = f"{where}: {why.strerror}; {disk_remedy(why)}, then --resume"
             raise (FolderLost if is_lost else DiskFull)(said) from why
 
-    def export(self, checkpoint: Path, ends: Collection[int] = ()) -> Path:
-        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one. `ends`:
-        tokens that end its texts, beside those of the checkpoint.
+    def export(self, checkpoint: Path) -> Path:
+        """Write the model of a checkpoint as a plain Hugging Face folder, in place of an earlier one.
 
         Weights are hard links where the file system has them. Small files are copies: a user may edit them.
         """
         ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
         with replacing(self.model) as new:
             shutil.copytree(checkpoint, new, ignore=ignore, copy_function=_link_weights, dirs_exist_ok=True)
-            seal_model(new, checkpoint, end_texts_with(new, ends))
+            seal_model(new, checkpoint)
         return self.model
 
 

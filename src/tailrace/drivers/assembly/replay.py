@@ -74,12 +74,15 @@ class Recording:
             raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
         with closing(Store.open(file, only_read=True)) as store:
             tables = read_ledger(store)
+        is_dated = bool(config.model and config.model.template_date)
         last, config = tables.lives[max(tables.lives)], dated(config, folder)
         schedule = msgspec.json.decode(last.config)["schedule"]
         for key, (before, after) in changed_keys(last.config, config).items():
-            if key.startswith(SAME):
+            is_untold = key == "model.template_date" and before is None  # an earlier release kept no day
+            if key.startswith(SAME) and not (is_untold and is_dated):
                 problem = f"the samples of {path} were recorded with {before!r}"
-                raise ConfigError(key, after, problem, "change it back, or record a run with it")
+                remedy = "name the day on which it was recorded" if is_untold else "change it back"
+                raise ConfigError(key, after, problem, f"{remedy}, or record a run with it")
         there = {file: digest for file, digest in inputs_of(config).items() if file in last.inputs}
         if changed := changed_files(last.inputs, last.inputs | there):
             say(f"warning: the samples were recorded with another content of {changed}")

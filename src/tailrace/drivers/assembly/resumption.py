@@ -6,6 +6,7 @@ needs before it changes anything of an earlier life; its first change is one tra
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -60,13 +61,14 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
             remedy = "put it back, begin a new run in another --output-dir, or set this to true"
             raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
         say(f"goes on with another content of {changed}")
+    prompts = cache(lambda: training_prompts(config, config.run.seed))  # a fine-tuning asks for none
     start = next_life(
         tables,
         config=config.to_json(),
         inputs=inputs,
         checkpoints=folder.checkpoints,
         num_generated=counted_tokens(folder.counts),
-        prompt_of=training_prompts(config, config.run.seed).__getitem__,
+        prompt_of=lambda index: prompts()[index],
         seed=config.run.seed,
     )
     if (prices := prices_of(config)) and (

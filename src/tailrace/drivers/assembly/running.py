@@ -108,8 +108,7 @@ def train(
         num_restarts = 0
         while True:
             try:
-                is_resumed = resume or num_restarts > 0
-                summary = _one_life(config, schedule, folder, is_resumed, saved, interruption, recording)
+                summary = _one_life(config, schedule, folder, command, resume, saved, interruption, recording)
                 for each in fitted.remarks:  # the bound takes the threads as given
                     say(f"warning: {each}")
                 return summary
@@ -117,7 +116,7 @@ def train(
                 limit = config.host.restarts
                 if num_restarts == limit or interruption.signal is not None:
                     raise
-                num_restarts += 1
+                num_restarts, resume = num_restarts + 1, True
                 say(str(died))
                 say(f"restart {num_restarts} of {limit}")
 
@@ -135,6 +134,7 @@ def _one_life(
     config: RunConfig,
     schedule: BoundSchedule,
     folder: RunFolder,
+    command: str,
     resume: bool,
     reward: bytes,
     interruption: Interruption,
@@ -143,6 +143,7 @@ def _one_life(
     """Train until the run ends or a worker dies."""
     folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
     with opened(folder.kept(config), folder, resume) as (store, start):
+        folder.claim(command)  # only here, because a run that was refused is not this command's
         if start.base.round >= config.run.rounds and (ended := _ended(config, folder)):
             folder.export(folder.checkpoints / start.base.checkpoint)
             say(f"the run has ended after round {config.run.rounds}; raise run.rounds to go on")

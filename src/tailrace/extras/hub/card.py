@@ -15,7 +15,7 @@ from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
-from tailrace.record.figures import Row
+from tailrace.record.figures import Row, steps_of
 from tailrace.record.metrics import read_rows
 
 
@@ -28,14 +28,17 @@ class _Totals(msgspec.Struct):
 
 def card_of(folder: RunFolder, repo: str) -> ModelCard:
     """Return the card of the model of a run. Raises a ConfigError if the run has not ended."""
-    config, is_sft = folder.read_config(), folder.command == "sft"
+    config, is_sft, rows = folder.read_config(), folder.command == "sft", read_rows(folder.metrics)
     try:
-        summary = msgspec.json.decode(folder.summary.read_bytes(), type=_Totals)
+        if is_sft and not folder.summary.exists() and (steps := steps_of(rows)):  # an earlier release's
+            tokens = sum(int(row["tokens/trained"]) for row in steps)
+            summary = _Totals(int(steps[-1]["step"]), {"trained": tokens})
+        else:
+            summary = msgspec.json.decode(folder.summary.read_bytes(), type=_Totals)
     except (OSError, ValueError, RecursionError) as why:
         problem = f"the run has not ended: {folder.summary} cannot be read ({why})"
-        remedy = f"go on with tailrace {folder.command or 'train'} --resume"
+        remedy = f"go on with tailrace {'sft' if is_sft else 'train'} --resume"
         raise ConfigError("RUN", str(folder.path), problem, remedy) from why
-    rows = read_rows(folder.metrics)
     step = _step_of_model(folder, summary.steps)
     figure = "loss" if is_sft else "accuracy"
     learnt = "fine-tuned on given responses" if is_sft else "post-trained by reinforcement learning"

@@ -33,6 +33,7 @@ from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.trainer.batch import LossDatum, TokenLoss
+from tailrace.drivers.trainer.checksums import seal_model
 from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, Interrupted, say
@@ -40,6 +41,7 @@ from tailrace.extras.sft.rows import CHECKED_ROWS, ResponseRows
 from tailrace.ledger.base import FORMAT, CheckpointRow, RunRow, Transaction
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE, Store
+from tailrace.model_folder import end_texts_with
 from tailrace.record.display import Display, number
 from tailrace.record.events import RoundEnded, RoundStarted
 from tailrace.record.figures import Row, steps_of
@@ -61,6 +63,10 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     """
     folder = RunFolder(output_dir)
     folder.claim("sft", only_check=True)
+    if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
+        problem = f"it has no {LEDGER_FILE} to go on from"
+        remedy = f"begin another with --model.path {output_dir}"
+        raise ConfigError("--output-dir", str(output_dir), problem, remedy)
     loaded = with_model_folder(load_config(config, overrides))
     check_own_trainer(_at_work(loaded))
     loaded, interruption = dated(loaded, folder if resume else None), Interruption()
@@ -78,17 +84,11 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     longest = max(each.num_sequence_tokens for each in (*checked, *held_out))
     fitted = fitted_to_machine(_at_work(loaded, longest), prompt_tokens=1, overlaps=False).config
     loaded = loaded.model_copy(update={"engine": fitted.engine, "trainer": fitted.trainer})
-    if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
-        problem, remedy = (
-            f"it has no {LEDGER_FILE} to go on from",
-            f"begin another with --model.path {output_dir}",
-        )
-        raise ConfigError("--output-dir", str(output_dir), problem, remedy)
     received = signals_received(interruption.request, RESUME)
     with folder.locked("sft"), folder.shortage_explained(), received, opened(loaded, folder, resume) as begun:
         training = _train(loaded, longest, folder, tokenizer, rows, held_out, interruption, *begun)
         if newest := clock.run(training, virtual=False):
-            folder.export(newest, rows.taught_ends)
+            folder.export(newest)
     if (signal := interruption.signal) is not None:
         saved = f"saved {newest}, its model in {folder.model}; --resume continues from there"
         said = saved if newest else "before the first step: there are no weights to save; start it again"
@@ -154,6 +154,7 @@ async def _train(
                 if step != base.step and (last or (every and step % every == 0)):
                     newest = folder.checkpoints / checkpoint_name(step)
                     await (await trainer.save(newest))
+                    seal_model(newest, newest, end_texts_with(newest, rows.taught_ends))
                     if store:
                         saved = CheckpointRow(start.life, step, 0, step, newest.name, [])
                         store.commit(Transaction([RunRow(FORMAT, drawn, 0), saved]))
