@@ -155,6 +155,12 @@ COMMANDS = {
         "without samples; name a run of tailrace train$|a replay generates nothing; name the run that ",
         lambda out, _: "[sim.engines]" in out,
     ),
+    "plan --from": Command(
+        ("plan", "--from", "RUN"),
+        (),
+        "without samples; name a run of tailrace train$|a replay generates nothing; name the run that ",
+        str.join,
+    ),
     "train --model.path": Command(
         ("train", "run.toml", "--output-dir", "OUT", "--model.path", "RUN", *ROUNDS),
         TRAINED,
@@ -176,6 +182,7 @@ CELLS = [
     for command in COMMANDS
     for kind in KINDS
     if not (command == "serve" and kind in TRAINED)
+    and not (command == "plan --from" and kind in ("train", "distilled"))  # it needs a [sim.cluster] of them
     and not (command == "compare with train" and kind in ("train", *VIRTUAL))
 ]
 

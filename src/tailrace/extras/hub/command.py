@@ -41,8 +41,7 @@ def push(run: Path, repo: str, /, *, private: bool = False, dry_run: bool = Fals
     if not folder.model.is_dir():
         raise ConfigError("RUN", str(run), "it has no model yet", "train until its first checkpoint")
     check_files(folder.model)
-    command = "sft" if folder.command == "sft" else "train"
-    verify(folder.model, f"export it again: tailrace {command} --resume", is_editable=True)
+    verify(folder.model, "export it again: --resume the run", is_editable=True)
     card = str(card_of(folder, repo))
     if dry_run:
         print(card, end="")

@@ -114,6 +114,8 @@ def plan(
 
 
 def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]) -> RunConfig:
+    if run and not RunFolder(run).samples.is_dir():
+        RunFolder(run).check_wrote("samples", "train", key="--from")
     if cluster:
         return load_config(cluster, overrides)
     if run is None:
@@ -127,16 +129,14 @@ def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]
 def from_run(config: RunConfig, path: Path) -> tuple[RunConfig, PeerLog]:
     """The config with the costs and lengths of a run, and what the run logged. Raises a ConfigError if there
     is no such run, or its steps have other samples than those of the config."""
-    samples, folder = _groups_per_step(config) * config.run.group_size, RunFolder(path)
-    log = read_peer(folder.metrics if folder.config.exists() else path, samples)
+    groups, folder = _groups_per_step(config), RunFolder(path)
+    samples, is_own = groups * config.run.group_size, folder.config.exists()
+    log = read_peer(folder.metrics if is_own else path, samples)
     if round(log.mean("samples")) != samples:
         problem = f"a step of {path} trains {log.mean('samples'):g} samples, and one of the config {samples}"
-        remedy = "change it, or run.group_size"
-        raise ConfigError("schedule.groups_per_step", _groups_per_step(config), problem, remedy)
-    is_own = folder.config.exists()
+        raise ConfigError("schedule.groups_per_step", groups, problem, "change it, or run.group_size")
     fitted = fitted_run(path) if is_own else fit_peer(log)
     training_s, others_s = log.mean("update_s") if log.has("update_s") else None, log.other_s * (not is_own)
-    groups = samples // config.run.group_size
     return calibrated(config, fitted.sim, groups, training_s, log.overlaps, others_s), log
 
 

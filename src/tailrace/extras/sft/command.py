@@ -64,9 +64,8 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     folder = RunFolder(output_dir)
     folder.claim("sft", only_check=True)
     if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
-        problem = f"it has no {LEDGER_FILE} to go on from"
-        remedy = f"begin another with --model.path {output_dir}"
-        raise ConfigError("--output-dir", str(output_dir), problem, remedy)
+        problem, remedy = "it has no {} to go on from", f"begin another with --model.path {output_dir}"
+        raise ConfigError("--output-dir", str(output_dir), problem.format(LEDGER_FILE), remedy)
     loaded = with_model_folder(load_config(config, overrides))
     check_own_trainer(_at_work(loaded))
     loaded, interruption = dated(loaded, folder if resume else None), Interruption()
