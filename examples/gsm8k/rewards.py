@@ -1,7 +1,6 @@
 """The reward of run.toml: a function of a response and of any column of its row, matched by name."""
 
 import re
-from fractions import Fraction
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+|/0*[1-9]\d*)?")
 
@@ -19,4 +18,5 @@ def score(completion: str, answer: object, finish_reason: str) -> float:
 
 
 def value(number: str) -> float:
-    return float(Fraction(number.replace(",", "")))
+    above, _, below = number.replace(",", "").partition("/")
+    return float(above) / float(below or 1)

@@ -80,6 +80,12 @@ def test_four_gpus_generate_and_four_train() -> None:
     assert (config.engine.kind, config.engine.num_engines, config.trainer.ranks) == ("vllm", 4, 4)
 
 
+def test_examples_have_the_reward_that_init_writes() -> None:
+    written = EXAMPLES.parent / "src" / "tailrace" / "extras" / "init" / "rewards.py.txt"
+    texts = {(EXAMPLES / name / "rewards.py").read_text() for name in ("gsm8k", "eight_gpus")}
+    assert texts == {written.read_text().replace("$answer", "answer")}
+
+
 def test_the_reward_reads_the_answers_of_gsm8k() -> None:
     spec = importlib.util.spec_from_file_location("gsm8k_rewards", EXAMPLES / "gsm8k" / "rewards.py")
     assert spec and spec.loader

@@ -37,7 +37,7 @@ TOOLS = [
         "test_anyof", i="integer|null", s="string|null", a="array|null", o="object|null", m="string|integer"
     ),
 ]
-TOOLS[3]["function"]["parameters"]["properties"]["t"] = {"type": ["integer", "null"]}
+TOOLS[3]["function"]["parameters"]["properties"]["t"] = {"type": ["integer", "null", {}]}
 
 
 def xml(name: str, **arguments: str) -> str:
@@ -61,6 +61,7 @@ ASKED, ASKED_SECOND = ToolCall("get_current_weather", DALLAS), ToolCall("get_cur
         (WEATHER.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"), [ASKED]),
         (WEATHER.replace("</parameter>\n", "", 1), [ASKED]),
         (f"<tool_call>\n<function=bad\n</function>\n</tool_call>\n{WEATHER}", [ToolCall("bad", {}), ASKED]),
+        ("<function=f>" + "<parameter=" * 20_000 + "a>1</parameter>", [ToolCall("f", {"a": "1"})]),
         (f"<think>{SECOND}</think>{WEATHER}<think>{SECOND}", [ASKED]),  # no call is made in thinking
     ],
 )
@@ -98,6 +99,14 @@ def test_arguments_have_the_types_of_the_tools_schema(
     assert json.dumps(found.arguments) == json.dumps(arguments)  # 1 is not True
 
 
+@pytest.mark.parametrize(
+    "properties", [None, [], *({"i": {key: None}} for key in ("type", "anyOf", "oneOf"))]
+)
+def test_a_schema_without_types_allows_text(properties: object) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    assert parse_qwen3_coder(xml("f", i="5"), tools) == [ToolCall("f", {"i": "5"})]
+
+
 @pytest.mark.parametrize("text", ['<tool_call>{"name": "add"}</tool_call>', "<tool_call>", "<function=>"])
 def test_a_call_without_a_name_is_malformed(text: str) -> None:
     (found,) = parse_qwen3_coder(text)
@@ -130,6 +139,13 @@ def test_the_formats_of_mistral(text: str, calls: list[ToolCall]) -> None:
     assert parse_mistral(text) == calls
 
 
+def test_calls_of_mistral_in_thinking_are_not_made() -> None:
+    for thinking in ("<think>[TOOL_CALLS]sub{}</think>", "[THINK][TOOL_CALLS]sub{}[/THINK]"):
+        calls = parse_mistral(f'{thinking}So [TOOL_CALLS]now{{"a": "<think>"}}{thinking}[TOOL_CALLS]now{{}}')
+        assert calls == [ToolCall("now", {"a": "<think>"}), ToolCall("now", {})]
+        assert calls[0].begin == len(f"{thinking}So ") and parse_mistral(thinking[:-1]) == []
+
+
 @pytest.mark.parametrize("text", ["not json at all", 'bash{"command": "print(', "name_alone"])
 def test_what_vllm_reads_as_no_call_or_as_cut_off_json_is_malformed(text: str) -> None:
     (found,) = parse_mistral(f"hi{{hi[TOOL_CALLS]{text}")
@@ -147,8 +163,10 @@ def test_arguments_may_be_json_text_or_null(value: str, a: dict[str, int]) -> No
 
 def test_marks_that_are_special_tokens_stay_in_the_text_of_a_turn() -> None:
     tokenizer = bpe_tokenizer([])
-    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)], special_tokens=True)
-    ids = tokenizer.encode('so [TOOL_CALLS][{"name": "now"}]', add_special_tokens=False)
+    marks = [AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "[THINK]", "[/THINK]")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    text = '[THINK]a[TOOL_CALLS]b{}[/THINK]so [TOOL_CALLS][{"name": "now"}]'
+    ids = tokenizer.encode(text, add_special_tokens=False)
     ids.append(tokenizer.eos_token_id)
     assert parse_mistral(text_of(tokenizer, CALL_MARKS)(ids)) == [ToolCall("now", {})]
-    assert text_of(tokenizer)(ids) == 'so [{"name": "now"}]'
+    assert text_of(tokenizer)(ids) == 'ab{}so [{"name": "now"}]'

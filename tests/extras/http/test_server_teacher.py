@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.reference import TorchReference
-from tailrace.errors import RewardFailed
+from tailrace.errors import RewardFailed, ServerRefused
 from tailrace.extras.http.teacher import ScoringClient
 from tailrace.extras.serve.app import make_app
 from tailrace.types import Group, Prompt, Sample, SampleId
@@ -131,6 +134,24 @@ def test_a_server_of_another_vocabulary_is_refused(
     assert (
         "its tokens are not those of the model that is trained; name a model with the same tokenizer" in said
     )
+
+
+@pytest.mark.parametrize("status", [403, 404, 405, 500, 501])
+def test_only_a_server_without_the_routes_does_not_tell_its_vocabulary(status: int) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_POST = do_GET
+
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server, ThreadPoolExecutor(1) as thread:
+        thread.submit(server.serve_forever, 0.01)
+        refused = pytest.raises(ServerRefused, match=f"/vocabulary.* was answered with {status}")
+        with refused if status in (403, 500) else nullcontext():
+            url = f"http://127.0.0.1:{server.server_port}"
+            client = ScoringClient(ServerTeacherSettings(kind="server", url=url))
+            assert asyncio.run(client.has_tokens_of(letter_tokenizer())) is None
+        server.shutdown()
 
 
 @pytest.mark.slow

@@ -160,5 +160,6 @@ def test_the_reward_compares_the_last_number_or_the_last_word(here: Path) -> Non
     assert score("so $1,234.00", "... #### 1234", "stop") == score("Answer: Paris.", "Paris", "stop") == 1.0
     assert score("3", QUESTION["answer"], "length") == score("3, no, 4", "3", "stop") == 0.0
     assert score("", "Paris", "stop") == score("none", "3", "stop") == 0.0
+    assert score("9" * 400, "3", "stop") == score(f"1/{'9' * 5000}", "3", "stop") == 0.0
     assert score("BANANA", "A", "stop") == score("C++", "C", "stop") == score("5/6", "6", "stop") == 0.0
     assert score("It is **(A)**.", "A", "stop") == score("10/12, or 5/6", "5/6", "stop") == 1.0

@@ -55,6 +55,13 @@ THREE = (
     *("Score: 3", "Score: 3/10", "**3** / 10", "I give it 3 out of 10.", "3 of 10", "3/10.0"),
     *("3 (out of 10)", "3 points out of 10"),
     *("3 (on a scale of 0 to 10)", "3 (0-10)", "3 (scale: 0 - 10)", "3 (max 10)", "On a scale of 10: 3"),
+    *("3 out of a possible 10", "3 out of the 10", "3 of a total of 10", "3 on a 10-point scale"),
+    *("3 (max. 10)", "\\boxed{3}/10", "3\n/10", "3 out of\n10", "3 [0, 10]", "3 (0..10)", "3 (0\u201410)"),
+    *("3 of them right: 3", "**3**/**10**", "Of 10 points: 3", "1" * 30_000 + ", so 3"),
+)
+NO_SCORE = (
+    *("3/5", "10%", "between 6 and 10", "-1", "1 to 10", "/10", "?/10", "N/A out of 10", "score: -/10"),
+    *("three out of 10", "**Score:** three/10", "Score: zero out of 10", "4-5/10", "One of 10 is right."),
 )
 
 
@@ -75,10 +82,7 @@ THREE = (
         ({"field": "ok"}, '{"ok": true}', 1.0),
         ({"field": "ok"}, '{"ok": "1/10"}', None),
         *(({"scale": (0, 10)}, answer, 0.3) for answer in THREE),
-        *(
-            ({"scale": (0, 10)}, answer, None)
-            for answer in ("3/5", "10%", "between 6 and 10", "-1", "1 to 10")
-        ),
+        *(({"scale": (0, 10)}, answer, None) for answer in NO_SCORE),
         *(({}, answer, 0.0) for answer in ("0/1", "0 out of 1", "**Score:** 0/1")),
         *(({}, answer, None) for answer in ("1/10", "1%", "1 out of 5")),
         ({"scale": (0, 100)}, "30%", 0.3),

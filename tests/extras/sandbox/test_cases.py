@@ -14,6 +14,7 @@ CALLS = [CallCase("f", [1, 2], [[3], 3])]
 FORMATS: list[tuple[Any, Any]] = [
     ({"inputs": ["1\n", "3"], "outputs": ["2", "4"]}, STDIN),  # verl, TACO
     ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, CALLS),  # APPS
+    ({"inputs": [["1", "2"]], "outputs": [["3"]], "fn_name": ""}, [StdinCase("1\n2", "3")]),
     ({"inputs": [["1", "2"]], "outputs": [["3"]]}, [StdinCase("1\n2", "3")]),  # APPS, lines
     ({"test_cases": [{"type": "stdin_stdout", "input": "3", "output": "4"}]}, STDIN[1:]),  # PRIME
     ({"test_cases": [{"type": "function_call", "fn_name": "f", "input": [1, 2], "output": [3]}]}, CALLS),
@@ -23,6 +24,8 @@ FORMATS: list[tuple[Any, Any]] = [
         [AssertCase("assert f(1) == 2"), AssertCase("assert f(2)")],
     ),  # MBPP
     ("def test():\n    assert f(1)\ntest()", [AssertCase("def test():\n    assert f(1)\ntest()")]),
+    ("def test_f():\n    assert f(1)", [AssertCase("def test_f():\n    assert f(1)\ntest_f()")]),  # KodCode
+    ("for n in [1]:\n    assert f(n)", [AssertCase("for n in [1]:\n    assert f(n)")]),
 ]
 
 

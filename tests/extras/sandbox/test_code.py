@@ -54,6 +54,8 @@ def test_the_last_block_of_a_completion_is_its_program() -> None:
     text = "First:\n```python\nprint(1)\n```\nBetter:\n```py\nprint(2)\n```\nDone."
     assert extract_code(text) == "print(2)\n"
     assert extract_code("print(3)") == "print(3)"
+    assert extract_code("Code (`f`): ```python\nprint(2)\n```") == "print(2)\n"
+    assert extract_code("~" * 60_000) == "~" * 60_000
     assert extract_code("So:\n~~~py\nprint(1)\n~~~\n") == extract_code("```\nprint(1)\n```") == "print(1)\n"
 
 
@@ -110,7 +112,9 @@ def test_functional_cases_of_livecodebench_are_called(program: str, function: st
     ("row", "problem"),
     [
         ({"metadata": "{}"}, "testtype is .*functional.*, and the column `metadata` has no func_name"),
-        ({"tests": "eJxrYJmqxgABqhFA+/9aq=="}, "a text without an assertion"),  # private tests of lite
+        ({"tests": "eJxrYJmqxgABqhFA+/9aq=="}, "SyntaxError"),  # private tests of lite
+        ({"tests": "def check(f):\n    assert f(1) == 2"}, "a text without an assertion that runs"),
+        ({"tests": "def test_f(f):\n    assert f(1) == 2"}, "a text without an assertion that runs"),
         ({"tests": ["import math", "assert f(1)"]}, "a text without an assertion"),
     ],
 )
@@ -120,6 +124,15 @@ def test_cases_that_no_program_or_each_would_pass_are_refused_with_the_row(row: 
         ConfigError, match=rf"'tests': row 2 of the data: they have no known format .*{problem}"
     ):
         check_cases(rows, CodeSettings(), others=False)
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(("sign", "reward"), [("+", 1.0), ("-", 0.0)])
+def test_test_functions_are_called_and_import_the_program(sign: str, reward: float) -> None:
+    tests = "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3"
+    rewards = rewards_of(Sandbox("bubblewrap", CodeSettings()), CodeSettings())
+    sample = saying(f"def add(a, b):\n    return a {sign} b", {"tests": tests})
+    assert asyncio.run(rewards.score(sample)) == reward
 
 
 @needs_bubblewrap

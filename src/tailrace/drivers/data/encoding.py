@@ -76,7 +76,10 @@ def vocabulary_digest(tokenizer: Tokenizer, below: int) -> str:
     return blake2b(json.dumps(known).encode(), digest_size=16).hexdigest()
 
 
-CALL_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+CALL_MARKS = (
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+)
 """Marks of tool calls, which some tokenizers have as special tokens."""
 
 

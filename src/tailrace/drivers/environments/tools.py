@@ -73,10 +73,7 @@ def parse_hermes(text: str, tools: Schemas = ()) -> list[ToolCall]:
         place = mark.end()
         if mark[0].startswith("<think>"):
             continue
-        try:
-            end = _JSON.raw_decode(text, place)[1]
-        except NO_JSON:
-            end = text.find("</tool_call>", place) % (len(text) + 1)  # without the mark: at the end
+        end = _end_of_json(text, place, "</tool_call>")
         calls.append(_tool_call(text[place:end], mark.start()))
         place = end
     return calls
@@ -105,7 +102,7 @@ _XML_CALL = re.compile(
     r"|(?:<tool_call>[^<]*)+",
     re.DOTALL,
 )
-_PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", re.DOTALL)
 
 
 def parse_qwen3_coder(text: str, tools: Schemas = ()) -> list[ToolCall]:
@@ -116,7 +113,7 @@ def parse_qwen3_coder(text: str, tools: Schemas = ()) -> list[ToolCall]:
     schemas = {each.get("name"): each.get("parameters") or {} for each in functions}
     for mark in _XML_CALL.finditer(text):
         name = (mark[1] or "").strip()
-        types = schemas.get(name, {}).get("properties", {})
+        types = schemas.get(name, {}).get("properties") or {}
         problem = "" if name else "a call is <function=NAME> with a <parameter=NAME> for each argument"
         given = _PARAMETER.findall(mark[2] or "")
         arguments = {key: _typed(value, types.get(key)) for key, value in given}
@@ -143,24 +140,31 @@ def _typed(text: str, schema: Any) -> Any:
 
 def _types(schema: Any) -> set[str]:
     """Return the types that a JSON schema allows; without one a string."""
-    given = schema.get("type", ()) if isinstance(schema, Mapping) else "string"
-    choices = [] if given == "string" else [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    return {given} if isinstance(given, str) else set(given).union(*map(_types, choices)) or {"string"}
+    given = schema.get("type") or () if isinstance(schema, Mapping) else "string"
+    if isinstance(given, str):
+        return {given}
+    choices = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return {each for each in given if isinstance(each, str)}.union(*map(_types, choices)) or {"string"}
 
 
+_TOOL_CALLS = re.compile(
+    r"(?s)(?:[<\[](think|THINK)[\]>].*?(?:[<\[]/\1[\]>]|\Z)|(?!\[TOOL_CALLS\]).)*+((?:\[TOOL_CALLS\]\s*)+)"
+)
+"""Text and thinking, in which no call is made, and the mark of a call."""
 _NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 def parse_mistral(text: str, tools: Schemas = ()) -> list[ToolCall]:
     """Return the calls of a turn in the formats of Mistral: after [TOOL_CALLS] a list of JSON objects with
     `name` and `arguments`, or, each after a mark, a name and its arguments as JSON."""
-    calls, begin = list[ToolCall](), text.find("[TOOL_CALLS]")
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        if named := _NAMED.match(part):
-            place = named.end()
-            calls.append(_tool_call(part[place : _end_of_json(part, place)], begin, named[1]))
-        elif part.strip() and not calls:
-            return _objects(part[max(part.find("{"), 0) :], ", \n", begin) or [_tool_call(part, begin)]
+    calls, place = list[ToolCall](), 0
+    while mark := _TOOL_CALLS.match(text, place):
+        place, begin = mark.end(), mark.start(2)
+        if named := _NAMED.match(text, place):
+            place = _end_of_json(text, named.end(), "[TOOL_CALLS]")
+            calls.append(_tool_call(text[named.end() : place], begin, named[1]))
+        elif not calls and (rest := text[place:]):
+            return _objects(rest[max(rest.find("{"), 0) :], ", \n", begin) or [_tool_call(rest, begin)]
     return calls
 
 
@@ -172,12 +176,12 @@ PARSERS: Mapping[ParserName, Parse] = {
 }
 
 
-def _end_of_json(text: str, place: int) -> int:
-    """Return the end of the JSON value at a place of a text; of the text where it is none."""
+def _end_of_json(text: str, place: int, mark: str = "") -> int:
+    """Return the end of the JSON value at a place of a text; where it is none, of the text before a mark."""
     try:
         return _JSON.raw_decode(text, place)[1]
     except NO_JSON:
-        return len(text)
+        return text.find(mark, place) % (len(text) + 1) if mark else len(text)
 
 
 def _decoded(text: str) -> Any:
@@ -266,9 +270,8 @@ class ToolsEnvironment(Environment):
             return Answer("malformed", call.problem)
         function = self._functions.get(call.name)
         if function is None:
-            return Answer(
-                "unknown", f"there is no tool {call.name!r}; there are: {', '.join(self._functions)}"
-            )
+            known = ", ".join(self._functions)
+            return Answer("unknown", f"there is no tool {call.name!r}; there are: {known}")
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as why:
@@ -347,8 +350,7 @@ def schemas_of(functions: Mapping[str, Function]) -> list[dict[str, object]]:
         try:
             schemas.append(get_json_schema(function))
         except Exception as why:  # of several types of transformers' own
+            problem = f"it cannot be described ({why})"
             remedy = "give it type hints and a docstring with a section Args:"
-            raise ConfigError(
-                "environment.functions", name, f"it cannot be described ({why})", remedy
-            ) from why
+            raise ConfigError("environment.functions", name, problem, remedy) from why
     return schemas

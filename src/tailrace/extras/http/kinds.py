@@ -254,9 +254,6 @@ def server_memory(
     """Estimate the memory of one server. It takes the KV cache that its device has room for. `longest`: as in
     `EngineKind.memory`."""
     size, split = ITEM_BYTES[settings.dtype], settings.tensor_parallel_size
-    parts = {
-        "weights": size * shape.num_parameters // split,
-        "one sequence": shape.kv_bytes(size) * longest,
-    }
+    parts = {"weights": size * shape.num_parameters // split, "one sequence": shape.kv_bytes(size) * longest}
     host = {"process": SERVER_BYTES * split}
     return ProcessMemory("engine", device, parts, host, settings.num_engines)

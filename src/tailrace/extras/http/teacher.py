@@ -22,11 +22,11 @@ from tailrace.model_folder import context_length
 from tailrace.types import Sample
 
 ROUTE = "/inference/v1/generate"
-PAUSE_S = 0.5
-"""Seconds until a request is repeated; then twice as many each time, up to MAX_PAUSE_S."""
-MAX_PAUSE_S = 30.0
+PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Seconds until a request is repeated: the first time, and then twice as many each time up to the longest."""
 OTHER_TOKENS = "its tokens are not those of the model that is trained"
 NOT_TOLD = "update it if it is tailrace serve, or set teacher.tokenizer to a folder with its tokenizer"
+NO_ROUTE = {404, 405, 501}  # statuses of a server that lacks a route
 
 
 class ServerTeacher(TeacherKind):
@@ -100,8 +100,7 @@ class ScoringClient:
         """Return what the server says of each token of a sequence. Raises as `call`."""
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling, "stream": False}
-        if self._settings.model:
-            body["model"] = self._settings.model
+        body |= {"model": self._settings.model} if self._settings.model else {}
         reply = await call(self._client, "POST", ROUTE, body=body, timeout_s=600.0)
         rows: list[dict[str, Any]] = (reply or {}).get("prompt_logprobs") or []
         if len(rows) != len(ids):
@@ -110,13 +109,15 @@ class ScoringClient:
 
     async def has_tokens_of(self, tokenizer: Tokenizer) -> bool | None:
         """Return whether the server's tokens are those of a tokenizer; it may have more after them. None: it
-        does not tell. Raises a httpx.HTTPError, or a ValueError: the reply is no JSON."""
+        does not tell. Raises a httpx.HTTPError, a ServerRefused, or a ValueError: the reply is no JSON."""
         below = (ids := sorted(tokenizer.backend_tokenizer.get_vocab().values()))[-1] + 1
         reply = await self._client.get("/vocabulary", params={"below": below}, timeout=60)
-        if reply.status_code == 404:
+        if reply.status_code in NO_ROUTE:
             reply = await self._client.post("/detokenize", json={"tokens": ids}, timeout=60)  # of vLLM
+        if not reply.is_success and reply.status_code not in NO_ROUTE:
+            raise ServerRefused(str(reply.url), reply.status_code, reply.text)
         right = vocabulary_digest(tokenizer, below), {"prompt": tokenizer.decode(ids)}
-        return None if reply.status_code == 404 else reply.is_success and reply.json() in right
+        return reply.json() in right if reply.is_success else None
 
     async def context(self) -> float:
         """Return how many tokens the model reads; infinity: the server does not say. Raises as `call`."""

@@ -95,16 +95,19 @@ def check_template(judge: JudgeSettings, rows: Sequence[Mapping[str, object]]) -
             raise ConfigError("reward.judges.template", judge.template, problem, remedy)
 
 
-_NUMBER = r"\d+(?:\.\d+)?"
-_RANGE = rf"{_NUMBER}[ \t]*(?:to|and|[-\u2013])[ \t]*{_NUMBER}"
-_SCALE = r"\b(?:scale(?: of| from)?|max(?:imum)?(?: of)?):?[ \t]*"
+_NUMBER = r"\d++(?:\.\d++)?"
+_TO = r"[ \t]*(?:to|and|[-\u2013\u2014\u2026]|\.\.+)[ \t]*"
+_RANGE = rf"(?<!\d)(?:{_NUMBER}{_TO}{_NUMBER}|{_NUMBER}[- ]point\b|\[{_NUMBER}, *{_NUMBER}\])"
+_SCALE = r"\b(?:scale(?: of| from)?|max(?:imum)?(?: of)?)[.:]?[ \t]*"
 _ENDS = re.compile(rf"(?:{_SCALE})?{_RANGE}|{_SCALE}{_NUMBER}", re.IGNORECASE)
 """Numbers that name a scale or a range, and no score."""
+_OF = r"(?:/[\s*(]*+|\bof\b\s*+[^\d\n.,:;!?]{0,20}?)"
 _SCORE = re.compile(
-    rf"(-?{_NUMBER})(?:(?:[^\d\n]{{0,20}}?out of|[ \t*(]*(?:/|of))[ \t*]*({_NUMBER})|[ \t]*(%))?",
+    rf"(-?{_NUMBER}|(?={_OF}{_NUMBER}))"
+    rf"(?:(?:[^\d\n]{{0,20}}?\bout |[\s*(){{}}\]]*){_OF}({_NUMBER})|[ \t]*(%))?",
     re.IGNORECASE,
 )
-"""A score, and the end of its scale where it is given."""
+"""A score, and the end of its scale where it is given; the score is empty where only the end is given."""
 _DECODER = json.JSONDecoder()
 
 
@@ -259,11 +262,8 @@ class EndpointJudge:
         raise RewardFailed("judge unreadable", f"no score in {self.settings.asks} answers: {answer!r:.300}")
 
     async def _answer(self, messages: Sequence[Mapping[str, str]], *, is_first: bool) -> str:
-        body: dict[str, Any] = {
-            "model": self.settings.model,
-            "messages": messages,
-            **self.settings.parameters,
-        }
+        asked = {"model": self.settings.model, "messages": messages}
+        body: dict[str, Any] = asked | self.settings.parameters
         temperature = body.get("temperature")
         if not is_first and isinstance(temperature, int | float):
             body["temperature"] = max(temperature, RETRY_TEMPERATURE)

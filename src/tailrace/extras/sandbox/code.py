@@ -9,9 +9,10 @@ The formats of test cases are those of public data sets:
     [{"input": ..., "output": ..., "testtype": ...}]          LiveCodeBench
     ["assert f(1) == 2", ...], or one such text               MBPP, KodCode
 
-Each may also be its JSON text.
+Each may also be its JSON text. Test functions are called, and may import the program as `solution`.
 """
 
+import ast
 import asyncio
 import json
 import os
@@ -66,7 +67,7 @@ def parse_cases(value: object, metadata: object = None) -> list[Case]:
     function. Raises a RewardFailed ("test cases") if one has no known format."""
     try:
         cases = _parse(value, metadata)
-    except (KeyError, TypeError, ValueError, AttributeError) as why:
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError) as why:
         raise RewardFailed("test cases", f"they have no known format ({why!r}): {value!r:.200}") from why
     if not cases:
         raise RewardFailed("test cases", "the row has none")
@@ -79,22 +80,24 @@ def _parse(value: object, metadata: object) -> list[Case]:
             return _parse(json.loads(value), metadata)
         case str():
             return [_parse_one(value, metadata)] if value.strip() else []
-        case {"test_cases": list(cases)}:
-            return [_parse_one(case, metadata) for case in cases]
         case {"inputs": list(inputs), "outputs": list(outputs), **shared}:
             pairs, name = zip(inputs, outputs, strict=True), shared.get("fn_name")
             return [_parse_one({"input": a, "output": b, "fn_name": name}, metadata) for a, b in pairs]
-        case list():
-            return [_parse_one(case, metadata) for case in value]
+        case {"test_cases": list(cases)} | list(cases):
+            return [_parse_one(case, metadata) for case in cases]
     raise ValueError("neither an object, a list nor a text")
 
 
 def _parse_one(case: str | Mapping[str, Any], metadata: Any) -> Case:
     if isinstance(case, str):
-        if "assert" not in case and "raise" not in case:  # each program would pass it, or none
-            raise ValueError("a text without an assertion")
+        tests = re.findall(r"^def (test\w*)\(\)", case, re.MULTILINE)  # which pytest would call
+        case = "\n".join([case, *(f"{name}()" for name in tests if case.count(f"{name}(") == 1)])
+        run = [each for each in ast.parse(case).body if not hasattr(each, "name")]  # no function, no class
+        can_fail = (isinstance(x, ast.Assert | ast.Raise | ast.Call) for each in run for x in ast.walk(each))
+        if not re.search("assert|raise", case) or not any(can_fail):  # each program would pass, or none
+            raise ValueError("a text without an assertion that runs")
         return AssertCase(case)
-    given, expected, function = case["input"], case["output"], case.get("fn_name")
+    given, expected, function = case["input"], case["output"], case.get("fn_name") or None
     if is_functional := not function and case.get("testtype") == "functional":
         about = json.loads(metadata) if isinstance(metadata, str) else metadata or {}
         if not (function := about.get("func_name")):
@@ -140,7 +143,7 @@ def same_value(answer: bytes, expected: Sequence[Any]) -> bool:
 
 RETRIES_S = (0.5, 1.0)
 """Seconds before a second and a third attempt with a sandbox that does not start its program."""
-_BLOCK = re.compile(r"^(?:[^\n`]*(?=`)|[ \t]*)(`{3,}|~{3,})[^\n`]*\n(.*?)(\1|\Z)", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"(?ms)^(?:(?:[^\n`]|`[^\n`]+`(?!`))*+(?=`)|[ \t]*)(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(\1|\Z)")
 """A fenced block: its fence, its text, and the fence that closes it, or nothing."""
 
 CaseResult = Literal["passed", "failed", "timeout"]
@@ -188,8 +191,7 @@ class CodeRewards:
             return await self._others.score(sample)
         sample.text = self._text_of(sample.scored_ids)
         cases = parse_cases(value, sample.prompt.row.get("metadata"))
-        own_text = self._text_of(sample.completion_ids)  # not the environment's
-        program = extract_code(sample.prompt.opened + own_text)
+        program = extract_code(sample.prompt.opened + self._text_of(sample.completion_ids))  # the policy's
         is_cut_off = self.completed_only and sample.finish_reason == "length"
         if is_cut_off or not program.strip():
             return self._reward(sample, Counter(), len(cases))
@@ -210,9 +212,8 @@ class CodeRewards:
     ) -> tuple[Counter[CaseResult], list[float]]:
         """Return the number of each result, and the seconds of each test case that ran."""
         verdicts: Counter[CaseResult] = Counter()
-        runs = [
-            asyncio.create_task(self._run(sample, program, case, number)) for number, case in enumerate(cases)
-        ]
+        jobs = (self._run(sample, program, case, number) for number, case in enumerate(cases))
+        runs = list(map(asyncio.create_task, jobs))
         try:
             for next_run in asyncio.as_completed(runs):
                 verdict, _ = await next_run
@@ -294,17 +295,15 @@ def check_cases(rows: Mapping[int, Mapping[str, object]], settings: CodeSettings
     for (number, row), value in zip(rows.items(), values, strict=True):
         if value is None:
             continue
+        where: tuple[str, object] = key, column
+        remedy = "docs/how-to/score-responses.md lists the formats"
         try:
             parse_cases(value, row.get("metadata"))
-        except RewardFailed as why:
-            remedy = "docs/how-to/score-responses.md lists the formats"
-            raise ConfigError(key, column, f"row {number} of the data: {why.detail}", remedy) from None
-        try:
+            where = "reward.code.timeout.reference_column", settings.timeout.reference_column
+            remedy = "correct the row, or leave the setting out"
             reference_time(row, settings.timeout)
         except RewardFailed as why:
-            of_time, name = "reward.code.timeout.reference_column", settings.timeout.reference_column
-            remedy = "correct the row, or leave the setting out"
-            raise ConfigError(of_time, name, f"row {number} of the data: {why.detail}", remedy) from None
+            raise ConfigError(*where, f"row {number} of the data: {why.detail}", remedy) from None
 
 
 class CodeKind:

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import sys
+from types import ModuleType
 from typing import Any
 
 STARTED = b"started\n"
@@ -55,7 +56,9 @@ def main(fd: int) -> None:
         channel.close()
     limit(job["limits"])
     sys.argv = ["program.py"]
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    sys.modules["solution"] = program = ModuleType("__main__")  # tests of KodCode import from it
+    namespace = vars(program)
+    namespace["__builtins__"] = __builtins__
     if "function" in job:
         for form in ("from {0} import *", "import {0}"):
             run("\n".join(map(form.format, STARTER)), namespace)
