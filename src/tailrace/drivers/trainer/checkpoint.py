@@ -246,7 +246,7 @@ def _copy_drafts(sources: Files, folder: Path, num_bytes: int) -> None:
     files = {name: file.name for file in weight_files(folder) for name, *_ in tensor_headers(file)}
     save_file(drafts, folder / DRAFTS_FILE, metadata={"format": "pt"})
     index = {"metadata": {"total_size": num_bytes}, "weight_map": files | dict.fromkeys(drafts, DRAFTS_FILE)}
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None, ranks: Ranks) -> State:
