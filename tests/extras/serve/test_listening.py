@@ -107,8 +107,9 @@ def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_tha
         assert [await status(*page) for page in pages] == [204] * len(pages)
         with file_limit(200):
             async with flood(address[1], 300, sent):
-                # A few are accepted before those whose grace has passed are closed.
-                assert num_connections(address[1]) <= MAX_STRANGERS + len(pages) + 8
+                for _ in range(200):  # also in the moment in which one gives way to another
+                    assert num_connections(address[1]) <= MAX_STRANGERS + len(pages)
+                    await asyncio.sleep(0)
                 other = await asyncio.open_connection(*address)
                 assert [await status(*page) for page in [*pages, other]] == [204] * (len(pages) + 1)
         for _, writer in [*pages, other]:

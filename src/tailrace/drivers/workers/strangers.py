@@ -51,6 +51,7 @@ class Strangers:
                     await self._fewer.wait()
             except TimeoutError:
                 self.drop_oldest()
+                await asyncio.sleep(0)  # its descriptor is closed before another one is taken
 
 
 class Door:
