@@ -214,6 +214,8 @@ class ChatTemplate:
         try:
             text = self._write(self.taken(messages), then, more)
         except BadRow:  # DeepSeek's templates take arguments of calls as JSON text alone
+            if not any(each.get("tool_calls") for each in messages):
+                raise
             text = self._write(self.taken(messages, as_text=True), then, more)
         return text + self.unwritten if then == "turn" else text
 
