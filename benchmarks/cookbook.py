@@ -1,13 +1,13 @@
 """Recipes of tinker-cookbook, unmodified and with the losses that they choose, on a server: do they learn?
 
-    python benchmarks/cookbook.py [--model FOLDER] [--only RECIPE] [--steps N] [--json FILE]
+    make env-tinker env-cookbook models/SmolLM2-135M-Instruct
+    PYTHONPATH=.tinker:.cookbook python benchmarks/cookbook.py [--only NAME] [--steps N] [--json FILE]
 
     math_rl.train env=arithmetic         sums of two numbers up to 100; its loss: stable_reinforce
     multiplayer_rl.guess_number.train    episodes of ten turns; its loss: importance_sampling
 
 Both have LoRA of rank 32. The server is `tailrace serve --tinker
---own-stable-reinforce` with one thread a process: Tinker's formula of that loss is not public. `make
-cookbook` installs what it needs.
+--own-stable-reinforce` with one thread a process: Tinker's formula of that loss is not public.
 
     reward       mean of the first and the last TAIL steps
     correct      of the sums: the share of correct answers in them

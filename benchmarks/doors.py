@@ -25,7 +25,7 @@ a time send half a header, or to the run nothing, and where one is closed anothe
     log_kb      what the process wrote; 1 MB and more fails
     exit        of the run, which has one round and an engine that joins amid the flood
 
-The exit code is 1 if a server has not held. The service needs Tinker's SDK (`make .tinker/stamp`).
+The exit code is 1 if a server has not held. The service needs Tinker's SDK (`make env-tinker`).
 """
 
 import json

@@ -10,7 +10,7 @@ without servers), same requests, same lengths, one core and one thread for each 
 between the engines. Printed: tokens a second (median, lowest, highest) by the wall clock and by the CPU time
 of the process, and the ratios of the medians by wall clock.
 
-vLLM has an environment of its own, which `make .venv-vllm/vllm.stamp` makes; name it by `--vllm-python
+vLLM has an environment of its own, which `make env-vllm` makes; name it by `--vllm-python
 .venv-vllm/bin/python` or VLLM_PYTHON. A peer that is missing is null.
 """
 

@@ -1,12 +1,13 @@
-"""The check of a release: wheel and sdist install in fresh environments, and the quickstart learns there.
+"""The check of a release: wheel and sdist install in fresh environments, where a run trains.
 
     make release-check        python benchmarks/release_check.py [PYTHON ...]
 
 1. The version of the package, the newest section of CHANGELOG.md and a tag of the commit agree.
 2. `build` makes the sdist, and the wheel from the sdist.
-3. The wheel is installed with constraints.txt in a fresh environment of each PYTHON; in that of the first,
-   the sdist takes its place. In an empty folder, `tailrace quickstart` reaches a held-out accuracy of
-   LEAST_ACCURACY with each.
+3. The wheel is installed with constraints.txt, and without extras, in a fresh environment of each PYTHON:
+   every command of docs/start/your-own-run.md runs there, as it is printed.
+4. `tailrace quickstart` reaches a held-out accuracy of LEAST_ACCURACY in an empty folder, with the sdist in
+   the environment of the first PYTHON and with the wheel in the others.
 
 This runs on the standard library. The exit code is 1 if something failed.
 """
@@ -79,6 +80,12 @@ def pip(programs: Path, command: str, *words: str | Path) -> None:
     run(programs / "pip", "--quiet", "--disable-pip-version-check", command, *words, folder=programs)
 
 
+def check_pages(programs: Path, package: Path) -> None:
+    """Install a package without extras, and run the commands of docs/start/your-own-run.md."""
+    pip(programs, "install", "--constraint", ROOT / "constraints.txt", package, "pytest")
+    run(programs / "python", "-m", "pytest", "tests/docs/test_your_own_run.py", folder=ROOT)
+
+
 def check_quickstart(programs: Path, package: Path, folder: Path) -> float:
     """Install a package in place of another one, train the quickstart in an empty folder, and return the last
     held-out accuracy."""
@@ -106,12 +113,13 @@ def main(pythons: Sequence[str]) -> int:
                 try:
                     # torch is named first: see the Makefile.
                     programs = fresh_environment(python, Path(scratch) / "environment", "torch")
-                    for package in (wheel, sdist)[: 1 if number else 2]:
-                        accuracy = check_quickstart(programs, package, Path(scratch) / package.name)
-                        found = f"{python}, {package.name}: held-out accuracy {accuracy:.3f}"
-                        print(found, flush=True)
-                        if accuracy < LEAST_ACCURACY:
-                            failures.append(f"{found} is less than {LEAST_ACCURACY}")
+                    check_pages(programs, wheel)
+                    package = wheel if number else sdist
+                    accuracy = check_quickstart(programs, package, Path(scratch) / "quickstart")
+                    found = f"{python}, {package.name}: held-out accuracy {accuracy:.3f}"
+                    print(found, flush=True)
+                    if accuracy < LEAST_ACCURACY:
+                        failures.append(f"{found} is less than {LEAST_ACCURACY}")
                 except subprocess.CalledProcessError as why:
                     failures.append(f"{python}: {why}")
     print(*failures or [f"tailrace {version} can be released"], sep="\n")

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer beside tailrace: SmolLM2-135M-Instruct learns sums (examples/smollm2), on a CPU.
 
-    make models/SmolLM2-135M-Instruct .venv-trl/stamp
+    make models/SmolLM2-135M-Instruct env-trl
     python benchmarks/trl_peer.py [--steps 8] [--seeds 3] [--cores one|two|both] [--json FILE] [--figure FILE]
                                   [--search]
 
@@ -74,7 +74,7 @@ BEST = {name: {side: tried[0] for side, tried in sides.items()} for name, sides 
 
 def missing(model: Path, python: Path) -> list[str]:
     """What is not there, each with the command that makes it."""
-    needed = {python: "make .venv-trl/stamp", model / "config.json": "make models/SmolLM2-135M-Instruct"}
+    needed = {python: "make env-trl", model / "config.json": "make models/SmolLM2-135M-Instruct"}
     return [f"{path} is missing: {remedy}" for path, remedy in needed.items() if not path.exists()]
 
 

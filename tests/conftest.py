@@ -61,7 +61,7 @@ LONG = (
 """Files that begin first, the longest at the front: pytest-xdist gives whole files to its processes, and one
 that began last would leave the other core idle."""
 
-with suppress(ModuleNotFoundError):  # `make install-check` has pytest alone
+with suppress(ModuleNotFoundError):  # `make release-check` has pytest alone
     from hypothesis import settings
 
     settings.register_profile("few", max_examples=60)

@@ -24,7 +24,7 @@ def rows() -> Iterator[dict[str, Any]]:
     """Yield the rows of all categories. The package is not imported: it needs clients of many services."""
     spec = find_spec("bfcl_eval")
     if spec is None or spec.origin is None:
-        raise SystemExit("install the package bfcl-eval first: requirements-environments.txt")
+        raise SystemExit("install the package bfcl-eval first: requirements/environments.txt")
     data = Path(spec.origin).parent / "data"
     for category in CATEGORIES:
         name = f"BFCL_v4_{category}.json"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs the source tree beside it into a bare Debian 12: the step of the Dockerfile, run by `make test-image`
-# without a container engine.
+# Installs the source tree beside it into a bare Debian 12: the step of the Dockerfile, run by
+# tests/image/bare_root.sh without a container engine.
 #
 #   sh install.sh [REQUIREMENT OF TORCH]
 set -eu

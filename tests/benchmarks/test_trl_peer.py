@@ -44,7 +44,7 @@ def test_the_ratio_is_that_of_the_means() -> None:
 def test_what_is_missing_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
     python, model = tmp_path / "python", tmp_path / "model"
     venv, folder = missing(model, python)
-    assert venv == f"{python} is missing: make .venv-trl/stamp"
+    assert venv == f"{python} is missing: make env-trl"
     assert folder.endswith("config.json is missing: make models/SmolLM2-135M-Instruct")
     python.touch()
     model.mkdir()

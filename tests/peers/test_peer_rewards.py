@@ -99,7 +99,7 @@ VERL_SCORERS = ["gsm8k.py", "math_reward.py", "math_dapo.py", "search_r1_like_qa
 def verl_file(name: str) -> Path:
     """A scorer of verl, as a file: the package itself imports ray and tensordict."""
     spec = importlib.util.find_spec("verl")
-    assert spec is not None and spec.submodule_search_locations, "run `make test-peers`"
+    assert spec is not None and spec.submodule_search_locations, "`make env-peers`, and PYTHONPATH=.peers"
     return Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / name
 
 

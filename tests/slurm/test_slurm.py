@@ -28,7 +28,9 @@ WORDS = [
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if absent := missing():
-        pytest.skip(f"needs Slurm and munge, and there is no {', '.join(absent)}: see `make test-slurm`")
+        pytest.skip(
+            f"needs Slurm and munge, and there is no {', '.join(absent)}: apt-get install slurm-wlm munge"
+        )
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

@@ -71,7 +71,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_stored_reference_is_what_trl_gives(name: str) -> None:
-    pytest.importorskip("trl", reason="pip install -r requirements-trl.txt")
+    pytest.importorskip("trl", reason="pip install -r requirements/trl.txt")
     wanted_loss, wanted_gradient = stored()[name]
     loss, gradient = trl_loss_and_gradient(CASES[name])
     assert loss == pytest.approx(wanted_loss, abs=1e-6)

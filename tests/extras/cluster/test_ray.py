@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of this machine, whose nodes are killed: `make test-ray`."""
+"""Runs on a Ray cluster of this machine, whose nodes are killed."""
 
 import json
 import subprocess
