@@ -345,10 +345,10 @@ def found(home: Path, name: str, **environment: str) -> str:
     """What a process whose cache of the hub is in `home` finds under a name, or its error."""
     code = (
         "import sys, tailrace\n"
-        "from tailrace.config import with_model_folder\n"
+        "from tailrace.config import PolicyConfig\n"
         "try:\n"
         "    config = tailrace.load_config('run.toml', {'model.path': sys.argv[1]})\n"
-        "    print(with_model_folder(config).model.path)\n"
+        "    print(PolicyConfig.of(config).model.path)\n"
         "except tailrace.ConfigError as why:\n"
         "    print(why)\n"
     )

@@ -132,7 +132,7 @@ def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, Bou
     parameters = {key: value for key, value in config.schedule.items() if key != "name"}
     bound = bind(schedule, parameters, config)
     name = f"{function.__module__}:{function.__qualname__}"
-    return config.model_copy(update={"schedule": {**parameters, "name": name}, "schedules": {}}), bound
+    return config.changed(schedule={**parameters, "name": name}, schedules={}), bound
 
 
 def _outside_of_loops(work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:

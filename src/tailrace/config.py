@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -238,6 +238,38 @@ class RunConfig(Settings):
         return json.dumps(self.model_dump(mode="json"))
 
 
+class PolicyConfig(RunConfig):
+    """The config of a policy on this machine, which is trained or served."""
+
+    model: ModelSettings
+    sampling: SamplingSettings = SamplingSettings()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return a config with these sections, and with the folder of the model in place of its id on the
+        hub. Raises a ConfigError if one of the sections is missing, and as `find_folder`."""
+        if isinstance(config, cls):
+            return config
+        for name, field in cls.model_fields.items():
+            if field.is_required() and getattr(config, name) is None:
+                problem = "this command needs the section"
+                raise ConfigError(name, None, problem, f"add [{name}] to the config")
+        given = dict(config) | {"sampling": config.sampling or SamplingSettings()}
+        found: Self = cls.model_construct(config.model_fields_set, **given)
+        return found.changed(model={"path": find_folder(found.model.path)})
+
+
+class LiveConfig(PolicyConfig):
+    """The config of a run on this machine."""
+
+    data: DataSettings
+
+
+Config = TypeVar("Config", bound=RunConfig)
+Policy = TypeVar("Policy", bound=PolicyConfig)
+"""A config of either kind, which stays that."""
+
+
 def _shared(value: Any, marks: Collection[object] = (), words: Collection[object] = ()) -> Any:
     """The part of a value that may leave the machine; None: nothing of it. `marks`: of its field, or `dict`
     within a table of free form. `words`: texts that are shared in each case."""
@@ -323,14 +355,6 @@ def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     names = {key: environment[key] for key in TASKSET_KEYS if key in environment}
     return {**tree, "data": {"kind": "verifiers", **data, **names} if isinstance(data, dict) else data}
-
-
-def with_model_folder(config: RunConfig) -> RunConfig:
-    """The config with the folder of the model in place of its id on the hub. Raises as `find_folder`."""
-    if config.model is None:
-        return config
-    model = config.model.model_copy(update={"path": find_folder(config.model.path)})
-    return config.model_copy(update={"model": model})
 
 
 def files_of(config: RunConfig) -> Iterator[Path]:

@@ -4,10 +4,10 @@ A section is defined in the folder that it configures, in `base.py` or `settings
 sections. None of these modules imports torch, so a config is checked before torch is loaded.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator
 from pydantic.config import JsonDict
@@ -82,6 +82,14 @@ class Settings(BaseModel):
     """One section of the config. Numbers are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def changed(self, **values: Any) -> Self:
+        """Return the section with other values, which are not checked. In place of a section a mapping gives
+        other values of it: `config.changed(run={"rounds": 2})`."""
+        for key, value in values.items():
+            if isinstance(value, Mapping) and isinstance(section := getattr(self, key), Settings):
+                values[key] = section.changed(**value)
+        return self.model_copy(update=values)
 
 
 def marks_of(field: FieldInfo) -> Iterator[object]:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig, RunConfig
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import CALL_MARKS, LEFT_OUT, PromptEncoder, Tokenizer, text_of
@@ -18,7 +18,7 @@ from tailrace.rollout.episodes import Episodes
 from tailrace.rollout.router import RunEpisode
 
 
-def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
+def check_episodes(config: LiveConfig, tokenizer: Tokenizer) -> None:
     """Check the environment before anything starts. Raises a ConfigError if it cannot be imported, the model
     has no chat template that suits it, or the data do not use the template."""
     settings = config.environment
@@ -27,7 +27,6 @@ def check_episodes(config: RunConfig, tokenizer: Tokenizer) -> None:
     _chat(config, tokenizer)
     kind = environment_kind(settings)
     kind.check(settings)
-    assert config.data
     tools, parser = kind.tools(settings), getattr(settings, "parser", "hermes")
     for source in config.data.sources:
         if kind.reads_template(settings) and source.chat_template == "never":
@@ -52,14 +51,13 @@ def _check_tools(settings: EnvironmentSettings, encoder: PromptEncoder) -> None:
             raise ConfigError("environment.functions", functions, problem, remedy) from why
 
 
-def request_encoder(config: RunConfig, tokenizer: Tokenizer) -> RequestEncoder:
+def request_encoder(config: LiveConfig, tokenizer: Tokenizer) -> RequestEncoder:
     """Return what encodes the first requests of agents."""
-    assert config.model and config.data
     tools = environment_kind(config.environment).tools(config.environment)
     return RequestEncoder(config.data, tokenizer, context_length(config.model.path), tools)
 
 
-def prompts_of_episodes(config: RunConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
+def prompts_of_episodes(config: LiveConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
     """Return the prompts, or what agents that write their own leave of them."""
     kind = environment_kind(config.environment)
     return kind.prompts(config.environment, prompts, partial(request_encoder, config, tokenizer))
@@ -92,7 +90,7 @@ def unused_rewards(config: RunConfig) -> str | None:
 
 @asynccontextmanager
 async def open_episodes(
-    config: RunConfig, tokenizer: Tokenizer, reference: Reference | None
+    config: LiveConfig, tokenizer: Tokenizer, reference: Reference | None
 ) -> AsyncIterator[RunEpisode | None]:
     """Open the environment of a checked config for the length of the block; None for single turns."""
     settings, kind = config.environment, environment_kind(config.environment)
@@ -101,7 +99,6 @@ async def open_episodes(
         if environment is None or not isinstance(settings, EpisodeSettings):
             yield None
             return
-        assert config.model and config.sampling
         max_branches = settings.max_branches
         sends_new = settings.history == "template" and kind.sends_new
         episode = partial(
@@ -126,8 +123,7 @@ async def open_episodes(
         yield episodes.run
 
 
-def _chat(config: RunConfig, tokenizer: Tokenizer) -> Chat:
-    assert config.data
+def _chat(config: LiveConfig, tokenizer: Tokenizer) -> Chat:
     first, *others = [source.chat_template_kwargs for source in config.data.sources]
     for other in others:
         if other != first:

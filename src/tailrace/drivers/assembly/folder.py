@@ -30,7 +30,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from tailrace import clock
-from tailrace.config import RunConfig, load_config
+from tailrace.config import Config, RunConfig, load_config
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.contracts.mark import Mark, claim, read_mark, remove
 from tailrace.controller.checkpoints import is_checkpoint
@@ -136,11 +136,10 @@ class RunFolder:
             why.args = (f"{self.config}: {why}",)
             raise
 
-    def kept(self, config: RunConfig) -> RunConfig:
+    def kept(self, config: Config) -> Config:
         """The config as the folder keeps it: without the folder's own path, because it may be moved."""
         function = (config.reward.function or "").replace(f"{self.reward.resolve()}:", f"{self.reward.name}:")
-        reward = config.reward.model_copy(update={"function": function or None})
-        return config.model_copy(update={"reward": reward})
+        return config.changed(reward={"function": function or None})
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig, Policy, PolicyConfig, RunConfig
 from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.engine import Engine
 from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.reward import Rewards
-from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.controller.base import RunComponents
 from tailrace.devices import check_device
@@ -64,10 +63,9 @@ MAX_BAD_ROWS = 1000
 """Rows without a usable prompt that are skipped in the search for usable ones."""
 
 
-def dated(config: RunConfig, earlier: RunFolder | None = None) -> RunConfig:
+def dated(config: Policy, earlier: RunFolder | None = None) -> Policy:
     """Return the config with the day that the chat template tells, if it asks for the date: its own, that of
     the earlier life of the run, or today. So a prompt has the same tokens whenever it is written."""
-    assert config.model
     path, day = config.model.path, config.model.template_date
     if day is None and earlier:
         with suppress(ConfigError):  # no life of it has begun
@@ -75,7 +73,7 @@ def dated(config: RunConfig, earlier: RunFolder | None = None) -> RunConfig:
     if day is None and asks_for_date(path):
         day = date.fromtimestamp(clock.wall_time())
         say(f"the chat template can ask for the date: it gets {day} in all prompts (model.template_date)")
-    return config.model_copy(update={"model": config.model.model_copy(update={"template_date": day})})
+    return config.changed(model={"template_date": day})
 
 
 def begin_start(config: RunConfig) -> None:
@@ -85,7 +83,9 @@ def begin_start(config: RunConfig) -> None:
         preload()
 
 
-def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | None = None) -> Fitted:
+def check_live(
+    config: RunConfig, *schedules: BoundSchedule, machine: Machine | None = None
+) -> Fitted[LiveConfig]:
     """Check all that can be checked without starting a process, and choose what depends on the machine.
 
     Args:
@@ -96,9 +96,7 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
         ConfigError: a section is missing; the model, the data or the reward cannot work.
         CheckpointError: the model is a checkpoint that is damaged.
     """
-    check_sections(config)
-    config = dated(config.model_copy(update={"sampling": config.sampling or SamplingSettings()}))
-    assert config.model and config.data and config.sampling
+    config = dated(LiveConfig.of(config))
     check_policy(config, machine)
     for source in config.data.sources:
         check_lengths(
@@ -137,9 +135,8 @@ def check_live(config: RunConfig, *schedules: BoundSchedule, machine: Machine | 
     return replace(fitted, remarks=[*fitted.remarks, *remarks])
 
 
-def check_own_trainer(config: RunConfig) -> None:
-    """Check the sections and the trainer of a command that trains without engines. Raises a ConfigError."""
-    check_sections(config)
+def check_own_trainer(config: LiveConfig) -> None:
+    """Check the trainer of a command that trains without engines. Raises a ConfigError."""
     if not trainer_kind(config).is_local:
         problem = "what is trained without engines is trained by the run's own trainer"
         raise ConfigError("trainer.kind", config.trainer.kind, problem, 'write "torch"')
@@ -147,10 +144,10 @@ def check_own_trainer(config: RunConfig) -> None:
     trainer_kind(config).check(config)
 
 
-def _learning_rate(config: RunConfig) -> Iterator[str]:
+def _learning_rate(config: LiveConfig) -> Iterator[str]:
     """A rate at which policies collapse."""
     rate, usual = config.trainer.learning_rate, TrainerSettings.model_fields["learning_rate"].default
-    if rate < 100 * usual or config.model is None or not trainer_kind(config).is_local:
+    if rate < 100 * usual or not trainer_kind(config).is_local:
         return
     usual *= 10 if config.trainer.lora else 1
     usual *= 1 if ModelShape.read(config.model.path).num_parameters > SMALL_MODEL else 100
@@ -165,9 +162,8 @@ def _repeated_rows(prompts: Sequence[Prompt], key: str, what: str) -> Iterator[s
         yield f"{key} = {len(prompts)}: the data have {len({*rows})} {what}; lower it, or give more rows"
 
 
-def check_policy(config: RunConfig, machine: Machine | None = None) -> None:
+def check_policy(config: PolicyConfig, machine: Machine | None = None) -> None:
     """Check the model, and what generates and trains with it. Arguments and errors as `check_live`."""
-    assert config.model
     path = config.model.path
     remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
     verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
@@ -176,7 +172,7 @@ def check_policy(config: RunConfig, machine: Machine | None = None) -> None:
     if machine is None:
         engine_kind(config).check_installed(config.engine)
     check_devices(config, machine or Machine.read(uses_gpu=uses_gpu(config)))
-    sampling, size = config.sampling or SamplingSettings(), read_config(path)["vocab_size"]
+    sampling, size = config.sampling, read_config(path)["vocab_size"]
     for id in sampling.stop_token_ids:
         if id >= size:
             problem = f"the model's vocabulary has {size} tokens"
@@ -189,8 +185,8 @@ def check_policy(config: RunConfig, machine: Machine | None = None) -> None:
 
 
 def fitted_to_machine(
-    config: RunConfig, *, prompt_tokens: int, overlaps: bool, machine: Machine | None = None
-) -> Fitted:
+    config: Policy, *, prompt_tokens: int, overlaps: bool, machine: Machine | None = None
+) -> Fitted[Policy]:
     """Choose what a checked config leaves to its machine, where the workers are on it. Raises as `fit`.
     `machine`: as in `check_live`."""
     if config.host.kind != "local" or not trainer_kind(config).is_local:
@@ -202,23 +198,14 @@ def fitted_to_machine(
     return fitted
 
 
-def check_sections(config: RunConfig) -> None:
-    """Raises a ConfigError if the config has no model or no data."""
-    for name in ("model", "data"):
-        if getattr(config, name) is None:
-            problem = "this command needs the section"
-            raise ConfigError(name, None, problem, f"add [{name}] to the config")
-
-
-def check_scorers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+def check_scorers(config: LiveConfig, prompts: Sequence[Prompt]) -> None:
     """Check what scores the samples of these prompts. Raises a ConfigError."""
     numbers = [each.index if each.row_number is None else each.row_number for each in prompts]
     _check_rewards(config, dict(zip(numbers, (prompt.row for prompt in prompts), strict=True)))
     _check_judges(config, prompts)
 
 
-def _check_rewards(config: RunConfig, rows: Mapping[int, Mapping[str, object]]) -> None:
-    assert config.data
+def _check_rewards(config: LiveConfig, rows: Mapping[int, Mapping[str, object]]) -> None:
     reward = config.reward
     if warning := unused_rewards(config):
         say(f"warning: {warning}")
@@ -232,10 +219,9 @@ def _check_rewards(config: RunConfig, rows: Mapping[int, Mapping[str, object]]) 
         kind_of("reward", "code").check(reward, rows, others=calls_functions or bool(reward.judges))
 
 
-def _check_judges(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+def _check_judges(config: LiveConfig, prompts: Sequence[Prompt]) -> None:
     """Check the judges, and ask those behind endpoints about an empty completion of one of these prompts."""
     reward = config.reward
-    assert config.data
     sources = [each.source_name for each in config.data.sources if each.source_name]
     alone = not reward.calls_functions and not reward.code
     check_sources("judge", reward.judges, sources, complete=alone)
@@ -269,16 +255,14 @@ def first_of_each_source(prompts: Prompts) -> list[Prompt]:
     return list(by_source.values())
 
 
-def training_prompts(config: RunConfig, seed: int) -> Prompts:
+def training_prompts(config: LiveConfig, seed: int) -> Prompts:
     """Return the training prompts of a live config, in the order that a seed fixes. Raises a ConfigError if
     the settings name no data that can be read."""
-    assert config.model
     tokenizer = load_tokenizer(config.model.path, config.model.template_date)
     return _open_prompts(config, tokenizer, seed, "train")
 
 
-def _open_prompts(config: RunConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
-    assert config.model and config.data
+def _open_prompts(config: LiveConfig, tokenizer: Tokenizer, seed: int, split: Split) -> Prompts:
     tools = environment_kind(config.environment).tools(config.environment)
     context = context_length(config.model.path)
     prompts = open_prompts(
@@ -309,15 +293,14 @@ async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
     await asyncio.gather(*(engine.wake() for engine in engines))
 
 
-def advantages_of(config: RunConfig) -> ComputeAdvantages:
+def advantages_of(config: PolicyConfig) -> ComputeAdvantages:
     """Return what computes the advantages of a scored group."""
-    assert config.sampling
     return ComputeAdvantages(config.algorithm, config.sampling)
 
 
 @asynccontextmanager
 async def open_parts(
-    config: RunConfig, folder: Path, *, life: int | None = None
+    config: LiveConfig, folder: Path, *, life: int | None = None
 ) -> AsyncIterator[RunComponents]:
     """Start the workers of a checked config, score one row, and end the workers with the block.
 
@@ -329,7 +312,6 @@ async def open_parts(
         ConfigError: a worker cannot do its job, or the reward function is defective.
         WorkerDied: a worker ended.
     """
-    assert config.model and config.data and config.sampling
     tokenizer = load_tokenizer(config.model.path, config.model.template_date)
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(open_workers(config, folder, tokenizer, life=life))
@@ -355,10 +337,9 @@ async def open_parts(
 
 
 @asynccontextmanager
-async def open_scorers(config: RunConfig, folder: Path) -> AsyncIterator[Rewards]:
+async def open_scorers(config: LiveConfig, folder: Path) -> AsyncIterator[Rewards]:
     """Start what scores the samples of a checked config, and end it with the block. Raises as
     `open_parts`. `folder`: receives the workers' logs."""
-    assert config.model
     tokenizer = load_tokenizer(config.model.path)
     async with open_reward_workers(config, folder, tokenizer) as (functions, judges):
         yield await _scorers(config, functions, judges, (), Anchors(), tokenizer)
@@ -389,7 +370,7 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
 
 
 async def _scorers(
-    config: RunConfig,
+    config: LiveConfig,
     functions: RewardPool | None,
     judges: Sequence[Judge],
     checked: Sequence[Prompt],
@@ -398,7 +379,6 @@ async def _scorers(
 ) -> Rewards:
     """Open the scorers of samples: reward functions, programs in place of them, judges beside them. The
     functions score the `checked` rows, if one is called, and an empty program runs in the sandbox."""
-    assert config.data
     code, text = config.reward.code, text_of(tokenizer)
     if functions:
         understood = Scorer.load(config.reward, config.data).describe()

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
-from tailrace.config import RunConfig
+from tailrace.config import Policy, PolicyConfig, RunConfig
 from tailrace.contracts.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 from tailrace.devices import check_device
 from tailrace.drivers.assembly.memory import longest_sample, run_memory
@@ -135,7 +135,7 @@ def check_devices(config: RunConfig, machine: Machine) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(Generic[Policy]):
     """A config with the values that were chosen.
 
     Args:
@@ -145,13 +145,13 @@ class Fitted:
         warning: that the memory may not suffice; empty: it does.
     """
 
-    config: RunConfig
+    config: Policy
     table: str = ""
     remarks: Sequence[str] = ()
     warning: str = ""
 
 
-def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted:
+def fit(config: Policy, machine: Machine, *, prompt_tokens: int, overlaps: bool) -> Fitted[Policy]:
     """Choose what a checked config does not set. Raises a ConfigError if weights, optimizer state and the
     smallest KV cache do not fit.
 
@@ -169,7 +169,6 @@ def fit(config: RunConfig, machine: Machine, *, prompt_tokens: int, overlaps: bo
             elif choices is _threads and 0 < (given := _value(config, key) or 0) < value:
                 idle.append(f"{key} = {given} leaves cores idle: it could be {value}, {reason}")
     if lack := _shortage(config, machine, prompt_tokens, parts=LEAST):
-        assert config.model
         raise ConfigError("model.path", str(config.model.path), f"the run needs {lack[0]}", SMALLER)
     sizes = _sizes(config, prompt_tokens)
     fits = (
@@ -220,7 +219,7 @@ def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tu
             yield key, max(1, cores // nums[own]), reason
 
 
-def _sizes(config: RunConfig, prompt_tokens: int) -> list[dict[str, int]]:
+def _sizes(config: PolicyConfig, prompt_tokens: int) -> list[dict[str, int]]:
     """Yield choices for the sizes that the config does not set, the best first."""
     most = MICROBATCH if config.trainer.device == "cpu" else MICROBATCH_GPU
     batches = [{_TOKENS: size} for size in _powers(most, MICROBATCH_LEAST)]
@@ -261,7 +260,11 @@ def held_at_once(
 
 
 def _shortage(
-    config: RunConfig, machine: Machine, prompt_tokens: int, share: float = 1.0, parts: Collection[str] = ()
+    config: PolicyConfig,
+    machine: Machine,
+    prompt_tokens: int,
+    share: float = 1.0,
+    parts: Collection[str] = (),
 ) -> tuple[str, str] | None:
     """Return the excess of the run over a share of a memory, with its largest part; None: it fits.
 
@@ -294,16 +297,15 @@ def _value(config: RunConfig, key: str) -> Any:
     return getattr(getattr(config, section), field, None)
 
 
-def _with(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def _with(config: Policy, values: Mapping[str, Any]) -> Policy:
     """The config with other values, by dotted key."""
     for key, value in values.items():
         name, _, field = key.partition(".")
-        section = getattr(config, name).model_copy(update={field: value})
-        config = config.model_copy(update={name: section})
+        config = config.changed(**{name: {field: value}})
     return config
 
 
-def _table(config: RunConfig, machine: Machine, prompt_tokens: int, reasons: Mapping[str, str]) -> str:
+def _table(config: PolicyConfig, machine: Machine, prompt_tokens: int, reasons: Mapping[str, str]) -> str:
     """Processes with devices, threads, types, micro-batch and estimated memory, and why; 77 columns wide."""
     layout, processes = "{:31} {:>6} {:>7} {:>8} {:>11} {:>9}", list(run_memory(config, prompt_tokens))
     rows = [layout.format("process", "device", "threads", "dtype", "micro-batch", "memory")]

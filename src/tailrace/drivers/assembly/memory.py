@@ -6,7 +6,7 @@ of the weights that exist while a model is read, published or saved. benchmarks/
 
 from collections.abc import Iterator
 
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig
 from tailrace.contracts.memory import MIB, ProcessMemory
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
 from tailrace.drivers.kinds.teacher import teacher_kind
@@ -18,10 +18,9 @@ SMALL_PROCESS_BYTES = 150 * MIB
 """A controller or reward worker, without what reward functions import."""
 
 
-def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
+def run_memory(config: PolicyConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
     """Estimate the memory of all processes that a checked config starts on this machine, where the longest
     prompt has so many tokens."""
-    assert config.model
     adapter, longest = config.trainer.adapter, longest_sample(config, prompt_tokens)
     adapters = adapter_parameters(config.model.path, adapter) * config.num_versions
     yield from trainer_kind(config).memory(config, longest)
@@ -34,9 +33,8 @@ def run_memory(config: RunConfig, prompt_tokens: int) -> Iterator[ProcessMemory]
     yield ProcessMemory("controller, reward workers", "cpu", {}, small, config.reward.workers + 1)
 
 
-def longest_sample(config: RunConfig, prompt_tokens: int) -> int:
+def longest_sample(config: PolicyConfig, prompt_tokens: int) -> int:
     """Tokens of the longest sample. Those of an environment fill the context."""
-    assert config.model and config.sampling
     context = context_length(config.model.path)
     if config.environment.has_turns:
         return context

@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import NormalDist
 
 from tailrace import clock
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig, RunConfig
 from tailrace.devices import DeviceMap, Devices
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
@@ -103,9 +103,8 @@ def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | Non
     return Prices(config.prices, generating, max(0, training - in_common))
 
 
-def check_placement(config: RunConfig) -> None:
+def check_placement(config: PolicyConfig) -> None:
     """Check the placement of a live run. Raises a ConfigError if it cannot work."""
-    assert config.model
     _check_gpus_of_ranks(config)
     _check_numbers(config)
     _check_nccl(config)

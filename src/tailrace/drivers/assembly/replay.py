@@ -15,9 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.config import RunConfig, changed_keys
+from tailrace.config import LiveConfig, changed_keys
 from tailrace.contracts.engine import TokenCounter
-from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.folder import RunFolder
@@ -60,7 +59,7 @@ class Recording:
     groups_per_step: int | None
 
     @classmethod
-    def read(cls, config: RunConfig) -> "Recording":
+    def read(cls, config: LiveConfig) -> "Recording":
         """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
         some steps, or they are not samples of this config."""
         path = config.run.replay
@@ -74,7 +73,7 @@ class Recording:
             raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
         with closing(Store.open(file, only_read=True)) as store:
             tables = read_ledger(store)
-        is_dated = bool(config.model and config.model.template_date)
+        is_dated = bool(config.model.template_date)
         last, config = tables.lives[max(tables.lives)], dated(config, folder)
         schedule = msgspec.json.decode(last.config)["schedule"]
         for key, (before, after) in changed_keys(last.config, config).items():
@@ -108,7 +107,7 @@ class Recording:
         last = isinstance(self.order[-1], RoundEnded)
         return sum(isinstance(each, RoundEnded) for each in self.order) + (not last)
 
-    def fill(self, start: StartingPoint, config: RunConfig, folder: RunFolder) -> None:
+    def fill(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> None:
         """Give a new run the recorded groups. Their tokens count as generated."""
         prompts, members = training_prompts(config, config.run.seed), self.tables.members()
         trained = {each.prompt for each in self.tables.trainings.values() if each.undone is None}
@@ -167,20 +166,16 @@ def _is_before(event: Recorded, start: RunStarted) -> bool:
     return False
 
 
-def check_replay(config: RunConfig, recording: Recording) -> Fitted:
+def check_replay(config: LiveConfig, recording: Recording) -> Fitted[LiveConfig]:
     """Check a config against its recording before anything starts. Raises a ConfigError.
 
     Returns:
         The config with the rounds of the recording, without evaluations, and fitted to the machine.
     """
-    changes = {
-        "run": config.run.model_copy(update={"rounds": recording.num_rounds, "eval_every": 0}),
-        "sampling": config.sampling or SamplingSettings(),
-        "weights": config.weights.model_copy(update={"probe_every": 0}),
-        "prices": None,
-    }
+    run = {"rounds": recording.num_rounds, "eval_every": 0}
+    config = config.changed(run=run, weights={"probe_every": 0}, prices=None)
     assert config.run.replay
-    config = dated(config.model_copy(update=changes), RunFolder(config.run.replay))
+    config = dated(config, RunFolder(config.run.replay))
     samples = (each.id for each in recording.tables.trainings.values())
     longest = max(recording.tables.samples[id].num_tokens for id in samples)
     say(f"replays {recording.num_rounds} rounds of {config.run.replay}; nothing is generated")
@@ -188,15 +183,14 @@ def check_replay(config: RunConfig, recording: Recording) -> Fitted:
 
 
 @asynccontextmanager
-async def open_replay(config: RunConfig, folder: Path) -> AsyncIterator[RunComponents]:
+async def open_replay(config: LiveConfig, folder: Path) -> AsyncIterator[RunComponents]:
     """Start the trainer of a replay alone. Raises as `open_trainer`."""
-    assert config.model
     async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
         prompts = training_prompts(config, config.run.seed)
         yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
 
 
-async def replayed(run: Run, *, config: RunConfig, recording: Recording, num_groups: int) -> None:
+async def replayed(run: Run, *, config: LiveConfig, recording: Recording, num_groups: int) -> None:
     """The schedule of a replay: the recorded order, or a step after so many groups. Where the run masked
     stale tokens, those beyond `schedule.staleness` are masked. `num_groups`: not trained yet."""
     masks = any(each.masked for each in recording.tables.trainings.values())

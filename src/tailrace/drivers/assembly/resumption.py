@@ -10,7 +10,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from tailrace.config import RunConfig, changed_keys, check_resumable, files_of
+from tailrace.config import LiveConfig, RunConfig, changed_keys, check_resumable, files_of
 from tailrace.contracts.engine import counted_tokens
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.folder import WRITTEN, RunFolder
@@ -61,7 +61,8 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
             remedy = "put it back, begin a new run in another --output-dir, or set this to true"
             raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
         say(f"goes on with another content of {changed}")
-    prompts = cache(lambda: training_prompts(config, config.run.seed))  # a fine-tuning asks for none
+    # A fine-tuning asks for none.
+    prompts = cache(lambda: training_prompts(LiveConfig.of(config), config.run.seed))
     start = next_life(
         tables,
         config=config.to_json(),

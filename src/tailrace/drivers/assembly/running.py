@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tailrace import clock
-from tailrace.config import RunConfig, with_model_folder
+from tailrace.config import LiveConfig, RunConfig
 from tailrace.controller.base import RunComponents
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.controller.execution import RunResult, execute
@@ -87,8 +87,8 @@ def train(
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     folder.claim(command, only_check=True)
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
-    config = with_published_defaults(with_model_folder(config))
-    config = dated(config, folder) if resume and config.model else config
+    config = LiveConfig.of(with_published_defaults(config))
+    config = dated(config, folder) if resume else config
     recording = Recording.read(config) if config.run.replay else None
     schedule = BoundSchedule(replayed) if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")
@@ -121,17 +121,16 @@ def train(
                 say(f"restart {num_restarts} of {limit}")
 
 
-def _with_reward(config: RunConfig, reward: Callable[..., Any] | None, path: Path) -> RunConfig:
+def _with_reward(config: LiveConfig, reward: Callable[..., Any] | None, path: Path) -> LiveConfig:
     """The config with a reward function that is saved in a file."""
     if reward is None:
         return config
     name = getattr(reward, "__name__", "reward")
-    settings = config.reward.model_copy(update={"function": f"{path.resolve()}:{name}", "functions": ()})
-    return config.model_copy(update={"reward": settings})
+    return config.changed(reward={"function": f"{path.resolve()}:{name}", "functions": ()})
 
 
 def _one_life(
-    config: RunConfig,
+    config: LiveConfig,
     schedule: BoundSchedule,
     folder: RunFolder,
     command: str,
@@ -198,7 +197,7 @@ def _ended(config: RunConfig, folder: RunFolder) -> RunSummary | None:
 
 
 async def _train(
-    config: RunConfig,
+    config: LiveConfig,
     schedule: BoundSchedule,
     folder: RunFolder,
     store: Store | None,
@@ -350,7 +349,8 @@ class SharedWorkers:
         """The workers of a candidate, rewound. Workers of another set-up are closed first."""
         if self._parts is None or candidate.setup != self._setup:
             await self.aclose()
-            self._parts = await self._open.enter_async_context(open_parts(candidate.config, self._folder))
+            config = LiveConfig.of(candidate.config)
+            self._parts = await self._open.enter_async_context(open_parts(config, self._folder))
             self._setup = candidate.setup
             if not self._checkpoint:  # for each set-up: a trainer with another algorithm keeps other things
                 async with on_devices_of_trainer(self._parts):
@@ -367,8 +367,7 @@ async def run_trial(
     candidate: ComparedSchedule, parts: RunComponents, recorder: Recorder, rounds: int
 ) -> None:
     """Run a schedule on given workers, without evaluations and checkpoints."""
-    changes = {"eval_every": 0, "checkpoint_every": 0, "rounds": rounds}
-    config = candidate.config.model_copy(update={"run": candidate.config.run.model_copy(update=changes)})
+    config = candidate.config.changed(run={"eval_every": 0, "checkpoint_every": 0, "rounds": rounds})
     await _executed(replace(candidate, config=config), parts, recorder)
 
 
@@ -376,7 +375,7 @@ async def _executed(
     candidate: ComparedSchedule, parts: RunComponents, recorder: Recorder, **life: Any
 ) -> RunResult:
     """Run a schedule on workers. `life`: what `execute` is told of a run that may be resumed."""
-    config, schedule = candidate.config, candidate.schedule
+    config, schedule = LiveConfig.of(candidate.config), candidate.schedule
     parts = replace(parts, max_failures=failure_limit(config, schedule))
     advantages = advantages_of(config)
     return await execute(schedule, parts, config.run, recorder, compute_advantages=advantages, **life)

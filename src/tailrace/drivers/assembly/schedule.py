@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from tailrace import clock
 from tailrace.algo.base import check_algorithm
-from tailrace.config import RunConfig, validated
+from tailrace.config import Config, RunConfig, validated
 from tailrace.contracts.data import Prompts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
@@ -47,15 +47,15 @@ ORDER = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default="laun
 """A parameter of every schedule: the order of the pool's queue."""
 
 
-def with_published_defaults(config: RunConfig) -> RunConfig:
+def with_published_defaults(config: Config) -> Config:
     """The config with `algorithm.old_policy` as the schedule's paper has it, unless the config sets it.
     Raises a ConfigError if the algorithm cannot be combined with it."""
     algorithm = config.algorithm
     if algorithm.old_policy is None:
         recomputed = config.schedule.get("name") in RECOMPUTES_OLD_LOGPROBS and algorithm.loss != "reinforce"
-        algorithm = algorithm.model_copy(update={"old_policy": "recomputed" if recomputed else "recorded"})
+        algorithm = algorithm.changed(old_policy="recomputed" if recomputed else "recorded")
     check_algorithm(algorithm, group_size=config.run.num_trained, sampling=config.sampling)
-    return config.model_copy(update={"algorithm": algorithm})
+    return config.changed(algorithm=algorithm)
 
 
 def resolve(config: RunConfig) -> BoundSchedule:

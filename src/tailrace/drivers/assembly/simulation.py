@@ -251,7 +251,7 @@ def sim_settings(config: RunConfig) -> SimSettings:
             raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
         sim = rates(sim)
     count = sim.engines.count or config.engine.num_engines
-    return sim.model_copy(update={"engines": sim.engines.model_copy(update={"count": count})})
+    return sim.changed(engines={"count": count})
 
 
 def without_rates(config: RunConfig) -> SimSettings:
@@ -268,20 +268,17 @@ def without_rates(config: RunConfig) -> SimSettings:
         given = {"offload": config.trainer.offload, "trainer_replicas": config.trainer.replicas}
         given |= {"model": str(config.model.path)} if config.model else {}
         given |= {"weight_groups": getattr(config.weights, "groups", None)}
-        cluster = cluster.model_copy(update={k: v for k, v in given.items() if getattr(cluster, k) is None})
-    changes = {
-        "cluster": cluster,
-        "rewards": sim.rewards.model_copy(update={"synchronous": synchronous}),
-        "engines": sim.engines.model_copy(
-            update={"slots": slots, "versions": sim.engines.versions or config.num_versions}
-        ),
-        "lengths": lengths.model_copy(update={"max_tokens": max_tokens, "median_tokens": median_tokens}),
-    }
-    return sim.model_copy(update=changes)
+        cluster = cluster.changed(**{k: v for k, v in given.items() if getattr(cluster, k) is None})
+    return sim.changed(
+        cluster=cluster,
+        rewards={"synchronous": synchronous},
+        engines={"slots": slots, "versions": sim.engines.versions or config.num_versions},
+        lengths={"max_tokens": max_tokens, "median_tokens": median_tokens},
+    )
 
 
 def sim_sampling(config: RunConfig) -> SamplingSettings:
     """[sampling] with the length limit of a completion in virtual time."""
     given = config.sampling or SamplingSettings(max_completion_tokens=DEFAULT_MAX_TOKENS)
     limit = config.sim.lengths.max_tokens or given.max_completion_tokens
-    return given.model_copy(update={"max_completion_tokens": limit})
+    return given.changed(max_completion_tokens=limit)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig, PolicyConfig
 from tailrace.contracts.engine import Engine
 from tailrace.contracts.trainer import Reference, Trainer
 from tailrace.devices import DeviceMap
@@ -39,7 +39,7 @@ class Workers:
 
 @asynccontextmanager
 async def open_workers(
-    config: RunConfig, folder: Path, tokenizer: Tokenizer, *, life: int | None = None
+    config: PolicyConfig, folder: Path, tokenizer: Tokenizer, *, life: int | None = None
 ) -> AsyncIterator[Workers]:
     """Start all workers of a checked config concurrently, and end them with the block, however it ends.
 
@@ -79,7 +79,7 @@ async def open_workers(
 
 
 @asynccontextmanager
-async def open_trainer(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Trainer]:
+async def open_trainer(config: PolicyConfig, folder: Path, tokenizer: Tokenizer) -> AsyncIterator[Trainer]:
     """Start the trainer of a checked config alone, and end it with the block. Raises as `open_workers`."""
     async with _opening(config, folder, tokenizer, device_map(config)) as opening:
         trainer = await trainer_kind(config).begin(opening)
@@ -90,7 +90,7 @@ async def open_trainer(config: RunConfig, folder: Path, tokenizer: Tokenizer) ->
 
 @asynccontextmanager
 async def open_reward_workers(
-    config: RunConfig, folder: Path, tokenizer: Tokenizer
+    config: PolicyConfig, folder: Path, tokenizer: Tokenizer
 ) -> AsyncIterator[tuple[RewardPool | None, tuple[Judge, ...]]]:
     """Start the reward workers and the judges alone, as `open_workers`."""
     async with _opening(config, folder, tokenizer, DeviceMap((), ())) as opening:
@@ -102,7 +102,7 @@ async def open_reward_workers(
 
 @asynccontextmanager
 async def _opening(
-    config: RunConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap, life: int | None = None
+    config: PolicyConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap, life: int | None = None
 ) -> AsyncIterator[Opening]:
     """Open the host of workers of a run, and close them with the block."""
     async with host_kind(config.host).open(config, folder) as spawner:
@@ -119,8 +119,7 @@ async def _rewards(opening: Opening) -> tuple[RewardPool | None, tuple[Judge, ..
     config = opening.config
     reward, pool = host_kind(config.host).rewards_there(config.reward), None
     if calls_reward_functions(config):
-        assert config.data
-        job = RewardJob(reward=reward, data=config.data)
+        job = RewardJob(reward=reward, data=LiveConfig.of(config).data)
         scorers = [await opening.start(RewardWorker, f"scorer-{i}", job) for i in range(reward.workers)]
         pool = RewardPool(scorers, opening.tokenizer, reward)
     judges = [await judge_kind(each).begin(each, opening.start, reward.timeout_s) for each in reward.judges]

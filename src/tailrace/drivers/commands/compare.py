@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.config import PolicyConfig, RunConfig, load_config
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
 from tailrace.drivers.assembly.live import begin_start, check_live, dated
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
@@ -94,8 +94,8 @@ def compare(
     for varied in map(dict, product(*map(_values, vary or ()))):
         loaded = load_config(*configs, {**given, **varied})
         prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable
-        loaded = loaded.model_copy(update={"prices": prices})
-        loaded = loaded if virtual or not loaded.model else dated(with_model_folder(loaded))
+        loaded = loaded.changed(prices=prices)
+        loaded = loaded if virtual or not loaded.model else dated(PolicyConfig.of(loaded))
         if loaded.model and (day := loaded.model.template_date):  # of all candidates
             given["model.template_date"] = str(day)
         names = loaded.compare.schedules if schedules or not vary else (str(loaded.schedule.get("name")),)
@@ -165,11 +165,11 @@ def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, ComparedSc
         if chosen:
             listed = ", ".join(f"{key} = {value}" for key, value in chosen.items())
             say(f"{name}: {listed}, for equal samples and steps; [schedules.{name}] sets others")
-        named = config.model_copy(update={"schedule": parameters})
+        named = config.changed(schedule=parameters)
         try:
             schedule = resolve(named)
             rounds = rounds_of_equal_steps(config, named, schedule)
-            named = named.model_copy(update={"run": config.run.model_copy(update={"rounds": rounds})})
+            named = named.changed(run={"rounds": rounds})
             candidates[name] = ComparedSchedule(with_published_defaults(named), schedule)
         except ConfigError as why:
             why.args = (f"{name}: {why}",)
@@ -203,9 +203,7 @@ def compare_virtual(
     for repeat in range(repeats):
         for name, candidate in candidates.items():
             config, (recorder, summary) = candidate.config, _recorder(name, candidate, folder)
-            seeded = config.run.model_copy(update={"seed": config.run.seed + repeat})
-            config = config.model_copy(update={"run": seeded})
-            run_virtual(config, candidate.schedule, recorder)
+            run_virtual(config.changed(run={"seed": config.run.seed + repeat}), candidate.schedule, recorder)
             comparison.add(name, summary)
     return comparison
 

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.config import ModelSettings, RunConfig, changed_keys, load_config, with_model_folder
+from tailrace.config import LiveConfig, ModelSettings, RunConfig, changed_keys, load_config
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
@@ -61,10 +61,9 @@ def run(
     named = {"eval_prompts": prompts, "eval_samples": samples, "eval_greedy": samples and samples == 1}
     given = {f"run.{key}": json.dumps(value) for key, value in named.items() if value is not None}
     overrides = {**overrides, **given}
-    config = with_model_folder(evaluated_config(run, model, overrides, checkpoint))
-    bases = [with_model_folder(evaluated_config(run, None, overrides, "base"))] if base else []
+    config = LiveConfig.of(evaluated_config(run, model, overrides, checkpoint))
+    bases = [LiveConfig.of(evaluated_config(run, None, overrides, "base"))] if base else []
     result, *others = map(_result, (config, *bases))
-    assert config.model
     console = open_console()
     n, how = len(result), "greedy" if config.run.eval_greedy else "sampled"
     estimate, num_tokens = estimate_of(rewards_of(result)), sum(each.num_tokens for each in result)
@@ -94,13 +93,10 @@ def run(
         json_path.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
 
 
-def _result(config: RunConfig) -> list[EvaluatedSample]:
+def _result(config: LiveConfig) -> list[EvaluatedSample]:
     begin_start(config)
-    changes = {
-        "algorithm": AlgorithmSettings(),  # no reference, no critic
-        "run": config.run.model_copy(update={"eval_every": 1}),
-    }
-    config = check_live(config.model_copy(update=changes)).config
+    changed = config.changed(algorithm=AlgorithmSettings(), run={"eval_every": 1})  # no reference, no critic
+    config = check_live(changed).config
     with TemporaryDirectory() as scratch:
         return clock.run(_evaluate(config, Path(scratch)), virtual=False)
 
@@ -145,8 +141,7 @@ def evaluated_config(
         check_parameter_names(config)
     if model is None:
         return config
-    named = (config.model or ModelSettings(path=model)).model_copy(update={"path": model.resolve()})
-    return config.model_copy(update={"model": named})
+    return config.changed(model=(config.model or ModelSettings(path=model)).changed(path=model.resolve()))
 
 
 def _checkpoint(folder: RunFolder, name: str) -> Path | None:
@@ -176,7 +171,7 @@ def _check_config(folder: RunFolder) -> None:
         say(f"warning: the run was trained with another content of {changed}")
 
 
-async def _evaluate(config: RunConfig, scratch: Path) -> list[EvaluatedSample]:
+async def _evaluate(config: LiveConfig, scratch: Path) -> list[EvaluatedSample]:
     async with open_parts(config, scratch) as parts:
         asked = (parts.held_out, config.run.eval_prompts, config.run.seed, 0)
         samples = held_out_samples(*asked, **config.run.eval_sampling)

@@ -52,7 +52,7 @@ def simulate(
         for key in (key for key in overrides if key.startswith("sim.")):
             remedy = f"remove it, or use the [sim] that tailrace fit {like} prints"
             raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
-        loaded = loaded.model_copy(update={"sim": kind_of("sim", "fitted").sim(like)})
+        loaded = loaded.changed(sim=kind_of("sim", "fitted").sim(like))
     schedule, name = resolve(loaded), str(loaded.schedule["name"])
     loaded = with_published_defaults(loaded)
     sim = sim_settings(loaded)

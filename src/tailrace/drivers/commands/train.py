@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from tailrace.config import load_config, with_model_folder
+from tailrace.config import LiveConfig, load_config
 from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.assembly.machine import Machine, uses_gpu
 from tailrace.drivers.assembly.replay import Recording, check_replay
@@ -38,11 +38,10 @@ def run(
     """
     if replay:
         overrides = {**overrides, "run.replay": json.dumps(str(replay.resolve()))}
-    loaded = load_config(config, overrides)
     if not dry_run:
-        train(loaded, output_dir, resume=resume)
+        train(load_config(config, overrides), output_dir, resume=resume)
         return
-    loaded = with_model_folder(loaded)
+    loaded = LiveConfig.of(load_config(config, overrides))
     if loaded.run.replay:
         fitted = check_replay(loaded, Recording.read(loaded))
     else:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig, RunConfig
 from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineProcess, TokenCounter
 from tailrace.contracts.memory import ProcessMemory
 from tailrace.contracts.sampling import SamplingSettings
@@ -41,7 +41,7 @@ class Opening:
         devices: of each process.
     """
 
-    config: RunConfig
+    config: PolicyConfig
     folder: Path
     life: int | None
     tokenizer: Tokenizer
@@ -57,7 +57,6 @@ class Opening:
     @property
     def model(self) -> Path:
         """The folder of the model."""
-        assert self.config.model
         return self.config.model.path
 
     @property
@@ -68,7 +67,6 @@ class Opening:
     @property
     def sampling(self) -> SamplingSettings:
         """How engines sample."""
-        assert self.config.sampling
         return self.config.sampling
 
     @property
@@ -120,13 +118,13 @@ class EngineKind:
     settle_s = 0.0
     """Seconds after which `usage` is up to date."""
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: PolicyConfig) -> None:
         """Check the settings against the other sections before anything starts. Raises a ConfigError."""
 
     def check_installed(self, settings: Any) -> None:
         """Check that this machine has the programs of its processes. Raises a ConfigError."""
 
-    def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
+    def memory(self, config: PolicyConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
         """Estimate the memory of the processes on this machine.
 
         Args:
@@ -164,10 +162,10 @@ class TrainerKind:
     is_local = True
     """Whether the run chooses its threads, types and sizes from a machine."""
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: PolicyConfig) -> None:
         """Check the settings against the other sections before anything starts. Raises a ConfigError."""
 
-    def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:
+    def memory(self, config: PolicyConfig, longest: int) -> Iterable[ProcessMemory]:
         """Estimate the memory of the processes on this machine. `longest`: as in `EngineKind.memory`."""
         return ()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
 from tailrace.drivers.engine.native.support import GRAPH_ROWS, not_fused
@@ -24,8 +24,7 @@ class Native(EngineKind):
     settings = NativeEngineSettings
 
     @override
-    def check(self, config: RunConfig) -> None:
-        assert config.model
+    def check(self, config: PolicyConfig) -> None:
         check_served(config.model.path)
         if config.trainer.adapter and (feature := not_fused(config.model.path)):
             problem = f"the embedded engine serves no adapters of a model with {feature}"
@@ -33,8 +32,8 @@ class Native(EngineKind):
             raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
 
     @override
-    def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
-        assert config.model and isinstance(config.engine, NativeEngineSettings)
+    def memory(self, config: PolicyConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
+        assert isinstance(config.engine, NativeEngineSettings)
         if config.host.starts("engine"):
             shape = ModelShape.read(config.model.path)
             yield engine_memory(shape, config.engine, longest, adapters)

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig, PolicyConfig
 from tailrace.contracts.memory import ModelShape, ProcessMemory
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import load_tokenizer
@@ -29,10 +29,10 @@ from tailrace.types import Sample
 class TeacherKind:
     """A kind of teacher. The settings are always those of this kind."""
 
-    def check(self, teacher: Any, config: RunConfig) -> None:
+    def check(self, teacher: Any, config: LiveConfig) -> None:
         """Check a teacher before anything starts. Raises a ConfigError."""
 
-    def memory(self, teacher: Any, config: RunConfig) -> Iterable[ProcessMemory]:
+    def memory(self, teacher: Any, config: PolicyConfig) -> Iterable[ProcessMemory]:
         """Estimate the memory of its processes on this machine, after `check`."""
         return ()
 
@@ -45,8 +45,7 @@ class FolderTeacher(TeacherKind):
     """A folder that a process of the run loads."""
 
     @override
-    def check(self, teacher: FolderTeacherSettings, config: RunConfig) -> None:
-        assert config.model and config.data and config.sampling
+    def check(self, teacher: FolderTeacherSettings, config: LiveConfig) -> None:
         if config.host.kind != "local" or config.host.join:
             problem = "a process of this host loads a teacher, and the run has workers on others"
             raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
@@ -58,7 +57,7 @@ class FolderTeacher(TeacherKind):
         check_context("teacher.path", str(teacher.path), own, longest)
 
     @override
-    def memory(self, teacher: FolderTeacherSettings, config: RunConfig) -> Iterable[ProcessMemory]:
+    def memory(self, teacher: FolderTeacherSettings, config: PolicyConfig) -> Iterable[ProcessMemory]:
         shape, device = ModelShape.read(teacher.path), teacher.device or config.trainer.device
         yield reference_memory("teacher", device, config.trainer, shape)
 
@@ -102,7 +101,7 @@ def teacher_kind(teacher: TeacherSettings) -> TeacherKind:
     return kind
 
 
-def check_teachers(config: RunConfig, rows: Sequence[Mapping[str, object]]) -> None:
+def check_teachers(config: LiveConfig, rows: Sequence[Mapping[str, object]]) -> None:
     """Check the teachers before anything starts. Raises a ConfigError, also if a row has none."""
     for teacher in config.teacher:
         teacher_kind(teacher).check(teacher, config)

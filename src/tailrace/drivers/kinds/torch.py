@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from typing_extensions import override
 
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig, RunConfig
 from tailrace.contracts.memory import STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import FILE_BYTES, Reference, TrainerSettings
 from tailrace.drivers.kinds.base import Opening, TrainerKind
@@ -29,8 +29,7 @@ class Torch(TrainerKind):
     """The trainer of this package."""
 
     @override
-    def check(self, config: RunConfig) -> None:
-        assert config.model
+    def check(self, config: PolicyConfig) -> None:
         check_files(config.model.path)
         if drafts := draft_tensors(config.model.path):
             say(f"checkpoints have {len(drafts)} untrained weights of the base: {min(drafts)}, ...")
@@ -48,8 +47,7 @@ class Torch(TrainerKind):
             raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
 
     @override
-    def memory(self, config: RunConfig, longest: int) -> Iterable[ProcessMemory]:
-        assert config.model
+    def memory(self, config: PolicyConfig, longest: int) -> Iterable[ProcessMemory]:
         trainer, host, shape = config.trainer, config.host, ModelShape.read(config.model.path)
         adapter = adapter_parameters(config.model.path, trainer.lora)
         published = 4 * adapter if trainer.adapter else ITEM_BYTES[config.engine.dtype] * shape.num_parameters

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tailrace import clock
-from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.reward import Rewards
 from tailrace.drivers.assembly import live
 from tailrace.drivers.assembly.environments import calls_reward_functions
@@ -211,25 +211,23 @@ def _answers_of(config: RunConfig, row: Mapping[str, object], column: str | None
     return [str(each) for each in truths if isinstance(each, str | float | int)]
 
 
-def _scoring(config: RunConfig, judges: bool) -> RunConfig:
+def _scoring(config: LiveConfig, judges: bool) -> LiveConfig:
     """Return the config of what scores, on this host. Raises a ConfigError if nothing does."""
     if not (calls_reward_functions(config) or config.reward.code or (judges and config.reward.judges)):
         problem, remedy = "the environment gives the rewards itself", "test the environment"
         if config.reward.judges:
             problem, remedy = "only judges score, whose answers cost", "ask for them with --judges"
         raise ConfigError("reward.function", None, problem, remedy)
-    reward = config.reward if judges else config.reward.model_copy(update={"judges": ()})
-    return config.model_copy(update={"reward": reward, "host": LocalHostSettings()})
+    return config.changed(reward={} if judges else {"judges": ()}, host=LocalHostSettings())
 
 
 async def _audited(
-    config: RunConfig,
+    config: LiveConfig,
     prompts: Sequence[Prompt],
     forms: Sequence[str] = FORMS,
     column: str | None = None,
     limit_s: float | None = None,
 ) -> Audit:
-    assert config.model
     answers = [_answers_of(config, prompt.row, column) for prompt in prompts]
     with TemporaryDirectory() as scratch:
         async with live.open_scorers(config, Path(scratch)) as rewards:
@@ -243,7 +241,7 @@ async def _audited(
 class RewardAudit:
     """The short form, for a dry run."""
 
-    def faults(self, config: RunConfig) -> list[str]:
+    def faults(self, config: LiveConfig) -> list[str]:
         """Score few rows of a checked config, without judges, for a few seconds. Return the faults."""
         try:
             config = _scoring(config, judges=False)
@@ -280,9 +278,7 @@ def check_reward(
         raise ConfigError("--rows", rows, "no row is scored", "choose at least 1")
     if answer is not None and "{answer}" not in answer:
         raise ConfigError("--answer", answer, "the answer is not in it", "write {answer} where it belongs")
-    loaded = with_model_folder(load_config(config, overrides))
-    live.check_sections(loaded)
-    loaded = _scoring(loaded, judges)
+    loaded = _scoring(LiveConfig.of(load_config(config, overrides)), judges)
     live.begin_start(loaded)
     prompts = live.usable_prompts(live.training_prompts(loaded, loaded.run.seed), rows)
     live.check_scorers(loaded, prompts)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly import schedule as schedules_of
@@ -84,7 +84,7 @@ def diagnose(
     config = folder.read_config(overrides) if folder else load_config(run, overrides)
     if folder:
         console.print(f"the run   {_recorded(folder, config)}")
-    config = with_model_folder(config.model_copy(update={"prices": None}))
+    config = LiveConfig.of(config.changed(prices=None))
     names = schedules.split(",") if schedules else [str(config.schedule.get("name"))]
     schedules_of.check_parameter_names(config, names)
     experiments = {name: _experiments(config, name) for name in names}
@@ -128,20 +128,20 @@ def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
     if config.engine.kind not in PREFIXES:
         raise _cannot_score(config, "such an engine")
     own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
-    config = config.model_copy(update={"schedule": own, "schedules": {}})
+    config = config.changed(schedule=own, schedules={})
     config = schedules_of.with_published_defaults(config)
     begin_start(config)
     config = check_live(config, schedules_of.resolve(config)).config
     num_groups = own.get("groups_per_step", own.get("groups_per_round", 1))
     fresh = {"name": "serial", "groups_per_round": num_groups, "groups_per_step": num_groups}
-    recomputing = config.model_copy(update={"schedule": {**own, "kv": "recompute"}})
+    recomputing = config.changed(schedule={**own, "kv": "recompute"})
     changes: dict[str, dict[str, object]] = {
         CONFIGURED: {},
         RECOMPUTED: {"schedule": schedules_of.shared_parameters(recomputing, name)},
         FRESH: {"schedule": fresh},
-        FROZEN: {"trainer": config.trainer.model_copy(update={"learning_rate": 0.0})},
+        FROZEN: {"trainer": {"learning_rate": 0.0}},
     }
-    configs = {what: config.model_copy(update=change) for what, change in changes.items()}
+    configs = {what: config.changed(**change) for what, change in changes.items()}
     return {what: ComparedSchedule(each, schedules_of.resolve(each)) for what, each in configs.items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from typing_extensions import override
 
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig, PolicyConfig
 from tailrace.contracts.memory import MIB, ModelShape, ProcessMemory
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import TensorInfo, Weights
@@ -47,8 +47,8 @@ class HttpEngines:
     """Starts or joins the inference servers of a run. Its trainer may still be starting."""
 
     def __init__(self, kind: "ServerKind", opening: Opening, trainer: RemoteTrainer) -> None:
-        config, settings = opening.config, opening.config.engine
-        assert config.data and isinstance(settings, ServerEngineSettings)
+        config, settings = LiveConfig.of(opening.config), opening.config.engine
+        assert isinstance(settings, ServerEngineSettings)
         self._kind, self._settings, self._opening = kind, settings, opening
         self.model, self.sampling, self.trainer = opening.model, opening.sampling, trainer
         self.end_of_text = end_of_text_ids(self.model)
@@ -152,8 +152,8 @@ class ServerKind(EngineKind):
     """The only transport by which it takes weights, and why; empty: it takes any."""
 
     @override
-    def check(self, config: RunConfig) -> None:
-        assert config.model and config.sampling and isinstance(config.engine, ServerEngineSettings)
+    def check(self, config: PolicyConfig) -> None:
+        assert isinstance(config.engine, ServerEngineSettings)
         check_files(config.model.path)
         self.check_sampling(config.sampling)
         given = config.weights.transport
@@ -169,8 +169,8 @@ class ServerKind(EngineKind):
         """Raises a ConfigError if its log-probs would not be those of the policy."""
 
     @override
-    def memory(self, config: RunConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
-        assert config.model and isinstance(config.engine, ServerEngineSettings)
+    def memory(self, config: PolicyConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:
+        assert isinstance(config.engine, ServerEngineSettings)
         if not config.engine.urls:
             device = "cuda" if config.engines_on_gpu else "cpu"
             yield server_memory(ModelShape.read(config.model.path), config.engine, longest, device)

@@ -9,7 +9,7 @@ import httpx
 from typing_extensions import override
 
 from tailrace.clock import now
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import Tokenizer, vocabulary_digest
 from tailrace.drivers.data.settings import longest_sequence
@@ -33,7 +33,7 @@ class ServerTeacher(TeacherKind):
     """A server, which gives log-probs at temperature 1."""
 
     @override
-    def check(self, teacher: ServerTeacherSettings, config: RunConfig) -> None:
+    def check(self, teacher: ServerTeacherSettings, config: LiveConfig) -> None:
         sampling = config.sampling
         if sampling and sampling.temperature != 1:
             problem = "a server gives log-probs of a prompt at temperature 1"
@@ -61,8 +61,7 @@ class ServerTeacher(TeacherKind):
             raise ConfigError("teacher.url", teacher.url, "it does not tell its vocabulary", NOT_TOLD)
         if not is_same:
             raise ConfigError("teacher.url", teacher.url, OTHER_TOKENS, SAME_TOKENIZER)
-        data, limit = opening.config.data, context_length(opening.model)
-        assert data
+        data, limit = LiveConfig.of(opening.config).data, context_length(opening.model)
         longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
         check_context("teacher.url", teacher.url, context, longest)
         return client

@@ -41,7 +41,7 @@ def calibrated(
         raise ConfigError("sim.cluster", None, "the planner needs the section", remedy)
     engines = SimEngineSettings(slots=sim.engines.slots or config.engine.max_num_seqs)
     of_run = {"lengths": fitted.lengths, "rewards": fitted.rewards}
-    sim = sim.model_copy(update=of_run | {"engines": engines, "trainer": SimTrainerSettings()})
+    sim = sim.changed(**of_run, engines=engines, trainer=SimTrainerSettings())
     size, prompts = config.run.group_size, range(NUM_STEPS * groups_per_step)
     lengths = response_lengths(sim, size, prompts, config.run.seed)
     load, samples = Workload(lengths, sim.lengths.prompt_tokens), groups_per_step * size
@@ -52,11 +52,11 @@ def calibrated(
         training_s = passes_s + constant_s + others_s
     given = {"count": config.engine.num_engines, "slots": engines.slots}
     given = {key: value for key, value in given.items() if getattr(fitted.engines, key) is None}
-    wanted_s = generation_seconds(fitted.engines.model_copy(update=given), load, samples, steps)
+    wanted_s = generation_seconds(fitted.engines.changed(**given), load, samples, steps)
     if constant_s > 0:  # the updates of the run told it from the passes
-        cluster = cluster.model_copy(update={"update_s": 0.0})
+        cluster = cluster.changed(update_s=0.0)
     for _ in range(PASSES):
-        config = config.model_copy(update={"sim": sim.model_copy(update={"cluster": cluster})})
+        config = config.changed(sim=sim.changed(cluster=cluster))
         computed = rates(without_rates(config))
         slower = wanted_s / generation_seconds(computed.engines, load, samples, steps)
         changes = {key: getattr(cluster, key) / slower for key in DECODING}
@@ -67,11 +67,11 @@ def calibrated(
             step_s += costs["update_s"] - before_s
         faster = load.passes_s(computed.trainer, samples) / max(1e-9, training_s - step_s)
         changes["training_efficiency"] = cluster.training_efficiency * faster
-        cluster = cluster.model_copy(update=changes | costs)
+        cluster = cluster.changed(**changes | costs)
     for key, value in changes.items():
         if value > 1:
             problem = "the run is faster than these devices could be with this model"
             remedy = "name the device, the devices and the model of the run in [sim.cluster]"
             raise ConfigError(f"sim.cluster.{key}", round(value, 3), problem, remedy)
     kept = cluster.model_dump(exclude_unset=True, exclude={"rollout_devices", "tensor_parallel"})
-    return config.model_copy(update={"sim": sim.model_copy(update={"cluster": SimClusterSettings(**kept)})})
+    return config.changed(sim=sim.changed(cluster=SimClusterSettings(**kept)))

@@ -181,11 +181,11 @@ def problem_of(config: RunConfig) -> Problem:
         raise ConfigError("run.groups", config.run.groups.model_dump(), problem, "remove it")
     config = with_published_defaults(config)
     if "tensor_parallel_size" not in type(config.engine).model_fields and not chooses_server(config):
-        sim = sim.model_copy(update={"cluster": sim.cluster.model_copy(update={"tensor_parallel": 1})})
+        sim = sim.changed(cluster={"tensor_parallel": 1})
     groups = _groups_per_step(config)
     measured = round(MEASURED_SAMPLES / (groups * config.run.group_size))
     return Problem(
-        sim=_with_table(without_rates(config.model_copy(update={"sim": sim}))),
+        sim=_with_table(without_rates(config.changed(sim=sim))),
         run=config.run,
         groups_per_step=groups,
         steps=limits.steps or min(64, max(16, measured)),
@@ -212,7 +212,7 @@ def with_lengths(config: RunConfig, lengths: str) -> RunConfig:
     correlation = correlation_within_groups(read_recorded(samples))
     if correlation is not None:
         changes["correlation"] = correlation
-    return _with_sim(config, lengths=config.sim.lengths.model_copy(update=changes))
+    return config.changed(sim={"lengths": changes})
 
 
 def with_candidate(config: RunConfig, candidate: Candidate) -> dict[str, Any]:
@@ -221,14 +221,10 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> dict[str, Any]:
     cluster, tree = candidate.on(config.sim.cluster), changes_of(config)
     tree.pop("schedules", None)
     tree["schedule"] = {"name": candidate.work.schedule, **candidate.work.parameters}
-    tree["sim"]["cluster"] = changes_of(_with_sim(config, cluster=cluster))["sim"]["cluster"]
+    tree["sim"]["cluster"] = changes_of(config.changed(sim={"cluster": cluster}))["sim"]["cluster"]
     for name, section in on_cluster(config, cluster, candidate.kind).items():
         tree[name] = tree.get(name, {}) | section
     return tree
-
-
-def _with_sim(config: RunConfig, **changes: Any) -> RunConfig:
-    return config.model_copy(update={"sim": config.sim.model_copy(update=changes)})
 
 
 def _with_table(sim: SimSettings) -> SimSettings:
@@ -240,7 +236,7 @@ def _with_table(sim: SimSettings) -> SimSettings:
     table = TableSettings(
         tokens=tuple(tokens for tokens, _ in counts), shares=tuple(count for _, count in counts)
     )
-    return sim.model_copy(update={"lengths": sim.lengths.model_copy(update={"distribution": table})})
+    return sim.changed(lengths={"distribution": table})
 
 
 def _groups_per_step(config: RunConfig) -> int:
@@ -262,7 +258,7 @@ def present_setting(
     assert cluster
     if cluster.rollout_devices or kind == "disaggregated":
         kind = "disaggregated" if cluster.rollout_devices else "colocated"
-    config = config.model_copy(update={"placement": config.placement.model_copy(update={"kind": kind})})
+    config = config.changed(placement={"kind": kind})
     try:
         schedule = resolve(config)
         steps = steps_of_a_round(config, schedule) or 1

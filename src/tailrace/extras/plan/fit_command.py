@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.config import RunConfig, with_model_folder
+from tailrace.config import LiveConfig
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, usable_prompts
 from tailrace.drivers.assembly.placement import tensor_parallel_sizes
@@ -73,10 +73,10 @@ def _measure(
     run: Path, file: Path, batches: Sequence[int], lengths: Sequence[int], overrides: Mapping[str, str]
 ) -> None:
     """Start the engines of a config, measure them at each tensor-parallel size, and write the rows."""
-    config = with_model_folder(evaluated_config(run, None, overrides))
+    config = LiveConfig.of(evaluated_config(run, None, overrides))
     begin_start(config)
-    config = check_live(config.model_copy(update={"algorithm": AlgorithmSettings()})).config
-    limit = config.sampling.max_completion_tokens if config.sampling else 0
+    config = check_live(config.changed(algorithm=AlgorithmSettings())).config
+    limit = config.sampling.max_completion_tokens
     lengths = lengths or (limit,)
     for key, given, most in (("--batches", batches, 2**20), ("--lengths", lengths, limit)):
         if not all(1 <= each <= most for each in given):
@@ -88,7 +88,7 @@ def _measure(
 
 
 async def _measured(
-    config: RunConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
+    config: LiveConfig, scratch: Path, batches: Sequence[int], lengths: Sequence[int]
 ) -> list[ProfileRow]:
     smallest, console = config.engine.num_devices, open_console()
     sizes = tensor_parallel_sizes(config.placement, smallest, config.engine.num_engines)

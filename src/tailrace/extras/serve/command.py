@@ -14,7 +14,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tailrace import clock
-from tailrace.config import RunConfig, config_of
+from tailrace.config import PolicyConfig, config_of
 from tailrace.contracts.mark import claim
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import check_device
@@ -114,7 +114,7 @@ def _serve_tinker(
         "engine": engine.model_dump(mode="json", exclude_unset=True),
         "sampling": {"max_completion_tokens": context_length(model) - 1},
     }
-    config = config_of(tree, overrides)
+    config = PolicyConfig.of(config_of(tree, overrides))
     if config.engine.kind != "native":
         raise ConfigError("engine.kind", config.engine.kind, "each request has its sampling", 'use "native"')
     if config.trainer.adapter:
@@ -132,14 +132,13 @@ def _serve_tinker(
     clock.run(_serve_policy(config, settings, key, folder.absolute()), virtual=False)
 
 
-async def _serve_policy(config: RunConfig, settings: ServeSettings, key: str, folder: Path) -> None:
+async def _serve_policy(config: PolicyConfig, settings: ServeSettings, key: str, folder: Path) -> None:
     """Serve a trainer and engines until a signal comes or a worker ends."""
     from tailrace.extras.serve.generation import ServedModel
     from tailrace.extras.serve.listening import HttpServer, bind
     from tailrace.extras.tinker.app import make_app
     from tailrace.extras.tinker.service import TinkerService
 
-    assert config.model and config.sampling
     path, context = config.model.path, 1 + config.sampling.max_completion_tokens
     vocabulary, name = read_config(path)["vocab_size"], settings.served_model_name
     policy = ServedModel(name, path, vocabulary, context, config.trainer.lora)

@@ -21,7 +21,7 @@ import msgspec
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.config import RunConfig, load_config, with_model_folder
+from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
@@ -66,15 +66,15 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
         problem, remedy = "it has no {} to go on from", f"begin another with --model.path {output_dir}"
         raise ConfigError("--output-dir", str(output_dir), problem.format(LEDGER_FILE), remedy)
-    loaded = with_model_folder(load_config(config, overrides))
-    check_own_trainer(_at_work(loaded))
-    loaded, interruption = dated(loaded, folder if resume else None), Interruption()
-    assert loaded.model
+    loaded, interruption = load_config(config, overrides), Interruption()
+    check_own_trainer(at_work := _at_work(loaded))
+    at_work = dated(at_work, folder if resume else None)
+    loaded = loaded.changed(model=at_work.model)
     begin_start(loaded)
-    tokenizer = load_tokenizer(loaded.model.path, loaded.model.template_date)
-    rows = ResponseRows(loaded, tokenizer, "train")
+    tokenizer = load_tokenizer(at_work.model.path, at_work.model.template_date)
+    rows = ResponseRows(at_work, tokenizer, "train")
     checked, _, skipped = rows.take(0, CHECKED_ROWS, once=True)
-    held_out = ResponseRows(loaded, tokenizer, "eval").take(0, loaded.sft.eval_rows, once=True)[0]
+    held_out = ResponseRows(at_work, tokenizer, "eval").take(0, loaded.sft.eval_rows, once=True)[0]
     for remark in rows.remarks:
         say(f"warning: {remark}")
     if skipped:
@@ -82,7 +82,7 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
         say(f"warning: beside the first {len(checked)} rows these are skipped: {reasons}")
     longest = max(each.num_sequence_tokens for each in (*checked, *held_out))
     fitted = fitted_to_machine(_at_work(loaded, longest), prompt_tokens=1, overlaps=False).config
-    loaded = loaded.model_copy(update={"engine": fitted.engine, "trainer": fitted.trainer})
+    loaded = loaded.changed(engine=fitted.engine, trainer=fitted.trainer)
     received = signals_received(interruption.request, RESUME)
     with folder.locked("sft"), folder.shortage_explained(), received, opened(loaded, folder, resume) as begun:
         training = _train(loaded, longest, folder, tokenizer, rows, held_out, interruption, *begun)
@@ -98,15 +98,15 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     print(f"metrics   {folder.metrics}\nmodel     {folder.model}")
 
 
-def _at_work(config: RunConfig, longest: int = 1) -> RunConfig:
+def _at_work(config: RunConfig, longest: int = 1) -> LiveConfig:
     """The config of the trainer. The run's keeps the user's. `longest`: tokens of the longest sequence."""
-    changes = {
-        "run": config.run.model_copy(update={"checkpoint_every": config.sft.checkpoint_every}),
-        "algorithm": CROSS_ENTROPY,
-        "sampling": SamplingSettings(max_completion_tokens=longest),
-        "weights": SharedMemorySettings(probe_every=0),
-    }
-    return config.model_copy(update=changes)
+    changed = config.changed(
+        run={"checkpoint_every": config.sft.checkpoint_every},
+        algorithm=CROSS_ENTROPY,
+        sampling=SamplingSettings(max_completion_tokens=longest),
+        weights=SharedMemorySettings(probe_every=0),
+    )
+    return LiveConfig.of(changed)
 
 
 async def _train(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig
 from tailrace.contracts.data import Split
 from tailrace.drivers.data.encoding import PromptEncoder, Tokenizer, is_prompt
 from tailrace.drivers.data.rows import RowPrompts, tools_of
@@ -20,9 +20,8 @@ CHECKED_ROWS = 256
 class ResponseRows:
     """The rows of one split in the endless order of a run's prompts, as samples of one response each."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, split: Split) -> None:
+    def __init__(self, config: LiveConfig, tokenizer: Tokenizer, split: Split) -> None:
         """Raises a ConfigError if the data are no rows, or cannot be read."""
-        assert config.model and config.data
         if not isinstance(config.data, RowsSettings):
             raise ConfigError("data.kind", config.data.kind, "responses are given by rows", 'write "rows"')
         data, path = config.data.model_copy(update={"max_prompt_tokens": None}), config.model.path

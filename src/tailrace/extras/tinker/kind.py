@@ -5,8 +5,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tailrace.config import RunConfig
-from tailrace.contracts.sampling import SamplingSettings
+from tailrace.config import PolicyConfig
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.engine.settings import TinkerEngineSettings
 from tailrace.drivers.kinds.base import EngineKind, Opening, StartingEngine, TrainerKind
@@ -26,9 +25,9 @@ class ServiceEngines(EngineKind):
     settings = TinkerEngineSettings
 
     @override
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: PolicyConfig) -> None:
         """The folder of the model has the tokenizer and the context; its weights are not read."""
-        check_algorithm_of_service(config.algorithm, config.sampling or SamplingSettings())
+        check_algorithm_of_service(config.algorithm, config.sampling)
         for section, kind, problem in (
             ("environment", "single_turn", "a service plays no episodes"),
             ("placement", "disaggregated", "the devices are the service's"),

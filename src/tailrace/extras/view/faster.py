@@ -50,7 +50,7 @@ def fastest(path: Path, samples: float, *, trust: bool = False) -> Faster | None
         if ":" in str(config.schedule.get("name")) and not trust:
             return NOT_TRUSTED
         sim = kind_of("sim", "fitted").sim(path) if config.model else config.sim
-        config = config.model_copy(update={"sim": sim, "prices": None})
+        config = config.changed(sim=sim, prices=None)
         own, present = _figures(config, config.schedule, steps), config.schedule["name"]
         found.append(Faster(present, 1.0, own["lag_mean"]))
         for name in TRIED if own["waiting_ratio"] > LEAST_WAIT else ():
@@ -63,9 +63,8 @@ def fastest(path: Path, samples: float, *, trust: bool = False) -> Faster | None
 
 def _figures(config: RunConfig, parameters: Mapping[str, Any], steps: int) -> Row:
     """Simulate about so many optimizer steps of a schedule."""
-    named = config.model_copy(update={"schedule": parameters})
+    named = config.changed(schedule=parameters)
     schedule, summary = resolve(named), Summary()
     rounds = max(2, round(steps / (steps_of_a_round(named, schedule) or 1)))
-    run = config.run.model_copy(update={"rounds": rounds, "eval_every": 0})
-    run_virtual(named.model_copy(update={"run": run}), schedule, recorder_of(None, summary))
+    run_virtual(named.changed(run={"rounds": rounds, "eval_every": 0}), schedule, recorder_of(None, summary))
     return summary.figures(rounds // 2)
