@@ -1,16 +1,17 @@
 """What a request to a server asks for."""
 
+from typing import Any
+
 import httpx
 import pytest
 
-from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.extras.http.dialect import Attempt, Dialect
 from tailrace.extras.http.sglang import Sglang
 from tailrace.extras.http.vllm import Vllm
 
 SAMPLING = SamplingSettings(top_p=0.9)
-CAN = Capabilities()
+COMMON: dict[str, Any] = {"client": httpx.AsyncClient(), "sampling": SAMPLING, "stop_token_ids": [2]}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,8 @@ def test_a_sample_may_have_a_temperature_of_its_own(greedy: bool, own: float | N
 @pytest.mark.parametrize(
     "dialect",
     [
-        Vllm(httpx.AsyncClient(), SAMPLING, [2], "vLLM", "m", None, None, CAN, ()),
-        Sglang(httpx.AsyncClient(), SAMPLING, [2], "SGLang", None, None, "salt", True, CAN, ()),
+        Vllm(**COMMON, server="vLLM", model_name="m"),
+        Sglang(**COMMON, server="SGLang", salt_field="salt", can_retract=True),
     ],
     ids=["vllm", "sglang"],
 )

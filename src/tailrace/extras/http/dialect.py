@@ -4,9 +4,9 @@ extras/http/engine.py does the rest. A dialect is made by its own `detect`, from
 import json
 import os
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 
@@ -72,41 +72,45 @@ class Chunk:
     num_cached: int | None = None
 
 
-class Dialect(Protocol):
+@dataclass(slots=True, kw_only=True)
+class Dialect:
     """The protocol of one server.
 
     Coroutines raise ServerRefused if the server refuses, and EngineDied if it cannot be reached.
     """
 
+    client: httpx.AsyncClient
     server: str
     """Name and version, for messages."""
     sampling: SamplingSettings
-    stop_token_ids: Collection[int]
+    stop_token_ids: list[int]
     """Every token that ends a completion."""
-    dtype: str | None
+    dtype: str | None = None
     """Such as "bfloat16"; None: the server does not say."""
-    max_context: int | None
+    max_context: int | None = None
     """Tokens of a prompt and its completion together; None: the server does not say."""
-    capabilities: Capabilities
-    alive_route: str | None
+    capabilities: Capabilities = Capabilities()  # noqa: RUF009 (frozen)
+    alive_route: str | None = None
     """A route that a well server answers at any time, also while it loads weights. None: `health` is one."""
-    ends_requests: bool
+    ends_requests: bool = False
     """An update needs a server without requests, or the server cannot say which weights generated a token.
     Requests in flight, but for those of pinned samples, are ended and go on after the update from their
     tokens."""
     num_versions: int = 1
     """Versions that it has at the same time, the last ones."""
-    missing: tuple[str, ...]
+    missing: tuple[str, ...] = ()
     """Each thing that the server lacks for reinforcement learning: the missing route, and the flag or the
     environment variable that adds it."""
 
     def request(self, attempt: Attempt) -> tuple[str, dict[str, Any]]:
         """The route of a streaming generation, and its JSON body."""
+        raise NotImplementedError
 
     def chunk(self, event: Mapping[str, Any], num_received: int) -> Chunk:
         """Parse one event of the stream. Raises a ServerRefused if the event is an error; LookupError,
         TypeError or ValueError if it is malformed. `num_received`: tokens that earlier events of this attempt
         brought."""
+        raise NotImplementedError
 
     async def score(self, attempt: Attempt, num_prefix: int, *, cached: bool) -> list[float]:
         """The log-probs of the tokens of `attempt.ids` after a prefix. With `cached` the prefix may come from
@@ -116,6 +120,7 @@ class Dialect(Protocol):
     async def abort(self, attempt: Attempt) -> bool:
         """End a request; its stream then ends with finish "abort". False: the server has no route for that,
         and the caller closes the stream."""
+        return False
 
     async def pause(self, kv: KV) -> None:
         """Stop between two decode steps, and keep every request."""

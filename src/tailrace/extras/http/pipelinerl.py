@@ -28,22 +28,13 @@ CHAT, CONNECT, UPDATE = "/v1/chat/completions", "/init_process_group", "/request
 PROBE = (1, 2)  # token ids that every model knows
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PipelineRl(Dialect):
     """The dialect of one such engine. Made by `detect`."""
 
-    client: httpx.AsyncClient
-    sampling: SamplingSettings
-    stop_token_ids: list[int]
     rendezvous: Callable[[Link], Awaitable[Address]]
     """Returns where the trainer and the engines of a link meet."""
     server: str = "the engine"
-    dtype: str | None = None
-    max_context: int | None = None
-    capabilities: Capabilities = Capabilities()  # noqa: RUF009 (frozen)
-    alive_route: str | None = None
-    ends_requests: bool = False
-    missing: tuple[str, ...] = ()
     _link: Link | None = field(default=None, init=False)
     """The link whose group the engine has made."""
     _clear_cache: bool = field(default=False, init=False)
@@ -82,10 +73,6 @@ class PipelineRl(Dialect):
         )
 
     @override
-    async def abort(self, attempt: Attempt) -> bool:
-        return False
-
-    @override
     async def pause(self, kv: KV) -> None:
         self._clear_cache = kv == "recompute"
 
@@ -105,15 +92,6 @@ class PipelineRl(Dialect):
         await call(self.client, "POST", UPDATE, body=body)
 
     @override
-    async def resume(self) -> None: ...
-
-    @override
-    async def sleep(self) -> None: ...
-
-    @override
-    async def wake(self) -> None: ...
-
-    @override
     async def health(self) -> None:
         """There is no route for it: a refusal is an answer, too."""
         try:
@@ -131,7 +109,7 @@ async def detect(
 ) -> PipelineRl:
     """Detect by one token what an engine can do. Raises as `call`. `end_of_text`: tokens that end a text."""
     stop = sorted({*end_of_text, *sampling.stop_token_ids})
-    dialect = PipelineRl(client, sampling, stop, rendezvous)
+    dialect = PipelineRl(client=client, sampling=sampling, stop_token_ids=stop, rendezvous=rendezvous)
     _, body = dialect.request(Attempt("probe", PROBE, 1, 0, greedy=True, salt="probe"))
     reply = await call(client, "POST", CHAT, body=body | {"stream": False}) or {}
     (choice, *_) = reply.get("choices") or [{}]

@@ -35,25 +35,16 @@ _NO_OVERLAP = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Sglang(Dialect):
     """The dialect of one SGLang server. Made by `detect`."""
 
-    client: httpx.AsyncClient
-    sampling: SamplingSettings
-    stop_token_ids: list[int]
-    server: str
-    dtype: str | None
-    max_context: int | None
     salt_field: str
     """The field that separates the prefix caches."""
     can_retract: bool
     """The cache can be flushed while retracted requests wait. Older servers end when they try."""
-    capabilities: Capabilities
-    missing: tuple[str, ...]
-    alive_route: str = "/model_info"
+    alive_route: str | None = "/model_info"
     """/health would generate a token, and fail while the server is paused."""
-    ends_requests: bool = False
     _flush: bool = field(default=False, init=False)
     _loaded: bool = field(default=False, init=False)
     """The weights are no longer those that the server started with."""

@@ -72,21 +72,12 @@ def check_sampling(sampling: SamplingSettings) -> None:
         raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Vllm(Dialect):
     """The dialect of one vLLM server. Made by `detect`."""
 
-    client: httpx.AsyncClient
-    sampling: SamplingSettings
-    stop_token_ids: list[int]
-    server: str
     model_name: str
-    dtype: str | None
-    max_context: int | None
-    capabilities: Capabilities
-    missing: tuple[str, ...]
-    alive_route: str = "/health"
-    ends_requests: bool = False
+    alive_route: str | None = "/health"
     _initialised: bool = field(default=False, init=False)
     routes: ClassVar[Mapping[str, str]] = {GENERATE: _SCALE_OUT} | dict.fromkeys(
         (ABORT, "/pause", "/resume", "/init_weight_transfer_engine", "/update_weights"), _DEV_MODE
@@ -305,7 +296,7 @@ def max_rank(rank: int) -> int | None:
     return next((limit for limit in _MAX_RANKS if rank <= limit), None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class VllmAdapters(Vllm):
     """vLLM with adapters. Before the first update requests are served without an adapter."""
 

@@ -44,7 +44,7 @@ SAMPLING = SamplingSettings(max_completion_tokens=NUM_TOKENS)
 Record = dict[str, list[Mapping[str, Any]]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RecordingVllm(Vllm):
     """Keeps the raw events of each request: the server's own record."""
 
