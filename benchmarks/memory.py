@@ -30,7 +30,7 @@ from common import QWEN3, run, save_model, write
 from tailrace import clock
 from tailrace.config import RunConfig
 from tailrace.contracts.memory import gib
-from tailrace.drivers.assembly.memory import run_memory
+from tailrace.drivers.assembly.machine import run_memory
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker, trainer_jobs
 from tailrace.types import ITEM_BYTES, Group, Prompt, Sample, SampleId

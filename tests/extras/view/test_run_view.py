@@ -12,7 +12,7 @@ from page_story import sinks_of, until, write_killed_run, write_run
 
 from helpers.record_story import pipelined_round, play
 from tailrace.errors import ConfigError
-from tailrace.extras.view.curves import MAX_POINTS, Curves
+from tailrace.extras.view.figures import MAX_POINTS, Curves
 from tailrace.extras.view.lanes import RunLanes, Straggler
 from tailrace.extras.view.run import RunView, open_runs
 from tailrace.record.events import RequestEnded, RequestStarted, Spent, Waiting

@@ -1,5 +1,5 @@
 """Choices for a live run from this machine where the config does not set them: types, threads, micro-batch,
-KV cache; and the messages about a run that is too large."""
+KV cache; the memory of its processes; and the messages about a run that is too large."""
 
 import os
 import sys
@@ -15,8 +15,12 @@ from typing import Any, Generic
 from tailrace.config import Policy, PolicyConfig, RunConfig
 from tailrace.contracts.memory import LEAST, MIB, ProcessMemory, gib, in_turn
 from tailrace.devices import check_device
-from tailrace.drivers.assembly.memory import longest_sample, run_memory
+from tailrace.drivers.kinds.base import engine_kind, trainer_kind
+from tailrace.drivers.kinds.teacher import teacher_kind
+from tailrace.drivers.reward.kinds import judge_kind
+from tailrace.drivers.trainer.adapter import adapter_parameters
 from tailrace.errors import ConfigError
+from tailrace.model_folder import context_length
 from tailrace.sim.cluster import device_of
 from tailrace.sim.settings import SimClusterSettings
 
@@ -26,6 +30,8 @@ CHOSEN_SHARE = 0.9
 """Share of the memory that choices fill."""
 CUDA_BYTES = 600 * MIB
 """CUDA's context and the workspaces of its libraries."""
+SMALL_PROCESS_BYTES = 150 * MIB
+"""A controller or reward worker, without what reward functions import."""
 BFLOAT16 = ("amx_bf16", "avx512_bf16")
 """Flags of processors that compute bfloat16 faster than float32."""
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
@@ -132,6 +138,31 @@ def check_devices(config: RunConfig, machine: Machine) -> None:
         if missing := sorted({*chain.from_iterable(lists)} - there):
             has = f"{machine.name} has {len(there)} {placement.devices} for this process: {sorted(there)}"
             raise ConfigError(key, lists, f"there is no {missing}; {has}", "list others")
+
+
+def run_memory(config: PolicyConfig, prompt_tokens: int) -> Iterator[ProcessMemory]:
+    """Estimate the memory of all processes that a checked config starts on this machine, where the longest
+    prompt has so many tokens. benchmarks/memory.py measures it."""
+    adapter, longest = config.trainer.adapter, longest_sample(config, prompt_tokens)
+    adapters = adapter_parameters(config.model.path, adapter) * config.num_versions
+    yield from trainer_kind(config).memory(config, longest)
+    yield from engine_kind(config).memory(config, longest, adapters)
+    for teacher in config.teacher:
+        yield from teacher_kind(teacher).memory(teacher, config)
+    for judge in config.reward.judges:
+        yield from judge_kind(judge).memory(judge)
+    small = {"process": SMALL_PROCESS_BYTES}
+    yield ProcessMemory("controller, reward workers", "cpu", {}, small, config.reward.workers + 1)
+
+
+def longest_sample(config: PolicyConfig, prompt_tokens: int) -> int:
+    """Tokens of the longest sample. Those of an environment fill the context."""
+    context = context_length(config.model.path)
+    if config.environment.has_turns:
+        return context
+    sources = config.data.sources if config.data else ()
+    limits = [source.max_prompt_tokens or context for source in sources] or [context]
+    return min(context, min(prompt_tokens, max(limits)) + config.sampling.max_completion_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError
-from tailrace.extras.diagnose.mismatch import CAUSES, kl_by_cause
 from tailrace.ledger.recovery import read_ledger
 from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.figures import TENTHS, over_tokens, steps_of
@@ -52,6 +51,7 @@ from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
 from tailrace.types import Sample
 
+CAUSES = ("numerics", "kv", "lag")
 CONFIGURED, FROZEN, RECOMPUTED, FRESH = "as configured", "learning rate 0", "recomputed KV", "fresh samples"
 LEFT = {RECOMPUTED: (1, 0, 1), FRESH: (1, 0, 0), FROZEN: (1, 0, 0)}
 """The causes (CAUSES) that each experiment leaves: 1; else 0."""
@@ -241,6 +241,19 @@ async def _served(engine: SupervisedEngine, sample: Sample) -> list[float]:
             del logprobs[place - sequence.start : place - sequence.start + len(observed)]
         found += logprobs
     return found
+
+
+def kl_by_cause(parts: NDArray[np.float64]) -> dict[str, float]:
+    """Return the KL in nats a token, and what each cause adds to it.
+
+    The KL is the figure mismatch_kl: the mean over tokens of the estimator k3 (losses.py), exp(x) - 1 - x of
+    the log-ratio x, current policy to behaviour policy. Each token's k3 is divided among the parts of x in
+    their proportion, so what the causes add to the KL adds up to it. A part against the others is negative.
+    `parts` of x: [len(CAUSES), num_tokens]."""
+    x = parts.sum(0)
+    weights = np.divide(np.expm1(x), x, out=np.ones_like(x), where=x != 0) - 1  # k3(x) / x
+    added = (parts * weights).mean(1).tolist()
+    return {"kl": float((np.expm1(x) - x).mean()), **dict(zip(CAUSES, added, strict=True))}
 
 
 def _figures(

@@ -15,12 +15,11 @@ from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
 from tailrace.extras.view.causes import shares_of
-from tailrace.extras.view.curves import Curves
 from tailrace.extras.view.faster import fastest
+from tailrace.extras.view.figures import Curves, totals, trial_figures
 from tailrace.extras.view.lanes import MAX_MARKS, RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
-from tailrace.extras.view.totals import totals, trial_figures
 from tailrace.record.advisories import Advisor, Advisory, advisories_of_steps
 from tailrace.record.figures import Row, evaluations_of, steps_of
 from tailrace.record.metrics import read_row
