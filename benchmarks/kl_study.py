@@ -37,6 +37,7 @@ from transformers.utils import logging
 
 from common import QUICKSTART
 from tailrace.api import load_config
+from tailrace.config import RunConfig
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.open import open_prompts
@@ -215,22 +216,23 @@ def from_start(folders: Sequence[Path], prompts: Sequence[Sequence[int]], length
     return dict(found)
 
 
-def divergences(settings: dict[str, str], length: int, seed: int, folder: Path) -> dict[str, Any]:
-    """The result of one run: the divergences from each start. `folder` has the training, from which a run
-    that was stopped goes on."""
-    from learning import train_quietly
-
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
+def training(settings: dict[str, str], length: int, seed: int) -> RunConfig:
+    """The run that makes the checkpoints, for L = `length`."""
     every = {"run.seed": seed, "run.rounds": STEPS, "run.eval_every": 0, "run.checkpoint_every": 1}
     every |= {"run.keep_checkpoints": 0, "sampling.max_completion_tokens": min(length, CONTEXT)}
     config = load_config(QUICKSTART, {**every, **settings, **(RAMBLING if length > 200 else {})})
     groups = SAMPLES // config.run.group_size
     one_step = {"name": "serial", "groups_per_round": groups, "groups_per_step": groups}
-    train_quietly(config.model_copy(update={"schedule": one_step}), folder)
+    return config.model_copy(update={"schedule": one_step})
+
+
+def divergences(config: RunConfig, length: int, folder: Path) -> dict[str, Any]:
+    """The result of one run: the divergences from each start. `folder` has its training, and is removed."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
     assert config.model and config.data
     tokenizer = load_tokenizer(config.model.path)
-    held_out = open_prompts(config.data, tokenizer, seed=seed, split="eval")
+    held_out = open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval")
     prompts = [held_out[index].ids for index in range(PROMPTS[length])]
     folders = [folder / "checkpoints" / f"round_{step:06d}" for step in range(STEPS + 1)]
     folders[0] = Path(config.model.path)

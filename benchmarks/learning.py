@@ -234,9 +234,12 @@ def result_of(folder: Path) -> Result:
 def measure(study: Study, name: str, samples: int, seed: int, folder: Path) -> Result:
     """Run one schedule with one seed: its curve, and whatever else its runner finds."""
     if study.runner == "kl":
-        from kl_study import divergences
+        from kl_study import divergences, training
 
-        return divergences(study.settings_of(name), study.schedules[name]["length"], seed, folder)
+        length = study.schedules[name]["length"]
+        config = training(study.settings_of(name), length, seed)
+        train_quietly(config, folder)
+        return divergences(config, length, folder)
     if study.runner == "trl":
         from trl_peer import learning_curve
 

@@ -162,7 +162,7 @@ def test_the_words_name_the_longest_wait_and_the_straggler(reward_s: float, word
 
 
 def drawn(number: int) -> SimSettings:
-    """A set-up drawn at random, like those of benchmarks/random_setups.py."""
+    """A set-up drawn at random."""
     chance = random.Random(number)
     return SimSettings(
         engines=SimEngineSettings(
