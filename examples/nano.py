@@ -65,12 +65,11 @@ def main(rounds: int = 20) -> list[float]:
             texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in responses]
             scores = [reward(text, rows[p][1]) for text in texts]
             advantages = tailrace.group_advantages(scores, scale="group")
-            groups.append(
-                [
-                    tailrace.TrainingSample(SampleId(p, round, k), prompts[p], ids, logprobs, advantages[k])
-                    for k, (ids, logprobs) in enumerate(responses)
-                ]
-            )
+            samples = [
+                tailrace.TrainingSample(SampleId(p, round, k), prompts[p], ids, logprobs, advantages[k])
+                for k, (ids, logprobs) in enumerate(responses)
+            ]
+            groups.append(samples)
             rewards += scores
         trainer.accumulate(groups)  # forward and backward: gradients of the loss
         stats = trainer.step()
