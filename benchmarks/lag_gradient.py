@@ -28,7 +28,7 @@ from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
-from tailrace.record.figures import TENTHS, Lags
+from tailrace.record.lags import TENTHS, Lags
 from tailrace.types import Group, Sample, SampleId, noise_seed
 
 K, WARM_STEPS, UPDATES, SLOTS, DECAYS = 8, 24, 24, 2048, (1.0, 0.95, 0.9, 0.8, 0.5, 0.0)

@@ -58,7 +58,7 @@ from studies import STUDIES, Study
 from tailrace.api import load_config, train
 from tailrace.config import RunConfig
 from tailrace.errors import TailraceError
-from tailrace.record.figures import TENTHS
+from tailrace.record.lags import TENTHS
 
 ROOT = EXAMPLES.parent
 POINTS = 32

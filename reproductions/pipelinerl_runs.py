@@ -13,8 +13,7 @@ from statistics import fmean
 from reproductions.base import Collected, Figure, Table
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.simulation import Simulated, simulate
-from tailrace.record.events import RequestEnded
-from tailrace.record.figures import Row
+from tailrace.record.events import RequestEnded, Row
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.pipelinerl import pipelinerl

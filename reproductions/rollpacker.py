@@ -40,7 +40,7 @@ from reproductions.rollpacker_runs import (
     tailbatch_of,
 )
 from tailrace.controller.run import Run
-from tailrace.record.figures import Row
+from tailrace.record.events import Row
 from tailrace.schedules.tailbatch import next_round, tailbatch
 from tailrace.types import Group
 

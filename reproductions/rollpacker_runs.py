@@ -15,7 +15,7 @@ from reproductions.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.contracts.reward import Rewards, TimeoutSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.drivers.assembly.simulation import Simulated, simulate, simulated_parts
-from tailrace.record.figures import Row
+from tailrace.record.events import Row
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.placement import Kind as PlacementKind
 from tailrace.rollout.reward_timeout import Anchors

@@ -23,12 +23,13 @@ from tailrace.record.events import (
     RequestStarted,
     RoundEnded,
     RoundStarted,
+    Row,
     SampleScored,
     Sink,
     Stepped,
     time_of,
 )
-from tailrace.record.figures import Lags, Row
+from tailrace.record.lags import Lags
 from tailrace.record.steps import StepMeter
 from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId, Turn
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tailrace.record.advisories import Advisor, advisories_of_steps
 from tailrace.record.display import Display
-from tailrace.record.figures import Row
+from tailrace.record.events import Row
 from tailrace.record.summary import Summary
 
 GOOD: Row = {

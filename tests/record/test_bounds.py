@@ -14,8 +14,8 @@ from helpers.record_story import Collector, Story, make_group, play
 from helpers.virtual import EXACT, NEVER_STOP, SCHEDULES_BY_NAME, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.record.bounds import RoundBound
-from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.figures import Row, rounds_of
+from tailrace.record.events import RequestStarted, RoundEnded, RoundStarted, Row
+from tailrace.record.figures import rounds_of
 from tailrace.rollout.admission import Frontier
 from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.schedules.april import april

@@ -19,11 +19,11 @@ from tailrace.record.events import (
     GroupEnded,
     RoundEnded,
     RoundStarted,
+    Row,
     RowSkipped,
     SampleScored,
     Waiting,
 )
-from tailrace.record.figures import Row
 from tailrace.types import SampleId
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from helpers.record_story import Story, make_group, pipelined_round, play
 from tailrace.record.bounds import RoundBound
-from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted
-from tailrace.record.figures import Row, counts_of, rounds_of
+from tailrace.record.events import Published, RequestEnded, RequestStarted, RoundEnded, RoundStarted, Row
+from tailrace.record.figures import counts_of, rounds_of
 from tailrace.record.summary import Summary
 
 

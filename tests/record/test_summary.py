@@ -19,12 +19,13 @@ from tailrace.record.events import (
     GroupEnded,
     RoundEnded,
     RoundStarted,
+    Row,
     RowSkipped,
     SampleScored,
     Stepped,
     TokensWasted,
 )
-from tailrace.record.figures import Row, summed
+from tailrace.record.figures import summed
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.steps import StepMeter

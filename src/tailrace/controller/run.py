@@ -35,7 +35,7 @@ from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
-from tailrace.record.figures import Lags
+from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages

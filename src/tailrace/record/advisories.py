@@ -8,7 +8,8 @@ from math import isfinite
 from statistics import fmean
 from typing import NamedTuple
 
-from tailrace.record.figures import CALLS, Row
+from tailrace.record.events import Row
+from tailrace.record.figures import CALLS
 
 NUM_STEPS = 5
 """The steps that are looked at."""

@@ -21,8 +21,8 @@ from rich.text import Text
 from tailrace.record import events
 from tailrace.record.advisories import Advisor
 from tailrace.record.base import RecordSettings
-from tailrace.record.events import Event, time_of
-from tailrace.record.figures import Row, of_batch
+from tailrace.record.events import Event, Row, time_of
+from tailrace.record.figures import of_batch
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24

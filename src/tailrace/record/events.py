@@ -13,8 +13,13 @@ import msgspec
 
 from tailrace.contracts.engine import Arrival, DecodeSums
 from tailrace.contracts.trainer import StepStats
-from tailrace.record.figures import Lags, Row
+from tailrace.record.lags import Lags
 from tailrace.types import KV, FinishReason, Sample, SampleId
+
+Row: TypeAlias = dict[str, float]
+"""Figures by name (`figures.py`). A step's row has "loss", a round's "round/time_s", an evaluation's
+"eval/accuracy". A figure that is not known is left out; one that is not finite is NaN, and null in
+metrics.jsonl."""
 
 
 class Moment(msgspec.Struct, frozen=True, tag_field="event", tag=True):

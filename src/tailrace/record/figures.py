@@ -4,37 +4,24 @@ A row is a dict of figures by name: one an optimizer step, one a round, one an e
 was counted at the end. `steps.StepMeter` makes rows, and every sink receives them. metrics.jsonl,
 summary.json, the comparison of schedules, the planner and docs/reference/metrics.md follow from the table.
 Names are those of TRL where TRL has the figure, then those of prime-rl and verl.
-
-Two words for the age of a token are kept apart. Staleness counts publications of weights: it is what
-schedules declare. Lag counts optimizer steps (PipelineRL 2.2): it grows within a round that has several
-steps, too.
 """
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from tailrace.record.events import Row
 from tailrace.types import Sample
 
 N = TypeVar("N", int, float)
-
-Row: TypeAlias = dict[str, float]
-"""Figures by name. A step's row has "loss", a round's "round/time_s", an evaluation's "eval/accuracy". A
-figure that is not known is left out; one that is not finite is NaN, and null in metrics.jsonl."""
 Rows: TypeAlias = Sequence[Row]
 Total: TypeAlias = Callable[[Rows, str], float]
 """Aggregates a figure over rows."""
 
 CALLS = "environment/calls"
 """Calls of tools in a sample: the figure "rewards/environment/calls" in runs of the environment "tools"."""
-TENTHS = 10
 
 
 def summed(rows: Rows, name: str) -> float:
@@ -496,82 +483,3 @@ def episode_figures(samples: Sequence[Sample]) -> Row:
         "environment_tokens/mean": statistics.fmean(tokens),
         "tools/call_frequency": statistics.fmean(calls),
     }
-
-
-@dataclass(slots=True)
-class Lags:
-    """Counts of the tokens of an optimizer step by their age, added up while the step is accumulated. Masked
-    tokens have no age: they are not trained."""
-
-    publications: Counter[int] = field(default_factory=Counter)
-    """Tokens by staleness."""
-    steps: Counter[int] = field(default_factory=Counter)
-    """Tokens by lag."""
-    carried: int = 0
-    """Samples that have a token older than the published weights."""
-    _pieces: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """(tokens in a tenth of the response, first token, end token, lag in optimizer steps) of each span."""
-    _masked: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Such pieces of the masked tokens of each sample, with a lag of 0."""
-
-    def add(self, sample: Sample, version: int, steps_since: Callable[[int], int]) -> None:
-        """Count the tokens of a sample that is about to be trained, with the version that is published then.
-        The function gives the number of optimizer steps since a version was published."""
-        loss_spans, start, size = sample.loss_spans, sample.num_masked, sample.num_tokens / TENTHS
-        self.carried += any(span.version < version for span in loss_spans)
-        if start:
-            self._masked.append((size, 0, start, 0))
-        for span in loss_spans:
-            lag, end = steps_since(span.version), start + span.num_tokens
-            self.publications[version - span.version] += span.num_tokens
-            self.steps[lag] += span.num_tokens
-            self._pieces.append((size, start, end, lag))
-            start = end
-
-    def figures(self, num_samples: int) -> Row:
-        total, masked = self.publications.total(), sum(end for _, _, end, _ in self._masked)
-        return {
-            "staleness/mean": _mean_of(self.publications),
-            "staleness/max": max(self.publications, default=0),
-            "lag/mean": self.mean,
-            "lag/max": max(self.steps, default=0),
-            **in_family("lag/tenth/", enumerate(self.profile)),
-            "carried/tokens": 1.0 - self.publications[0] / total if total else 0.0,
-            "carried/samples": self.carried / num_samples,
-            **({"tokens/masked": masked} if masked else {}),
-            **(in_family("masked/tenth/", enumerate(self.masked_profile)) if masked else {}),
-        }
-
-    @property
-    def mean(self) -> float:
-        """Mean lag of a token, in optimizer steps."""
-        return _mean_of(self.steps)
-
-    @property
-    def profile(self) -> list[float]:
-        """Mean lag of each tenth of the response, in optimizer steps (PipelineRL, Fig. 3a)."""
-        num_tokens, lags = self.tokens_by_tenth, np.array([lag for *_, lag in self._pieces], float)
-        return list(map(float, lags @ num_tokens / num_tokens.sum(0).clip(1e-9)))
-
-    @property
-    def masked_profile(self) -> list[float]:
-        """Share of each tenth of the response that is masked."""
-        masked = _by_tenth(self._masked).sum(0)
-        return list(map(float, masked / (masked + self.tokens_by_tenth.sum(0)).clip(1e-9)))
-
-    @property
-    def tokens_by_tenth(self) -> NDArray[np.float64]:
-        """[spans, TENTHS]: tokens of each counted span in each tenth of its response."""
-        return _by_tenth(self._pieces)
-
-
-def _by_tenth(pieces: Sequence[tuple[float, int, int, int]]) -> NDArray[np.float64]:
-    size, start, end, _ = np.array(pieces, float).reshape(-1, 4, 1).swapaxes(0, 1)
-    tenth = np.arange(TENTHS)
-    overlap = np.minimum(end, (tenth + 1) * size) - np.maximum(start, tenth * size)
-    return np.asarray(overlap.clip(0.0), float)
-
-
-def _mean_of(counts: Counter[int]) -> float:
-    total = counts.total()
-    return sum(number * count for number, count in counts.items()) / total if total else 0.0

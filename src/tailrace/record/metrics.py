@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import ConfigError
-from tailrace.record.events import Event
-from tailrace.record.figures import Row, joined
+from tailrace.record.events import Event, Row
+from tailrace.record.figures import joined
 
 _DECODER = msgspec.json.Decoder(dict[str, int | float | None])
 

@@ -11,9 +11,8 @@ from statistics import fmean
 from tailrace.contracts.engine import Arrival
 from tailrace.record import events
 from tailrace.record.bounds import BoundMeter
-from tailrace.record.events import Event, Recorder, Sink
+from tailrace.record.events import Event, Recorder, Row, Sink
 from tailrace.record.figures import (
-    Row,
     episode_figures,
     in_family,
     length_figures,

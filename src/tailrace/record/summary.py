@@ -17,14 +17,13 @@ import msgspec
 
 from tailrace.record.advisories import Advisor
 from tailrace.record.bounds import RoundBound
-from tailrace.record.events import Event
+from tailrace.record.events import Event, Row
 from tailrace.record.figures import (
     BIASES,
     COSTS,
     FIGURES,
     TRIAL_FIGURES,
     Figure,
-    Row,
     Rows,
     counts_of,
     evaluations_of,

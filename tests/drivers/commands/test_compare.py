@@ -25,7 +25,8 @@ from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.commands.tables import print_table
 from tailrace.errors import ConfigError, RewardBroken, RewardFailed
 from tailrace.extras.view.run import open_runs
-from tailrace.record.figures import BIASES, TRIAL_FIGURES, Row, steps_of
+from tailrace.record.events import Row
+from tailrace.record.figures import BIASES, TRIAL_FIGURES, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
 from tailrace.schedules import SCHEDULES

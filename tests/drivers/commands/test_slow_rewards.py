@@ -6,7 +6,8 @@ import pytest
 
 from tailrace.config import load_config
 from tailrace.drivers.assembly.running import train
-from tailrace.record.figures import Row, largest, steps_of, summed
+from tailrace.record.events import Row
+from tailrace.record.figures import largest, steps_of, summed
 from tailrace.record.metrics import read_rows
 
 STEPS, GROUP_SIZE, RING, IN_FLIGHT = 16, 2, 3, 8

@@ -15,8 +15,7 @@ from tailrace.errors import ConfigError
 from tailrace.extras.view.figures import MAX_POINTS, Curves
 from tailrace.extras.view.lanes import RunLanes, Straggler
 from tailrace.extras.view.run import RunView, open_runs
-from tailrace.record.events import RequestEnded, RequestStarted, Spent, Waiting
-from tailrace.record.figures import Row
+from tailrace.record.events import RequestEnded, RequestStarted, Row, Spent, Waiting
 from tailrace.record.run_log import LogWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.timeline import Timeline

@@ -38,8 +38,7 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_m
 from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE
-from tailrace.record.events import Recorder, RunStarted, Sink
-from tailrace.record.figures import Row
+from tailrace.record.events import Recorder, Row, RunStarted, Sink
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter

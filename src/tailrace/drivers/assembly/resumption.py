@@ -20,7 +20,8 @@ from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 from tailrace.errors import CheckpointError, ConfigError, say
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
-from tailrace.record.figures import Row, evaluations_of, steps_of
+from tailrace.record.events import Row
+from tailrace.record.figures import evaluations_of, steps_of
 
 BLOCK = 2**20
 """Bytes of a file that are read at a time."""

@@ -49,8 +49,8 @@ from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
 from tailrace.record.display import NUM_REWARDS, Display, sparkline
-from tailrace.record.events import Evaluated, Event, Recorder
-from tailrace.record.figures import Row, evaluations_of, steps_of
+from tailrace.record.events import Evaluated, Event, Recorder, Row
+from tailrace.record.figures import evaluations_of, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.record.sinks import open_sinks

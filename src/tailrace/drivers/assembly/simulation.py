@@ -17,8 +17,8 @@ from tailrace.drivers.assembly.placement import device_sharing, prices_of
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.ledger.prices import Prices
-from tailrace.record.events import Recorder, Sink
-from tailrace.record.figures import Row, rounds_of, steps_of
+from tailrace.record.events import Recorder, Row, Sink
+from tailrace.record.figures import rounds_of, steps_of
 from tailrace.record.summary import Summary
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.rollout.pool import SetAdvantages

@@ -40,8 +40,8 @@ from tailrace.drivers.assembly.simulation import run_virtual, sources
 from tailrace.drivers.commands.compare_runs import figures_of, folders_of, table_of, verdict
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.errors import ConfigError, say
-from tailrace.record.events import Recorder
-from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, TRIAL_FIGURES, Row
+from tailrace.record.events import Recorder, Row
+from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, TRIAL_FIGURES
 from tailrace.record.summary import Summary
 
 LIVE, VIRTUAL = "the comparison", "the comparison, in seconds of virtual time"

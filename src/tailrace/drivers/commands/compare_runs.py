@@ -11,7 +11,8 @@ from tailrace.config import changed_keys
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.errors import ConfigError
-from tailrace.record.figures import QUALITIES, TIMES, Row, evaluations_of, over_steps, steps_of
+from tailrace.record.events import Row
+from tailrace.record.figures import QUALITIES, TIMES, evaluations_of, over_steps, steps_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
 

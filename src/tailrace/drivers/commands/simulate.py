@@ -19,8 +19,8 @@ from tailrace.drivers.commands.tables import check_output, open_console, print_t
 from tailrace.drivers.kinds.tracker import TrackedRun, check_trackers, open_trackers
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
-from tailrace.record.events import Sink
-from tailrace.record.figures import BIASES, COSTS, QUALITIES, Row
+from tailrace.record.events import Row, Sink
+from tailrace.record.figures import BIASES, COSTS, QUALITIES
 from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.sim.world import Lengths

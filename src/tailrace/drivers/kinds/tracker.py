@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from tailrace.errors import ConfigError
 from tailrace.importing import install
 from tailrace.kinds import kind_of
-from tailrace.record.events import Sink
-from tailrace.record.figures import Row
+from tailrace.record.events import Row, Sink
 from tailrace.record.metrics import JoinedRows
 from tailrace.record.sinks import GuardedSink
 

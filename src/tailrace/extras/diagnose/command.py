@@ -46,7 +46,8 @@ from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError
 from tailrace.ledger.recovery import read_ledger
 from tailrace.ledger.store import LEDGER_FILE, open_store
-from tailrace.record.figures import TENTHS, over_tokens, steps_of
+from tailrace.record.figures import over_tokens, steps_of
+from tailrace.record.lags import TENTHS
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import Summary
 from tailrace.types import Sample

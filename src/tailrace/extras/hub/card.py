@@ -15,7 +15,8 @@ from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, read_checksums
 from tailrace.errors import ConfigError
 from tailrace.model_folder import is_hub_id
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.events import Row
+from tailrace.record.figures import steps_of
 from tailrace.record.metrics import read_rows
 
 

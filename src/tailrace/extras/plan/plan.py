@@ -36,8 +36,7 @@ from tailrace.extras.plan.candidates import (
     response_lengths,
 )
 from tailrace.ledger.prices import Prices, PriceSettings
-from tailrace.record.events import Event, GroupEnded, Stepped
-from tailrace.record.figures import Row
+from tailrace.record.events import Event, GroupEnded, Row, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule

@@ -43,8 +43,8 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.model_folder import end_texts_with
 from tailrace.record.display import Display, number
-from tailrace.record.events import RoundEnded, RoundStarted
-from tailrace.record.figures import Row, steps_of
+from tailrace.record.events import RoundEnded, RoundStarted, Row
+from tailrace.record.figures import steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.types import Sample

@@ -11,7 +11,7 @@ from tailrace.drivers.assembly.schedule import compared_parameters, resolve, ste
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
-from tailrace.record.figures import Row
+from tailrace.record.events import Row
 from tailrace.record.summary import Summary
 
 TRIED = ("rolloutpipe", "one_step_off", "tailrace", "pipelinerl")

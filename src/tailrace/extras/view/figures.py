@@ -12,17 +12,8 @@ import msgspec
 import numpy as np
 
 from tailrace.drivers.commands.intervals import recorded_estimate
-from tailrace.record.figures import (
-    BIASES,
-    COSTS,
-    QUALITIES,
-    TIMES,
-    Row,
-    counts_of,
-    family,
-    rounds_of,
-    steps_of,
-)
+from tailrace.record.events import Row
+from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, counts_of, family, rounds_of, steps_of
 from tailrace.record.summary import Summary
 from tailrace.record.timeline import Timeline
 

@@ -21,7 +21,8 @@ from tailrace.extras.view.lanes import MAX_MARKS, RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
 from tailrace.record.advisories import Advisor, Advisory, advisories_of_steps
-from tailrace.record.figures import Row, evaluations_of, steps_of
+from tailrace.record.events import Row
+from tailrace.record.figures import evaluations_of, steps_of
 from tailrace.record.metrics import read_row
 from tailrace.record.summary import Summary
 from tailrace.record.timeline import RunTimelines
