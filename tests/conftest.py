@@ -1,17 +1,21 @@
 """Which tests are slow, which files begin first, what was imported to collect them, what garbage collection
-skips, and how many examples hypothesis draws.
+skips, how many examples hypothesis draws, and the loop on which an async test runs.
 
 Its presence lets the tests import the helpers that stand beside it.
 """
 
+import asyncio
 import gc
+import inspect
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from helpers.processes import DEADLINE_S
 from helpers.small_run import write_small_run
+from tailrace import clock
 
 TESTS = Path(__file__).parent
 SLOW = (
@@ -83,6 +87,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(names[item.path], len(LONG)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Run an async test on a loop of its own: in virtual time if it has the mark, else live."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return
+    virtual = pyfuncitem.get_closest_marker("virtual") is not None
+
+    async def within_deadline(**given: object) -> None:
+        async with asyncio.timeout(None if virtual else DEADLINE_S):
+            await test(**given)
+
+    pyfuncitem.obj = lambda **given: clock.run(within_deadline(**given), virtual=virtual)
 
 
 @pytest.fixture

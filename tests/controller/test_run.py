@@ -26,7 +26,6 @@ from helpers.virtual import (
     simulate,
     worlds,
 )
-from tailrace import clock
 from tailrace.algo.advantages import group_advantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.trainer import StepStats
@@ -66,6 +65,8 @@ from tailrace.record.events import (
 from tailrace.schedules.serial import serial
 from tailrace.sim.trainer import SimTrainer
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, noise_seed
+
+pytestmark = pytest.mark.virtual
 
 ONE_ROUND = RunSettings(rounds=1, group_size=2)
 ONE_VERSION = change(EXACT, engines=change(EXACT.engines, versions=1))
@@ -569,7 +570,7 @@ def test_the_watchdog_and_everything_else_end_with_the_schedule() -> None:
     assert outcome.ended_s < 1000 and leftovers == []
 
 
-def test_nothing_is_recorded_after_a_run_has_failed() -> None:
+async def test_nothing_is_recorded_after_a_run_has_failed() -> None:
     """The workers of a failed run take seconds to end, in which the loop goes on."""
     recorded: list[Event] = []
 
@@ -583,18 +584,15 @@ def test_nothing_is_recorded_after_a_run_has_failed() -> None:
         def close(self) -> None:
             self.closed = True
 
-    async def main() -> None:
-        recorder = Recorder(File())
-        failing = partial(serial, groups_per_round=4, groups_per_step=2)
-        parts = replace(simulated_parts(EXACT, seed=0), rewards=Rewards())
-        with pytest.raises(KeyError, match="the reward"):
-            await execute(failing, parts, ONE_ROUND, recorder, beside=[watch_controller_lag(recorder)])
-        await asyncio.sleep(10)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
     class Rewards:
         async def score(self, sample: Sample) -> float:
             raise KeyError("the reward")
 
-    clock.run(main(), virtual=True)
+    recorder = Recorder(File())
+    failing = partial(serial, groups_per_round=4, groups_per_step=2)
+    parts = replace(simulated_parts(EXACT, seed=0), rewards=Rewards())
+    with pytest.raises(KeyError, match="the reward"):
+        await execute(failing, parts, ONE_ROUND, recorder, beside=[watch_controller_lag(recorder)])
+    await asyncio.sleep(10)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert any(isinstance(event, ControllerLag) for event in recorded)

@@ -3,6 +3,9 @@
 from contextlib import suppress
 from pathlib import Path
 
+DEADLINE_S = 90.0
+"""A test that waits longer hangs, and fails instead of stopping the suite."""
+
 
 def worker_of(controller: int, name: str) -> int:
     """The process id of the one worker of this name."""

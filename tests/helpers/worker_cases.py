@@ -24,7 +24,6 @@ from tailrace.types import Group, Prompt, Sample, SampleId
 
 VOCABULARY = 32
 TRAINER = TrainerSettings(learning_rate=1e-2)
-DEADLINE_S = 90.0
 
 
 def make_samples(

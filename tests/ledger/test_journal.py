@@ -59,78 +59,72 @@ def followed(store: Store) -> tuple[Journal, Ledger]:
     return journal, ledger
 
 
-def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
-    async def main() -> None:
-        store = Cuts()
-        journal, ledger = followed(store)
-        group = Group(Prompt(0, [1]), 2, [], num_launched=2)
-        group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
-        ledger.draw(group)
-        await journal.finish()
-        group.samples[1].extend([5, 6], [-0.5, -0.25], 0)
-        await journal.finish()
-        group.samples[1].extend([7], [-1.0], 0)
-        group.deferrals += 1
-        await journal.finish()
-        await journal.finish()
-        kinds = [[type(row).__name__ for row in cut.rows] for cut in store.cuts]
-        assert kinds == [
-            ["RunRow", "GroupRow", "SampleRow", "SampleRow"],
-            ["SampleRow", "TokensRow"],
-            ["GroupRow", "SampleRow", "TokensRow"],
-        ]
-        gained = store.cuts[2].rows[2]
-        assert isinstance(gained, TokensRow) and (gained.start, len(gained.ids)) == (2, 4)
-
-    clock.run(main(), virtual=True)
+@pytest.mark.virtual
+async def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
+    store = Cuts()
+    journal, ledger = followed(store)
+    group = Group(Prompt(0, [1]), 2, [], num_launched=2)
+    group.samples = [Sample(SampleId(0, 0, number), group) for number in range(2)]
+    ledger.draw(group)
+    await journal.finish()
+    group.samples[1].extend([5, 6], [-0.5, -0.25], 0)
+    await journal.finish()
+    group.samples[1].extend([7], [-1.0], 0)
+    group.deferrals += 1
+    await journal.finish()
+    await journal.finish()
+    kinds = [[type(row).__name__ for row in cut.rows] for cut in store.cuts]
+    assert kinds == [
+        ["RunRow", "GroupRow", "SampleRow", "SampleRow"],
+        ["SampleRow", "TokensRow"],
+        ["GroupRow", "SampleRow", "TokensRow"],
+    ]
+    gained = store.cuts[2].rows[2]
+    assert isinstance(gained, TokensRow) and (gained.start, len(gained.ids)) == (2, 4)
 
 
-def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
-    async def main() -> None:
-        store = Cuts()
-        journal, ledger = followed(store)
-        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-        sample = Sample(SampleId(0, 0, 0), group)
-        group.samples = [sample]
-        ledger.draw(group)
-        sample.extend([5, 6], [-0.5, -0.25], 0)
-        await journal.finish()
-        ledger.waste(sample, "low ess")
-        await journal.finish()
-        assert store.cuts[-1].pruned == [sample.id] and store.rows(TokensRow) == []
-        rows: list[LedgerRow] = store.rows(SampleRow)
-        assert isinstance(rows[0], SampleRow)
-        assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
-
-    clock.run(main(), virtual=True)
+@pytest.mark.virtual
+async def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
+    store = Cuts()
+    journal, ledger = followed(store)
+    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+    sample = Sample(SampleId(0, 0, 0), group)
+    group.samples = [sample]
+    ledger.draw(group)
+    sample.extend([5, 6], [-0.5, -0.25], 0)
+    await journal.finish()
+    ledger.waste(sample, "low ess")
+    await journal.finish()
+    assert store.cuts[-1].pruned == [sample.id] and store.rows(TokensRow) == []
+    rows: list[LedgerRow] = store.rows(SampleRow)
+    assert isinstance(rows[0], SampleRow)
+    assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
 
 
-def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_store(
+@pytest.mark.virtual
+async def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_store(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        store = Store.create(tmp_path / "ledger.sqlite")
-        journal, ledger = followed(store)
-        for step in range(1, 201):
-            group = Group(Prompt(step, [1]), 1, [], num_launched=1)
-            sample = Sample(SampleId(step, 0, 0), group, finish_reason="stop", text="text " * 100)
-            group.samples = group.kept = [sample]
-            ledger.draw(group)
-            sample.extend([5, 6], [-0.5, -0.25], 0)
-            ledger.train([sample], step)
-            await journal.finish()
-            if step == 1:
-                after_one = size_of(journal)
-        assert size_of(journal) <= after_one
-        assert len(store.rows(TokensRow)) == 200, "a resume without a checkpoint trains all of them again"
-        await journal.commit_checkpoint(CheckpointRow(1, 1, 0, 150, "round_000001", []))
-        assert len(store.rows(TokensRow)) == 200, "the newest checkpoint may be damaged"
-        await journal.commit_checkpoint(CheckpointRow(1, 2, 0, 200, "round_000002", []))
-        assert [row.prompt for row in store.rows(TokensRow)] == list(range(151, 201))
-        assert [row.prompt for row in store.rows(SampleRow) if not row.pruned] == list(range(151, 201))
-        assert {row.text for row in store.rows(SampleRow) if row.pruned} == {""}
-
-    clock.run(main(), virtual=True)
+    store = Store.create(tmp_path / "ledger.sqlite")
+    journal, ledger = followed(store)
+    for step in range(1, 201):
+        group = Group(Prompt(step, [1]), 1, [], num_launched=1)
+        sample = Sample(SampleId(step, 0, 0), group, finish_reason="stop", text="text " * 100)
+        group.samples = group.kept = [sample]
+        ledger.draw(group)
+        sample.extend([5, 6], [-0.5, -0.25], 0)
+        ledger.train([sample], step)
+        await journal.finish()
+        if step == 1:
+            after_one = size_of(journal)
+    assert size_of(journal) <= after_one
+    assert len(store.rows(TokensRow)) == 200, "a resume without a checkpoint trains all of them again"
+    await journal.commit_checkpoint(CheckpointRow(1, 1, 0, 150, "round_000001", []))
+    assert len(store.rows(TokensRow)) == 200, "the newest checkpoint may be damaged"
+    await journal.commit_checkpoint(CheckpointRow(1, 2, 0, 200, "round_000002", []))
+    assert [row.prompt for row in store.rows(TokensRow)] == list(range(151, 201))
+    assert [row.prompt for row in store.rows(SampleRow) if not row.pruned] == list(range(151, 201))
+    assert {row.text for row in store.rows(SampleRow) if row.pruned} == {""}
 
 
 def size_of(journal: Journal) -> int:
@@ -161,7 +155,7 @@ def test_a_store_that_is_full_ends_the_run_with_its_error(room: int, tmp_path: P
     assert len(outcome.of(Stepped)) < 10
 
 
-def test_a_thread_commits_while_the_loop_goes_on() -> None:
+async def test_a_thread_commits_while_the_loop_goes_on() -> None:
     class Slow(Cuts):
         def __init__(self) -> None:
             super().__init__()
@@ -173,151 +167,136 @@ def test_a_thread_commits_while_the_loop_goes_on() -> None:
             self.threads.add(get_ident())
             super().commit(cut)
 
-    async def main() -> None:
-        store = Slow()
-        with commits_on_thread(store) as commit:
-            first, second = (
-                commit(Transaction([])),
-                commit(Transaction([GroupRow(0, 1, 0, 1, 1, 0, 0, [], None)])),
-            )
-            await asyncio.sleep(0)
-            assert not first.done() and store.cuts == []
-            store.go_on.set()
-            await asyncio.gather(first, second)
-        assert [len(cut.rows) for cut in store.cuts] == [0, 1]
-        assert get_ident() not in store.threads and len(store.threads) == 1
-
-    clock.run(main(), virtual=False)
+    store = Slow()
+    with commits_on_thread(store) as commit:
+        first, second = (
+            commit(Transaction([])),
+            commit(Transaction([GroupRow(0, 1, 0, 1, 1, 0, 0, [], None)])),
+        )
+        await asyncio.sleep(0)
+        assert not first.done() and store.cuts == []
+        store.go_on.set()
+        await asyncio.gather(first, second)
+    assert [len(cut.rows) for cut in store.cuts] == [0, 1]
+    assert get_ident() not in store.threads and len(store.threads) == 1
 
 
-def test_each_change_of_an_episode_is_written() -> None:
+@pytest.mark.virtual
+async def test_each_change_of_an_episode_is_written() -> None:
     """A turn ends, a call begins, it answers, the environment's tokens follow, the episode ends."""
+    store = Cuts()
+    journal, ledger = followed(store)
+    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+    sample = Sample(SampleId(0, 0, 0), group, in_episode=True)
+    group.samples = [sample]
+    ledger.draw(group)
+    sample.extend([5, 6], [-0.5, -0.25], 0)
+    sample.finish_reason = "stop"
+    await journal.finish()
+    turn = Turn(2, "stop", text="56")
 
-    async def main() -> None:
-        store = Cuts()
-        journal, ledger = followed(store)
-        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-        sample = Sample(SampleId(0, 0, 0), group, in_episode=True)
-        group.samples = [sample]
-        ledger.draw(group)
-        sample.extend([5, 6], [-0.5, -0.25], 0)
-        sample.finish_reason = "stop"
+    async def written(change: Callable[[], object]) -> SampleRow:
+        change()
         await journal.finish()
-        turn = Turn(2, "stop", text="56")
+        (row,) = store.cuts[-1].rows
+        assert isinstance(row, SampleRow) and row.turns == sample.turns
+        return row
 
-        async def written(change: Callable[[], object]) -> SampleRow:
-            change()
-            await journal.finish()
-            (row,) = store.cuts[-1].rows
-            assert isinstance(row, SampleRow) and row.turns == sample.turns
-            return row
-
-        num_cuts = len(store.cuts)
-        rows = [
-            await written(lambda: sample.turns.append(turn)),
-            await written(lambda: turn.results.append(None)),
-            await written(lambda: turn.results.__setitem__(0, "7")),
-            await written(lambda: turn.observation_ids.extend([8, 9])),
-            await written(lambda: setattr(sample, "in_episode", False)),
-        ]
-        assert [row.in_episode for row in rows] == [True, True, True, True, False]
-        await journal.finish()
-        assert len(store.cuts) == num_cuts + 5, "nothing changed after that"
-        ledger.waste(sample, "low ess")
-        await journal.finish()
-        (last,) = store.rows(SampleRow)
-        assert isinstance(last, SampleRow) and last.pruned and last.turns == []
-
-    clock.run(main(), virtual=True)
+    num_cuts = len(store.cuts)
+    rows = [
+        await written(lambda: sample.turns.append(turn)),
+        await written(lambda: turn.results.append(None)),
+        await written(lambda: turn.results.__setitem__(0, "7")),
+        await written(lambda: turn.observation_ids.extend([8, 9])),
+        await written(lambda: setattr(sample, "in_episode", False)),
+    ]
+    assert [row.in_episode for row in rows] == [True, True, True, True, False]
+    await journal.finish()
+    assert len(store.cuts) == num_cuts + 5, "nothing changed after that"
+    ledger.waste(sample, "low ess")
+    await journal.finish()
+    (last,) = store.rows(SampleRow)
+    assert isinstance(last, SampleRow) and last.pruned and last.turns == []
 
 
-def test_versions_that_are_corrected_after_a_commit_are_written() -> None:
+@pytest.mark.virtual
+async def test_versions_that_are_corrected_after_a_commit_are_written() -> None:
     """The last chunk of an aborted request may only say which versions generated the tokens before it."""
-
-    async def main() -> None:
-        store = Cuts()
-        journal, ledger = followed(store)
-        group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-        sample = Sample(SampleId(0, 0, 0), group)
-        group.samples = [sample]
-        ledger.draw(group)
-        sample.extend([5] * 10, [-0.5] * 10, 7)
-        await journal.finish()
-        sample.attribute(0, [Span(3, 6), Span(7, 4)])
-        await journal.finish()
-        (row,) = store.rows(SampleRow)
-        assert isinstance(row, SampleRow)
-        assert row.spans == [Origin(1, 3, 6), Origin(1, 7, 4)]
-        assert [type(row) for row in store.cuts[-1].rows] == [SampleRow], "no token is written twice"
-
-    clock.run(main(), virtual=True)
+    store = Cuts()
+    journal, ledger = followed(store)
+    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+    sample = Sample(SampleId(0, 0, 0), group)
+    group.samples = [sample]
+    ledger.draw(group)
+    sample.extend([5] * 10, [-0.5] * 10, 7)
+    await journal.finish()
+    sample.attribute(0, [Span(3, 6), Span(7, 4)])
+    await journal.finish()
+    (row,) = store.rows(SampleRow)
+    assert isinstance(row, SampleRow)
+    assert row.spans == [Origin(1, 3, 6), Origin(1, 7, 4)]
+    assert [type(row) for row in store.cuts[-1].rows] == [SampleRow], "no token is written twice"
 
 
 class Text(str):
     """A text that can be found out to be forgotten."""
 
 
-def test_what_was_trained_and_committed_is_not_kept_in_memory() -> None:
+@pytest.mark.virtual
+async def test_what_was_trained_and_committed_is_not_kept_in_memory() -> None:
     """Also in a run without checkpoints, where all tokens stay in the store."""
 
     class Forgetful(MemoryStore):
         def commit(self, cut: Transaction) -> None:
             """Keep nothing."""
 
-    async def main() -> None:
-        journal, ledger = followed(Forgetful())
-        texts = []
-        for index in range(3):
-            group = Group(Prompt(index, [1]), 1, [], num_launched=1)
-            sample = Sample(SampleId(index, 0, 0), group, text=Text("a long response"))
-            group.samples = group.kept = [sample]
-            texts.append(weakref.ref(sample.text))
-            ledger.draw(group)
-            sample.extend([5, 6], [-0.5, -0.25], 0)
-            ledger.train([sample], index + 1)
-            await journal.finish()
-        del group, sample
-        gc.collect()
-        assert [text() for text in texts] == [None] * 3
-
-    clock.run(main(), virtual=True)
+    journal, ledger = followed(Forgetful())
+    texts = []
+    for index in range(3):
+        group = Group(Prompt(index, [1]), 1, [], num_launched=1)
+        sample = Sample(SampleId(index, 0, 0), group, text=Text("a long response"))
+        group.samples = group.kept = [sample]
+        texts.append(weakref.ref(sample.text))
+        ledger.draw(group)
+        sample.extend([5, 6], [-0.5, -0.25], 0)
+        ledger.train([sample], index + 1)
+        await journal.finish()
+    del group, sample
+    gc.collect()
+    assert [text() for text in texts] == [None] * 3
 
 
-def test_those_who_wait_for_the_same_moment_share_a_commit() -> None:
-    async def main() -> None:
-        book = Book(store=Cuts(), commit_s=1.0)
-        starting_point = first_life()
-        journal = book.open(starting_point)
-        ledger = Ledger(Recorder(), starting_point.totals, journal)
-        journal.follow(ledger)
+@pytest.mark.virtual
+async def test_those_who_wait_for_the_same_moment_share_a_commit() -> None:
+    book = Book(store=Cuts(), commit_s=1.0)
+    starting_point = first_life()
+    journal = book.open(starting_point)
+    ledger = Ledger(Recorder(), starting_point.totals, journal)
+    journal.follow(ledger)
 
-        def draw(prompt: int) -> None:
-            ledger.draw(Group(Prompt(prompt, [1]), 1, [], num_launched=1))
+    def draw(prompt: int) -> None:
+        ledger.draw(Group(Prompt(prompt, [1]), 1, [], num_launched=1))
 
-        draw(0)
-        first = [asyncio.create_task(journal.written()) for _ in range(3)]
-        await asyncio.sleep(0.5)
-        draw(1)  # while the first commit is under way
-        second = [asyncio.create_task(journal.written()) for _ in range(3)]
-        await asyncio.wait(first)
-        assert clock.now() == 1.0
-        await asyncio.wait(second)
-        assert clock.now() == 2.0
-        assert isinstance(book.store, Cuts)
-        drawn = [[row.prompt for row in cut.rows if isinstance(row, GroupRow)] for cut in book.store.cuts]
-        assert drawn[-2:] == [[0], [1]]
-
-    clock.run(main(), virtual=True)
+    draw(0)
+    first = [asyncio.create_task(journal.written()) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    draw(1)  # while the first commit is under way
+    second = [asyncio.create_task(journal.written()) for _ in range(3)]
+    await asyncio.wait(first)
+    assert clock.now() == 1.0
+    await asyncio.wait(second)
+    assert clock.now() == 2.0
+    assert isinstance(book.store, Cuts)
+    drawn = [[row.prompt for row in cut.rows if isinstance(row, GroupRow)] for cut in book.store.cuts]
+    assert drawn[-2:] == [[0], [1]]
 
 
-def test_a_store_that_is_full_is_an_error_for_those_who_wait() -> None:
-    async def main() -> None:
-        starting_point = first_life()
-        journal = Journal(partial(commit_at_once, Full(0)), starting_point, flush_s=1.0)
-        ledger = Ledger(Recorder(), starting_point.totals, journal)
-        journal.follow(ledger)
-        ledger.draw(Group(Prompt(0, [1]), 1, [], num_launched=1))
-        with pytest.raises(LedgerError, match="disk full"):
-            await journal.written()
-
-    clock.run(main(), virtual=True)
+@pytest.mark.virtual
+async def test_a_store_that_is_full_is_an_error_for_those_who_wait() -> None:
+    starting_point = first_life()
+    journal = Journal(partial(commit_at_once, Full(0)), starting_point, flush_s=1.0)
+    ledger = Ledger(Recorder(), starting_point.totals, journal)
+    journal.follow(ledger)
+    ledger.draw(Group(Prompt(0, [1]), 1, [], num_launched=1))
+    with pytest.raises(LedgerError, match="disk full"):
+        await journal.written()

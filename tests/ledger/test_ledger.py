@@ -8,6 +8,8 @@ from tailrace.ledger.ledger import Ledger
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId
 
+pytestmark = pytest.mark.virtual
+
 
 def drawn(ledger: Ledger, prompt: int, lengths: list[int]) -> Group:
     group = Group(Prompt(prompt, [1]), len(lengths), [], num_launched=len(lengths))
@@ -55,27 +57,21 @@ def test_a_prompt_that_vanished_is_found() -> None:
         ledger.check(60)
 
 
-def test_nothing_ends_twice() -> None:
-    async def main() -> None:
-        ledger = Ledger(Recorder())
-        group = drawn(ledger, 0, [4])
-        ledger.train(group.samples, 1)
-        with pytest.raises(LedgerError, match=r"sample 0\.0/0 ended twice: trained, then late"):
-            ledger.waste(group.samples[0], "late")
-        with pytest.raises(LedgerError, match="prompt 0 ended twice: trained, then dropped"):
-            ledger.end(group, "dropped", "late")
-
-    clock.run(main(), virtual=True)
+async def test_nothing_ends_twice() -> None:
+    ledger = Ledger(Recorder())
+    group = drawn(ledger, 0, [4])
+    ledger.train(group.samples, 1)
+    with pytest.raises(LedgerError, match=r"sample 0\.0/0 ended twice: trained, then late"):
+        ledger.waste(group.samples[0], "late")
+    with pytest.raises(LedgerError, match="prompt 0 ended twice: trained, then dropped"):
+        ledger.end(group, "dropped", "late")
 
 
-def test_a_group_whose_samples_train_apart_ends_with_the_last_of_them() -> None:
-    async def main() -> None:
-        ledger = Ledger(Recorder())
-        group = drawn(ledger, 0, [4, 5, 6])
-        ledger.waste(group.samples[1], "reward raised")
-        ledger.train(group.samples[:1], 1)
-        assert group.fate is None
-        ledger.train(group.samples[2:], 2)
-        assert (group.fate, ledger.active) == ("trained", {})
-
-    clock.run(main(), virtual=True)
+async def test_a_group_whose_samples_train_apart_ends_with_the_last_of_them() -> None:
+    ledger = Ledger(Recorder())
+    group = drawn(ledger, 0, [4, 5, 6])
+    ledger.waste(group.samples[1], "reward raised")
+    ledger.train(group.samples[:1], 1)
+    assert group.fate is None
+    ledger.train(group.samples[2:], 2)
+    assert (group.fate, ledger.active) == ("trained", {})

@@ -20,6 +20,8 @@ from tailrace.ledger.store import Store
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed
 
+pytestmark = pytest.mark.virtual
+
 SEED = 3
 TREE = ((1, 0, 0), (2, 1, 2), (3, 1, 1))
 
@@ -178,139 +180,123 @@ def test_groups_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory,
     by_hand(main)
 
 
-def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        before, after, parked = life.draw(4, 6), life.draw(3), life.draw(2)
-        life.ledger.train(before.samples, 1)
-        await life.commit_checkpoint(tmp_path, 1, 1, parked=[parked])
-        life.ledger.train(after.samples, 2)
-        await life.journal.finish()
-        starting_point = life.next(tmp_path, 15)
-        assert [group.prompt.index for group in starting_point.partial_rollouts] == [2]
-        assert [group.prompt.index for group in starting_point.interrupted] == [1]
-        assert starting_point.interrupted[0].samples[0].completion_ids == [0, 1, 2]
-        assert starting_point.totals.trained_tokens == 10 and starting_point.totals.groups == {"trained": 1}
-        again = Life(life.store, starting_point)
-        again.ledger.train(starting_point.interrupted[0].samples, 2)
-        await again.journal.finish()
-        trainings = read_ledger(life.store).trainings.values()
-        assert [(t.prompt, t.life, t.step, t.undone) for t in trainings] == [
-            (0, 1, 1, None), (0, 1, 1, None), (1, 1, 2, 2), (1, 2, 2, None)
-        ]  # fmt: skip
-
-    by_hand(main)
-
-
-def test_what_was_filtered_dropped_or_wasted_stays_so(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        await life.commit_checkpoint(tmp_path, 0, 0)
-        dropped = life.draw(4)
-        life.ledger.waste(dropped.samples[0], "low ess")
-        life.ledger.end(dropped, "dropped", "low ess")
-        await life.journal.finish()
-        starting_point = life.next(tmp_path, 4)
-        assert starting_point.interrupted == [] and starting_point.totals.wasted_tokens == {"low ess": 4}
-        assert starting_point.totals.groups == {"dropped": 1} and starting_point.totals.num_drawn == 1
-
-    by_hand(main)
+async def test_what_was_trained_after_the_mark_lives_again_and_what_was_before_does_not(
+    tmp_path: Path,
+) -> None:
+    life = Life(MemoryStore())
+    before, after, parked = life.draw(4, 6), life.draw(3), life.draw(2)
+    life.ledger.train(before.samples, 1)
+    await life.commit_checkpoint(tmp_path, 1, 1, parked=[parked])
+    life.ledger.train(after.samples, 2)
+    await life.journal.finish()
+    starting_point = life.next(tmp_path, 15)
+    assert [group.prompt.index for group in starting_point.partial_rollouts] == [2]
+    assert [group.prompt.index for group in starting_point.interrupted] == [1]
+    assert starting_point.interrupted[0].samples[0].completion_ids == [0, 1, 2]
+    assert starting_point.totals.trained_tokens == 10 and starting_point.totals.groups == {"trained": 1}
+    again = Life(life.store, starting_point)
+    again.ledger.train(starting_point.interrupted[0].samples, 2)
+    await again.journal.finish()
+    trainings = read_ledger(life.store).trainings.values()
+    assert [(t.prompt, t.life, t.step, t.undone) for t in trainings] == [
+        (0, 1, 1, None), (0, 1, 1, None), (1, 1, 2, 2), (1, 2, 2, None)
+    ]  # fmt: skip
 
 
-def test_tokens_that_never_reached_the_ledger_are_the_waste_of_the_crash(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        life.draw(4)
-        await life.journal.finish()
-        starting_point = life.next(tmp_path, 11)
-        assert starting_point.totals.wasted_tokens == {"crash": 7}
-        again = Life(life.store, starting_point)
-        again.ledger.check(11)
-        assert again.next(tmp_path, 13).totals.wasted_tokens == {"crash": 9}
-
-    by_hand(main)
+async def test_what_was_filtered_dropped_or_wasted_stays_so(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    await life.commit_checkpoint(tmp_path, 0, 0)
+    dropped = life.draw(4)
+    life.ledger.waste(dropped.samples[0], "low ess")
+    life.ledger.end(dropped, "dropped", "low ess")
+    await life.journal.finish()
+    starting_point = life.next(tmp_path, 4)
+    assert starting_point.interrupted == [] and starting_point.totals.wasted_tokens == {"low ess": 4}
+    assert starting_point.totals.groups == {"dropped": 1} and starting_point.totals.num_drawn == 1
 
 
-def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        await life.commit_checkpoint(tmp_path, 0, 0)
-        group = life.draw(4, 5)
-        life.ledger.train(group.samples, 1)
-        await life.commit_checkpoint(tmp_path, 1, 1)
-        assert set(read_ledger(life.store).tokens) == {SampleId(0, 0, 0), SampleId(0, 0, 1)}
-        await life.commit_checkpoint(tmp_path, 2, 2)
-        assert read_ledger(life.store).tokens == {}
-        for name in ("round_000001", "round_000002"):
-            (tmp_path / name).rmdir()
-        starting_point = life.next(tmp_path, 9)
-        assert starting_point.base.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
-        (group,) = starting_point.interrupted
-        assert (group.samples, group.num_launched, group.attempt, group.last_attempt) == ([], 2, 1, 1)
-        Life(life.store, starting_point).ledger.check(9)
-
-    by_hand(main)
+async def test_tokens_that_never_reached_the_ledger_are_the_waste_of_the_crash(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    life.draw(4)
+    await life.journal.finish()
+    starting_point = life.next(tmp_path, 11)
+    assert starting_point.totals.wasted_tokens == {"crash": 7}
+    again = Life(life.store, starting_point)
+    again.ledger.check(11)
+    assert again.next(tmp_path, 13).totals.wasted_tokens == {"crash": 9}
 
 
-def test_members_of_later_attempts_and_replacements_come_back_beside_those_that_began(tmp_path: Path) -> None:
+async def test_a_rolled_back_group_whose_tokens_were_pruned_begins_afresh(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    await life.commit_checkpoint(tmp_path, 0, 0)
+    group = life.draw(4, 5)
+    life.ledger.train(group.samples, 1)
+    await life.commit_checkpoint(tmp_path, 1, 1)
+    assert set(read_ledger(life.store).tokens) == {SampleId(0, 0, 0), SampleId(0, 0, 1)}
+    await life.commit_checkpoint(tmp_path, 2, 2)
+    assert read_ledger(life.store).tokens == {}
+    for name in ("round_000001", "round_000002"):
+        (tmp_path / name).rmdir()
+    starting_point = life.next(tmp_path, 9)
+    assert starting_point.base.round == 0 and starting_point.totals.wasted_tokens == {"pruned": 9}
+    (group,) = starting_point.interrupted
+    assert (group.samples, group.num_launched, group.attempt, group.last_attempt) == ([], 2, 1, 1)
+    Life(life.store, starting_point).ledger.check(9)
+
+
+async def test_members_of_later_attempts_and_replacements_come_back_beside_those_that_began(
+    tmp_path: Path,
+) -> None:
     """Of four samples number 1 lost its version twice, and number 2 failed and was replaced by number 4."""
-
-    async def main() -> None:
-        life = Life(MemoryStore())
-        group = life.draw(3, 4, 5, 6)
-        for attempt, number in ((1, 1), (2, 1), (2, 4)):
-            id = SampleId(0, attempt, number)
-            group.samples.append(sample := Sample(id, group, seed=noise_seed(SEED, id)))
-            sample.extend([7, 8], [0.0, 0.0], 1)
-        one, two, first = group.samples[1], group.samples[2], group.samples[4]
-        for sample, reason in ((one, "version gone"), (first, "version gone"), (two, "raised")):
-            group.samples.remove(sample)
-            life.ledger.waste(sample, reason)
-        group.kept, group.num_replaced, group.last_attempt = [group.samples[0]], 1, 2
-        await life.journal.finish()
-        (restored,) = life.next(tmp_path, 24).interrupted
-        assert [sample.id[1:] for sample in restored.samples] == [(0, 0), (2, 1), (0, 3), (2, 4)]
-        assert restored.samples[1].seed == one.seed
-        assert [sample.id[1:] for sample in restored.kept] == [(0, 0)]
-        counts = restored.num_launched, restored.num_replaced, restored.attempt, restored.last_attempt
-        assert counts == (4, 1, 0, 2)
-
-    by_hand(main)
+    life = Life(MemoryStore())
+    group = life.draw(3, 4, 5, 6)
+    for attempt, number in ((1, 1), (2, 1), (2, 4)):
+        id = SampleId(0, attempt, number)
+        group.samples.append(sample := Sample(id, group, seed=noise_seed(SEED, id)))
+        sample.extend([7, 8], [0.0, 0.0], 1)
+    one, two, first = group.samples[1], group.samples[2], group.samples[4]
+    for sample, reason in ((one, "version gone"), (first, "version gone"), (two, "raised")):
+        group.samples.remove(sample)
+        life.ledger.waste(sample, reason)
+    group.kept, group.num_replaced, group.last_attempt = [group.samples[0]], 1, 2
+    await life.journal.finish()
+    (restored,) = life.next(tmp_path, 24).interrupted
+    assert [sample.id[1:] for sample in restored.samples] == [(0, 0), (2, 1), (0, 3), (2, 4)]
+    assert restored.samples[1].seed == one.seed
+    assert [sample.id[1:] for sample in restored.kept] == [(0, 0)]
+    counts = restored.num_launched, restored.num_replaced, restored.attempt, restored.last_attempt
+    assert counts == (4, 1, 0, 2)
 
 
-def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        group = life.draw(4, 5)
-        life.ledger.train(group.samples[:1], 1)
-        await life.commit_checkpoint(tmp_path, 1, 1)
-        life.ledger.train(group.samples[1:], 2)
-        await life.journal.finish()
-        starting_point = life.next(tmp_path, 9)
-        assert starting_point.interrupted == [] and starting_point.totals.groups == {"trained": 1}
-        assert starting_point.totals.trained_tokens == 4 and starting_point.totals.wasted_tokens == {
-            "interrupted": 5
-        }
-
-    by_hand(main)
+async def test_the_rest_of_a_group_that_was_trained_in_part_is_waste(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    group = life.draw(4, 5)
+    life.ledger.train(group.samples[:1], 1)
+    await life.commit_checkpoint(tmp_path, 1, 1)
+    life.ledger.train(group.samples[1:], 2)
+    await life.journal.finish()
+    starting_point = life.next(tmp_path, 9)
+    assert starting_point.interrupted == [] and starting_point.totals.groups == {"trained": 1}
+    assert starting_point.totals.trained_tokens == 4 and starting_point.totals.wasted_tokens == {
+        "interrupted": 5
+    }
 
 
-def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(Store.create(tmp_path / "ledger.sqlite"))
-        group = life.draw(10, version=7)
-        await life.commit_checkpoint(tmp_path, 7, 7)
-        group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
-        await life.journal.finish()
-        (restored,) = life.next(tmp_path, 10).interrupted
-        assert restored.samples[0].spans == [Span(3, 6), Span(7, 4)]
-        assert restored.oldest_version == 3
-
-    by_hand(main)
+async def test_versions_that_a_server_corrects_later_are_stored(tmp_path: Path) -> None:
+    life = Life(Store.create(tmp_path / "ledger.sqlite"))
+    group = life.draw(10, version=7)
+    await life.commit_checkpoint(tmp_path, 7, 7)
+    group.samples[0].attribute(0, [Span(3, 6), Span(7, 4)])
+    await life.journal.finish()
+    (restored,) = life.next(tmp_path, 10).interrupted
+    assert restored.samples[0].spans == [Span(3, 6), Span(7, 4)]
+    assert restored.oldest_version == 3
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path, refused: bool) -> None:
+async def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(
+    tmp_path: Path, refused: bool
+) -> None:
     """refused: the data refuse the row now."""
 
     def now(index: int) -> Prompt:
@@ -318,40 +304,34 @@ def test_a_group_whose_prompt_is_empty_is_dropped_with_the_reason(tmp_path: Path
             raise BadRow("empty prompt")
         return Prompt(index, [] if index == 1 else [1, 2])
 
-    async def main() -> None:
-        life = Life(Store.create(tmp_path / "ledger.sqlite"))
-        groups = [life.draw(3), life.draw(4), life.draw(5)]
-        await life.commit_checkpoint(tmp_path, 1, 1, parked=groups[1:])
-        for _ in range(2):  # the second time it has its fate
-            start = life.next(tmp_path, 12, prompt_of=now)
-            assert [group.prompt.index for group in start.partial_rollouts] == [2]
-            assert [group.prompt.index for group in start.interrupted] == [0]
-            assert start.totals.groups == {"dropped": 1}
-            assert start.totals.wasted_tokens == {"empty prompt": 4}
-            life.store.commit(start.opening)
-        assert read_ledger(life.store).groups[1].reason == "empty prompt"
-
-    by_hand(main)
+    life = Life(Store.create(tmp_path / "ledger.sqlite"))
+    groups = [life.draw(3), life.draw(4), life.draw(5)]
+    await life.commit_checkpoint(tmp_path, 1, 1, parked=groups[1:])
+    for _ in range(2):  # the second time it has its fate
+        start = life.next(tmp_path, 12, prompt_of=now)
+        assert [group.prompt.index for group in start.partial_rollouts] == [2]
+        assert [group.prompt.index for group in start.interrupted] == [0]
+        assert start.totals.groups == {"dropped": 1}
+        assert start.totals.wasted_tokens == {"empty prompt": 4}
+        life.store.commit(start.opening)
+    assert read_ledger(life.store).groups[1].reason == "empty prompt"
 
 
-def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        await life.commit_checkpoint(tmp_path, 2, 2)
-        life.draw(1, version=1)
-        life.draw(1, version=2)
-        life.draw(1, version=4)
-        await life.journal.finish()
-        starting_point = life.next(tmp_path, 3)
-        assert starting_point.base.version == 2
-        assert [group.oldest_version for group in starting_point.interrupted] == [1, 2, 0]
-        again = Life(life.store, starting_point)
-        again.starting_point.interrupted[2].samples[0].extend([7], [0.0], 3)
-        await again.journal.finish()
-        row = read_ledger(life.store).samples[SampleId(2, 0, 0)]
-        assert row.spans == [Origin(1, 4, 1), Origin(2, 3, 1)]
-
-    by_hand(main)
+async def test_a_dead_branch_s_tokens_are_as_old_as_the_way_back_and_on(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    await life.commit_checkpoint(tmp_path, 2, 2)
+    life.draw(1, version=1)
+    life.draw(1, version=2)
+    life.draw(1, version=4)
+    await life.journal.finish()
+    starting_point = life.next(tmp_path, 3)
+    assert starting_point.base.version == 2
+    assert [group.oldest_version for group in starting_point.interrupted] == [1, 2, 0]
+    again = Life(life.store, starting_point)
+    again.starting_point.interrupted[2].samples[0].extend([7], [0.0], 3)
+    await again.journal.finish()
+    row = read_ledger(life.store).samples[SampleId(2, 0, 0)]
+    assert row.spans == [Origin(1, 4, 1), Origin(2, 3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -385,15 +365,12 @@ def test_nothing_is_changed_before_the_opening_is_committed(tmp_path: Path) -> N
     assert len(read_ledger(life.store).lives) == 1
 
 
-def test_engines_that_counted_less_than_the_ledger_knows_are_of_another_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        life = Life(MemoryStore())
-        life.draw(4)
-        await life.journal.finish()
-        with pytest.raises(LedgerError, match="knows of 4 tokens and the engines counted 3: the counts"):
-            life.next(tmp_path, 3)
-
-    by_hand(main)
+async def test_engines_that_counted_less_than_the_ledger_knows_are_of_another_run(tmp_path: Path) -> None:
+    life = Life(MemoryStore())
+    life.draw(4)
+    await life.journal.finish()
+    with pytest.raises(LedgerError, match="knows of 4 tokens and the engines counted 3: the counts"):
+        life.next(tmp_path, 3)
 
 
 def test_masked_tokens_are_a_fate_of_their_own_that_a_kill_undoes_with_the_training(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from tailrace.contracts.reward import TimeoutSettings
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.types import Group, Prompt, Sample, SampleId
 
+pytestmark = pytest.mark.virtual
+
 SETTINGS = TimeoutSettings()
 
 
@@ -88,38 +90,34 @@ def test_anchors_return_to_an_earlier_state() -> None:
     assert anchors.longest_s == {7: [4.0]}
 
 
-def test_a_correct_response_lowers_the_limit_of_test_cases_that_run() -> None:
+async def test_a_correct_response_lowers_the_limit_of_test_cases_that_run() -> None:
     """The limit is 30 s, from second 3 on 1.5 x 4 = 6 s, and from second 8 on 2 s for what began at 7."""
+    anchors = Anchors()
 
-    async def main() -> None:
-        anchors = Anchors()
+    async def run(begin_s: float, seconds: float, row: int) -> tuple[float, bool]:
+        await asyncio.sleep(begin_s)
+        with anchors.limit(sample(row=row), 0, SETTINGS) as limit:
+            try:
+                async with limit.enforced():
+                    await asyncio.sleep(seconds)
+            except TimeoutError:
+                return clock.now(), False
+        return clock.now(), True
 
-        async def run(begin_s: float, seconds: float, row: int) -> tuple[float, bool]:
-            await asyncio.sleep(begin_s)
-            with anchors.limit(sample(row=row), 0, SETTINGS) as limit:
-                try:
-                    async with limit.enforced():
-                        await asyncio.sleep(seconds)
-                except TimeoutError:
-                    return clock.now(), False
-            return clock.now(), True
+    async def observe(at_s: float, row: int, seconds: float) -> None:
+        await asyncio.sleep(at_s)
+        anchors.observe(sample(row=row), [seconds])
 
-        async def observe(at_s: float, row: int, seconds: float) -> None:
-            await asyncio.sleep(at_s)
-            anchors.observe(sample(row=row), [seconds])
-
-        *ends, _, _ = await asyncio.gather(
-            run(0, 60, row=1),
-            run(1, 5, row=1),
-            run(0, 60, row=2),
-            run(7, 60, row=3),
-            run(0, 60, row=3),
-            observe(3, row=1, seconds=4.0),
-            observe(8, row=3, seconds=1.0),
-        )
-        assert ends == [(6.0, False), (6.0, True), (30.0, False), (9.0, False), (8.0, False)]
-
-    clock.run(main(), virtual=True)
+    *ends, _, _ = await asyncio.gather(
+        run(0, 60, row=1),
+        run(1, 5, row=1),
+        run(0, 60, row=2),
+        run(7, 60, row=3),
+        run(0, 60, row=3),
+        observe(3, row=1, seconds=4.0),
+        observe(8, row=3, seconds=1.0),
+    )
+    assert ends == [(6.0, False), (6.0, True), (30.0, False), (9.0, False), (8.0, False)]
 
 
 def test_a_limit_that_rises_again_is_at_most_the_first_one() -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace import clock
 from tailrace.errors import NeverComes
 from tailrace.rollout.admission import (
     AtMost,
@@ -21,6 +20,8 @@ from tailrace.rollout.admission import (
 )
 from tailrace.rollout.pool import PartialRolloutBuffer, SamplesInFlight
 from tailrace.types import Group, Prompt, Sample, SampleId, Turn
+
+pytestmark = pytest.mark.virtual
 
 
 def group_of(index: int, lengths: list[int], num_prompt_tokens: int = 0) -> Group:
@@ -132,57 +133,46 @@ def test_no_admission_of_nothing(admission: type) -> None:
         admission(**({"requests_per_engine": 0} if admission is AtMost else {"groups": 0}))
 
 
-def test_a_full_ready_queue_drops_its_oldest_group_or_says_that_it_is_full() -> None:
-    async def main() -> None:
-        dropped: list[tuple[int, str]] = []
-        ring = ReadyQueue(
-            "a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0
-        )
-        ring.room, ring.full = 2, "block"
-        groups = [group_of(index, [1]) for index in range(4)]
-        ring.put(groups[0])
-        assert not ring.is_full
-        ring.put(groups[1])
-        assert ring.is_full
-        ring.full = "drop_oldest"
-        assert not ring.is_full
-        ring.put(groups[2])
-        assert (ring.groups, dropped) == ([groups[1], groups[2]], [(0, "a ring overflow")])
-        assert await ring.take(1) == [groups[1]]
-        assert ring.clear() == [groups[2]] and len(ring) == 0
-
-    clock.run(main(), virtual=True)
+async def test_a_full_ready_queue_drops_its_oldest_group_or_says_that_it_is_full() -> None:
+    dropped: list[tuple[int, str]] = []
+    ring = ReadyQueue("a ring", drop=lambda g, why: dropped.append((g.prompt.index, why)), coming=lambda: 0)
+    ring.room, ring.full = 2, "block"
+    groups = [group_of(index, [1]) for index in range(4)]
+    ring.put(groups[0])
+    assert not ring.is_full
+    ring.put(groups[1])
+    assert ring.is_full
+    ring.full = "drop_oldest"
+    assert not ring.is_full
+    ring.put(groups[2])
+    assert (ring.groups, dropped) == ([groups[1], groups[2]], [(0, "a ring overflow")])
+    assert await ring.take(1) == [groups[1]]
+    assert ring.clear() == [groups[2]] and len(ring) == 0
 
 
-def test_a_ready_group_may_get_an_older_version_by_a_sample_that_left_it() -> None:
-    async def main() -> None:
-        queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 0)
-        group = group_of(0, [10])
-        group.oldest_version = 2
-        raced = Sample(SampleId(0, 0, 1), group)
-        queue.put(group)
-        raced.grow(3, version=1)  # its abort brings the last tokens
-        assert queue.by_version == {2: {group: 0}}
-        assert await queue.take(1) == [group]
-        assert queue.by_version == {}
-
-    clock.run(main(), virtual=True)
+async def test_a_ready_group_may_get_an_older_version_by_a_sample_that_left_it() -> None:
+    queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 0)
+    group = group_of(0, [10])
+    group.oldest_version = 2
+    raced = Sample(SampleId(0, 0, 1), group)
+    queue.put(group)
+    raced.grow(3, version=1)  # its abort brings the last tokens
+    assert queue.by_version == {2: {group: 0}}
+    assert await queue.take(1) == [group]
+    assert queue.by_version == {}
 
 
-def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cannot_come() -> None:
-    async def main() -> None:
-        queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 1)
-        waiting = asyncio.create_task(queue.wait_for(2))
-        queue.put(first := group_of(0, [10]))
-        await asyncio.sleep(1)
-        assert not waiting.done()
-        queue.put(second := group_of(1, [10]))
-        await waiting
-        assert queue.groups == [first, second]
-        with pytest.raises(NeverComes, match="4 groups are wanted, 2 are ready and 1 in flight"):
-            await queue.wait_for(4)
-
-    clock.run(main(), virtual=True)
+async def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cannot_come() -> None:
+    queue = ReadyQueue("the queue", drop=lambda group, reason: None, coming=lambda: 1)
+    waiting = asyncio.create_task(queue.wait_for(2))
+    queue.put(first := group_of(0, [10]))
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    queue.put(second := group_of(1, [10]))
+    await waiting
+    assert queue.groups == [first, second]
+    with pytest.raises(NeverComes, match="4 groups are wanted, 2 are ready and 1 in flight"):
+        await queue.wait_for(4)
 
 
 def test_the_waiting_samples_are_served_in_an_order_that_may_change() -> None:

@@ -16,62 +16,52 @@ from tailrace.sim.trainer import SimTrainer
 from tailrace.sim.world import SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
+pytestmark = pytest.mark.virtual
+
 
 def sample(number: int = 0) -> Sample:
     return Sample(SampleId(number, 0, 0), Group(SimPrompts(1)[number], 1, []))
 
 
-def test_engine_and_trainer_slow_each_other_down_while_both_work() -> None:
+async def test_engine_and_trainer_slow_each_other_down_while_both_work() -> None:
     """10 tokens of 1 s, and 4 s of training from second 2. Together they are 2 and 4 times slower. From 2 to
     18 both work: the trainer ends, and the engine has done 2 + 8 tokens and ends, too. Alone again, 4 s of
     training take 4 s."""
-
-    async def main() -> None:
-        host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=4.0))
-        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
-        trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
-        generation = asyncio.ensure_future(engine.generate(sample()))
-        await asyncio.sleep(2)
-        assert (await trainer.step()).compute_s == 16.0
-        await generation
-        assert clock.now() == 18.0
-        assert (await trainer.step()).compute_s == 4.0
-
-    clock.run(main(), virtual=True)
+    host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=4.0))
+    engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
+    trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
+    generation = asyncio.ensure_future(engine.generate(sample()))
+    await asyncio.sleep(2)
+    assert (await trainer.step()).compute_s == 16.0
+    await generation
+    assert clock.now() == 18.0
+    assert (await trainer.step()).compute_s == 4.0
 
 
-def test_what_begins_in_the_middle_changes_the_rest_of_the_work() -> None:
+async def test_what_begins_in_the_middle_changes_the_rest_of_the_work() -> None:
     """4 s of training, slower by 2 from second 1 to 5, while the engine takes 2 tokens of 2 s: 1 + 2 are done
     at second 5, and 1 is left."""
-
-    async def main() -> None:
-        host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=2.0))
-        engine = SimEngine("engine-0", EXACT.engines, lambda _: 2, host=host)
-        trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
-        training = asyncio.ensure_future(trainer.step())
-        await asyncio.sleep(1)
-        await engine.generate(sample())
-        assert clock.now() == 5.0
-        assert (await training).compute_s == 6.0
-
-    clock.run(main(), virtual=True)
+    host = Host(SimHostSettings(engine_slowdown=2.0, trainer_slowdown=2.0))
+    engine = SimEngine("engine-0", EXACT.engines, lambda _: 2, host=host)
+    trainer = SimTrainer(change(EXACT.trainer, step_s=4.0), host=host)
+    training = asyncio.ensure_future(trainer.step())
+    await asyncio.sleep(1)
+    await engine.generate(sample())
+    assert clock.now() == 5.0
+    assert (await training).compute_s == 6.0
 
 
-def test_a_judge_on_the_engines_devices_slows_them_down_while_it_judges() -> None:
+async def test_a_judge_on_the_engines_devices_slows_them_down_while_it_judges() -> None:
     """A token of 1 s, then 6 s in which two samples are judged and tokens take 3 s, then 7 tokens of 1 s."""
-
-    async def main() -> None:
-        host = Host(SimHostSettings(judge_slowdown=3.0))
-        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
-        rewards = SimRewards(SimRewardSettings(workers=1, median_s=3.0, sigma=0.0), seed=0, host=host)
-        generation = asyncio.ensure_future(engine.generate(sample()))
-        await asyncio.sleep(1)
-        await asyncio.gather(*(rewards.score(sample(number)) for number in (1, 2)))
-        assert clock.now() == 7.0
-        await generation
-        assert clock.now() == 14.0
-
-    clock.run(main(), virtual=True)
+    host = Host(SimHostSettings(judge_slowdown=3.0))
+    engine = SimEngine("engine-0", EXACT.engines, lambda _: 10, host=host)
+    rewards = SimRewards(SimRewardSettings(workers=1, median_s=3.0, sigma=0.0), seed=0, host=host)
+    generation = asyncio.ensure_future(engine.generate(sample()))
+    await asyncio.sleep(1)
+    await asyncio.gather(*(rewards.score(sample(number)) for number in (1, 2)))
+    assert clock.now() == 7.0
+    await generation
+    assert clock.now() == 14.0
 
 
 def test_a_host_without_slowdowns_changes_no_time() -> None:
@@ -80,17 +70,13 @@ def test_a_host_without_slowdowns_changes_no_time() -> None:
     assert hosted.ended_s == pytest.approx(simulate(schedule).ended_s, rel=1e-9)
 
 
-def test_engines_die_with_the_rate_of_the_settings() -> None:
+async def test_engines_die_with_the_rate_of_the_settings() -> None:
     """1000 lives of 100 s and as many restarts of 10 s are 110,000 s."""
     states = []
-
-    async def main() -> None:
-        engine = SimEngine("engine-0", EXACT.engines, lambda _: 10)
-        engine.on_state = lambda why: states.append((clock.now(), engine.state))
-        let_die(partial(engine.fail, 10.0), 100.0, seed=0, number=0)
-        await asyncio.sleep(110_000)
-
-    clock.run(main(), virtual=True)
+    engine = SimEngine("engine-0", EXACT.engines, lambda _: 10)
+    engine.on_state = lambda why: states.append((clock.now(), engine.state))
+    let_die(partial(engine.fail, 10.0), 100.0, seed=0, number=0)
+    await asyncio.sleep(110_000)
     deaths = [at_s for at_s, state in states if state == "dead"]
     assert 900 < len(deaths) < 1100
     restarts = [at_s for at_s, state in states if state == "open"]

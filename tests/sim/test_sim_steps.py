@@ -10,6 +10,8 @@ from tailrace.sim.engine import SimEngine, Steps
 from tailrace.sim.settings import SimEngineSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
+pytestmark = pytest.mark.virtual
+
 TEN = EXACT.engines
 
 
@@ -52,7 +54,7 @@ def test_joined_engines_divide_the_work_and_the_growth_but_not_the_overhead() ->
     assert Steps.of(cost, 4, 8, width=4) == Steps(1.25 + 0.25 + 0.5, 0.25)
 
 
-def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
+async def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
     """Steps of 1 s + 0.25 s a position. The first request has 2 positions: steps of 1.5, 1.75 s. At 3.25 s it
     has 4, and another with 4 positions joins: 8 positions, then 10: 3 and 3.5 s. Then the first has its 4
     tokens. The other has 6 and 7 positions in its last two steps: 2.5 and 2.75 s."""
@@ -62,30 +64,23 @@ def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
         await engine.generate(sample(number, prompt))
         ends.append(clock.now())
 
-    async def main() -> None:
-        engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
-        first = asyncio.ensure_future(one(engine, 0, 2))
-        await asyncio.sleep(3.25)
-        assert engine.usage().kv_tokens == 4
-        await asyncio.gather(first, one(engine, 1, 4))
-        positions = (2 + 3) + (8 + 10) + (6 + 7)
-        sums = engine.usage().decoded
-        assert (sums.steps, sums.running, sums.positions, sums.seconds) == (6, 8, positions, ends[1])
-
-    clock.run(main(), virtual=True)
+    engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
+    first = asyncio.ensure_future(one(engine, 0, 2))
+    await asyncio.sleep(3.25)
+    assert engine.usage().kv_tokens == 4
+    await asyncio.gather(first, one(engine, 1, 4))
+    positions = (2 + 3) + (8 + 10) + (6 + 7)
+    sums = engine.usage().decoded
+    assert (sums.steps, sums.running, sums.positions, sums.seconds) == (6, 8, positions, ends[1])
     assert ends == [3.25 + 6.5, 3.25 + 6.5 + 5.25]
 
 
-def test_a_report_in_mid_step_changes_no_time() -> None:
+async def test_a_report_in_mid_step_changes_no_time() -> None:
     """One position, 4 tokens: 1 + 0.25 * (1 + 2 + 3 + 4) / 4 on average, 6.5 s in all."""
-
-    async def main() -> None:
-        engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
-        task = asyncio.ensure_future(engine.generate(sample(0, 1)))
-        for _ in range(6):
-            await asyncio.sleep(1.0)
-            engine.report()
-        await task
-        assert clock.now() == 4 + 0.25 * (1 + 2 + 3 + 4)
-
-    clock.run(main(), virtual=True)
+    engine = SimEngine("engine-0", change(TEN, context_s=0.25), lambda _: 4)
+    task = asyncio.ensure_future(engine.generate(sample(0, 1)))
+    for _ in range(6):
+        await asyncio.sleep(1.0)
+        engine.report()
+    await task
+    assert clock.now() == 4 + 0.25 * (1 + 2 + 3 + 4)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers.faults import ADAPTER_FAULTS, FAULTS, arrivals
+from helpers.processes import DEADLINE_S
 from helpers.tiny_models import save_tiny_model
-
-DEADLINE_S = 90.0
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *ADAPTER_FAULTS])

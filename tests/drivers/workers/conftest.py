@@ -1,16 +1,12 @@
-"""A tiny model on disk, short waits, and a deadline for whatever waits for a process."""
+"""A tiny model on disk and short waits."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from helpers.worker_cases import DEADLINE_S, VOCABULARY
-from tailrace import clock
+from helpers.worker_cases import VOCABULARY
 from tailrace.drivers.engine import supervised
 from tailrace.drivers.workers import process
 
@@ -45,14 +41,3 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return path
-
-
-@pytest.fixture
-def execute() -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Run a coroutine on a live loop; one that hangs fails the test instead of stopping the suite."""
-
-    async def within_deadline(main: Coroutine[Any, Any, Any]) -> Any:
-        async with asyncio.timeout(DEADLINE_S):
-            return await main
-
-    return lambda main: clock.run(within_deadline(main), virtual=False)

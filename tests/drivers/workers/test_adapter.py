@@ -1,9 +1,7 @@
 """LoRA across processes: the trainer publishes an adapter, the engine adds it to its weights."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +15,6 @@ from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.workers.trainer import AdapterOff
 from tailrace.types import Sample
-
-Execute = Callable[[Any], Any]
 
 
 async def roll_out(opened: Workers) -> list[Sample]:
@@ -52,29 +48,26 @@ def generated_by(model: Path, samples: list[Sample]) -> dict[str, GenerationOutp
     return {output.id: output for output in outputs}
 
 
-def test_an_engine_with_the_adapter_generates_as_one_with_merged_weights(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_an_engine_with_the_adapter_generates_as_one_with_merged_weights(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        lora = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
-        settings = TrainerSettings.model_validate({"learning_rate": 1e-2, "lora": lora})
-        algorithm = AlgorithmSettings(kl_coef=0.1)
-        async with workers(model_path, tmp_path, algorithm=algorithm, trainer=settings) as opened:
-            assert isinstance(opened.reference, AdapterOff)
-            assert not (tmp_path / "logs" / "reference.log").exists()
-            samples = await roll_out(opened)
-            assert await train_and_publish(opened, samples, 1) == pytest.approx(0.0, abs=1e-7)
-            assert await train_and_publish(opened, samples, 2) > 1e-5
-            await opened.engines[0].sleep()
-            await opened.engines[0].wake()
-            last = await roll_out(opened)
-            await (await opened.trainer.save(tmp_path / "merged"))
-        merged = generated_by(tmp_path / "merged", last)
-        for sample in last:
-            assert {span.version for span in sample.spans} == {2}
-            output = merged[str(sample.id)]
-            assert sample.completion_ids == output.ids
-            assert sample.behavior_logprobs == pytest.approx(output.behavior_logprobs, abs=1e-5)
-        assert [s.behavior_logprobs for s in last] != [s.behavior_logprobs for s in samples]
-
-    execute(main())
+    lora = {"rank": 4, "alpha": 8.0, "publish": "adapter"}
+    settings = TrainerSettings.model_validate({"learning_rate": 1e-2, "lora": lora})
+    algorithm = AlgorithmSettings(kl_coef=0.1)
+    async with workers(model_path, tmp_path, algorithm=algorithm, trainer=settings) as opened:
+        assert isinstance(opened.reference, AdapterOff)
+        assert not (tmp_path / "logs" / "reference.log").exists()
+        samples = await roll_out(opened)
+        assert await train_and_publish(opened, samples, 1) == pytest.approx(0.0, abs=1e-7)
+        assert await train_and_publish(opened, samples, 2) > 1e-5
+        await opened.engines[0].sleep()
+        await opened.engines[0].wake()
+        last = await roll_out(opened)
+        await (await opened.trainer.save(tmp_path / "merged"))
+    merged = generated_by(tmp_path / "merged", last)
+    for sample in last:
+        assert {span.version for span in sample.spans} == {2}
+        output = merged[str(sample.id)]
+        assert sample.completion_ids == output.ids
+        assert sample.behavior_logprobs == pytest.approx(output.behavior_logprobs, abs=1e-5)
+    assert [s.behavior_logprobs for s in last] != [s.behavior_logprobs for s in samples]

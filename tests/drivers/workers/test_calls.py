@@ -3,7 +3,7 @@
 import asyncio
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,6 @@ from tailrace.drivers.workers.calls import (
 from tailrace.errors import ConfigError, RewardFailed, ServerRefused, TransferFailed, WorkerDied
 from tailrace.extras.cluster.join import JoinedProcess
 
-Execute = Callable[[Any], Any]
 WORDS = [frame(UNANSWERED, "say", [word]) for word in ("1.0/2", "3.0/4")]
 
 
@@ -158,35 +157,30 @@ async def listening(host: str | None = "127.0.0.1") -> tuple[RemoteWorker, Any, 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", None])
-def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
-    execute: Execute, host: str | None
-) -> None:
-    async def main() -> None:
-        worker, address, token = await listening(host)
-        connection = WorkerConnection.dial(address, Hello(token))
-        big = worker.begin(Clerk.size, ["word"] * 1_000_000)
-        worker.send(Clerk.say, "after it")
-        received = []
-        while len(received) < 3:
-            await asyncio.sleep(0)
-            received += connection.receive(wait=False) or []
-        job, size, said = received
-        assert (job.number, job.method, said.method) == (STARTED, START, "say")
-        (text,) = msgspec.msgpack.decode(job.arguments)
-        assert Job.model_validate_json(text) == Job(threads=3)
-        connection.answer(STARTED, None)
-        connection.tell(Noticed("a fly"))
-        noticed: list[Noticed] = []
-        connection.execute(Clerk(), size)
-        await worker.ready()
-        worker.subscribe(noticed.append)  # it came before
-        assert await big == 1_000_000
-        assert noticed == [Noticed("a fly")]
-        connection.socket.close()
-        with pytest.raises(WorkerDied, match=r"clerk \(joined from 127\.0\.0\.1\) has ended"):
-            await worker.call(Clerk.size, [])
-
-    execute(main())
+async def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(host: str | None) -> None:
+    worker, address, token = await listening(host)
+    connection = WorkerConnection.dial(address, Hello(token))
+    big = worker.begin(Clerk.size, ["word"] * 1_000_000)
+    worker.send(Clerk.say, "after it")
+    received = []
+    while len(received) < 3:
+        await asyncio.sleep(0)
+        received += connection.receive(wait=False) or []
+    job, size, said = received
+    assert (job.number, job.method, said.method) == (STARTED, START, "say")
+    (text,) = msgspec.msgpack.decode(job.arguments)
+    assert Job.model_validate_json(text) == Job(threads=3)
+    connection.answer(STARTED, None)
+    connection.tell(Noticed("a fly"))
+    noticed: list[Noticed] = []
+    connection.execute(Clerk(), size)
+    await worker.ready()
+    worker.subscribe(noticed.append)  # it came before
+    assert await big == 1_000_000
+    assert noticed == [Noticed("a fly")]
+    connection.socket.close()
+    with pytest.raises(WorkerDied, match=r"clerk \(joined from 127\.0\.0\.1\) has ended"):
+        await worker.call(Clerk.size, [])
 
 
 @pytest.mark.parametrize(
@@ -200,24 +194,19 @@ def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
     ],
     ids=["another token", "no token", "no hello", "a long frame", "http"],
 )
-def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(
-    execute: Execute, first: bytes
-) -> None:
-    async def main() -> None:
-        worker, address, token = await listening()
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(first)
-        with suppress(ConnectionResetError):
-            assert await reader.read() in (b"", REFUSAL)
-        writer.close()
-        connection = WorkerConnection.dial(address, Hello(token))
-        await worker.connected()
-        with pytest.raises(ConnectionRefusedError):
-            WorkerConnection.dial(address, Hello(token))
-        connection.socket.close()
-        await worker.exit_reason()
-
-    execute(main())
+async def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(first: bytes) -> None:
+    worker, address, token = await listening()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(first)
+    with suppress(ConnectionResetError):
+        assert await reader.read() in (b"", REFUSAL)
+    writer.close()
+    connection = WorkerConnection.dial(address, Hello(token))
+    await worker.connected()
+    with pytest.raises(ConnectionRefusedError):
+        WorkerConnection.dial(address, Hello(token))
+    connection.socket.close()
+    await worker.exit_reason()
 
 
 def test_a_worker_that_is_closed_without_a_word_dials_again_and_one_that_is_refused_does_not() -> None:
@@ -239,31 +228,24 @@ def test_a_worker_that_is_closed_without_a_word_dials_again_and_one_that_is_refu
             connection.close()
 
 
-def test_a_connection_that_says_nothing_is_closed(execute: Execute, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tailrace.drivers.workers.calls.HELLO_S", 0.05)
+    greeted: list[Hello] = []
+    over = asyncio.get_running_loop().create_future()
+    note = lambda channel, hello: greeted.append(hello)  # noqa: E731
+    server = Channel.listen(note, over, [socket.create_server(("127.0.0.1", 0))])
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    assert await reader.read() == b""
+    writer.close()
+    server.close()
+    assert greeted == []
 
-    async def main() -> None:
-        greeted: list[Hello] = []
-        over = asyncio.get_running_loop().create_future()
-        note = lambda channel, hello: greeted.append(hello)  # noqa: E731
-        server = Channel.listen(note, over, [socket.create_server(("127.0.0.1", 0))])
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+
+async def test_a_connection_is_closed_when_no_worker_is_awaited_any_more() -> None:
+    worker, address, _ = await listening()
+    reader, writer = await asyncio.open_connection(*address)
+    await asyncio.sleep(0.01)  # it is accepted, and says nothing
+    worker.expect_no_more()
+    async with asyncio.timeout(HELLO_S / 2):
         assert await reader.read() == b""
-        writer.close()
-        server.close()
-        assert greeted == []
-
-    execute(main())
-
-
-def test_a_connection_is_closed_when_no_worker_is_awaited_any_more(execute: Execute) -> None:
-    async def main() -> None:
-        worker, address, _ = await listening()
-        reader, writer = await asyncio.open_connection(*address)
-        await asyncio.sleep(0.01)  # it is accepted, and says nothing
-        worker.expect_no_more()
-        async with asyncio.timeout(HELLO_S / 2):
-            assert await reader.read() == b""
-        writer.close()
-
-    execute(main())
+    writer.close()

@@ -5,7 +5,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from helpers.engine_contract import EngineContract, Main, fresh_samples
 from helpers.episodes import answer
+from helpers.processes import DEADLINE_S
 from helpers.tiny_models import VOCABULARY, save_tiny_model
-from helpers.worker_cases import DEADLINE_S, process_of, start_engine
+from helpers.worker_cases import process_of, start_engine
 from tailrace.clock import who_waits
 from tailrace.contracts.engine import Engine, GenerationOutput, GenerationRequest, TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
@@ -33,7 +34,6 @@ from tailrace.drivers.workers.engine import EngineJob, RemoteEngine
 from tailrace.errors import EngineDied
 from tailrace.types import Sample, Span
 
-Execute = Callable[[Any], Any]
 NUM_TOKENS = 200
 ORIGINAL = "model.safetensors"
 
@@ -281,75 +281,66 @@ def test_turns_share_one_limit_and_their_log_probs_are_those_of_the_whole_episod
         assert sample.behavior_logprobs == pytest.approx(recomputed, abs=1e-4)
 
 
-def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
-    model: Path, tmp_path: Path, execute: Execute
+async def test_a_killed_engine_gives_back_what_it_served_and_names_the_cause(
+    model: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        samples = fresh_samples(4)
-        async with opened(1, job(model), tmp_path) as (remote,):
-            os.kill(remote.worker.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
-            generations = [asyncio.create_task(remote.generate(sample)) for sample in samples]
-            await asyncio.sleep(0.1)
-            generations[3].cancel()
-            os.kill(remote.worker.process.pid, signal.SIGKILL)
-            errors = await asyncio.gather(*generations, return_exceptions=True)
-            assert [type(error) for error in errors] == [EngineDied] * 3 + [asyncio.CancelledError]
-            assert f"engine-0 (process {remote.worker.process.pid}) ended: signal SIGKILL" in str(errors[0])
-            assert await remote.died() == str(errors[0])
-            assert remote.usage().num_counted is None
-            for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):
-                with pytest.raises(EngineDied, match="engine-0"):
-                    await call
-
-    execute(main())
+    samples = fresh_samples(4)
+    async with opened(1, job(model), tmp_path) as (remote,):
+        os.kill(remote.worker.process.pid, signal.SIGSTOP)  # so that none ends before it is killed
+        generations = [asyncio.create_task(remote.generate(sample)) for sample in samples]
+        await asyncio.sleep(0.1)
+        generations[3].cancel()
+        os.kill(remote.worker.process.pid, signal.SIGKILL)
+        errors = await asyncio.gather(*generations, return_exceptions=True)
+        assert [type(error) for error in errors] == [EngineDied] * 3 + [asyncio.CancelledError]
+        assert f"engine-0 (process {remote.worker.process.pid}) ended: signal SIGKILL" in str(errors[0])
+        assert await remote.died() == str(errors[0])
+        assert remote.usage().num_counted is None
+        for call in (remote.generate(samples[0]), remote.load(Weights(1, ""), kv="keep"), remote.sleep()):
+            with pytest.raises(EngineDied, match="engine-0"):
+                await call
 
 
-def test_a_cancelled_request_of_an_engine_that_nobody_watches_ends_though_it_is_stopped(
-    model: Path, tmp_path: Path, execute: Execute
+async def test_a_cancelled_request_of_an_engine_that_nobody_watches_ends_though_it_is_stopped(
+    model: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with opened(1, job(model, health_timeout_s=1.0), tmp_path) as (remote,):
-            generation = asyncio.create_task(remote.generate(sample := fresh_samples(1)[0]))
-            await asyncio.sleep(0.1)
-            os.kill(remote.worker.process.pid, signal.SIGSTOP)
-            generation.cancel()
-            await asyncio.sleep(0.1)
-            generation.cancel()
-            assert who_waits() == "engine-0: abort"
-            await asyncio.wait_for(asyncio.wait([generation]), 30)
-            assert generation.cancelled() and sample.finish_reason is None
-            why = "engine-0 did not answer for 1 s (engine.health_timeout_s) and was killed"
-            assert await asyncio.wait_for(remote.died(), 30) == why
-
-    execute(main())
+    async with opened(1, job(model, health_timeout_s=1.0), tmp_path) as (remote,):
+        generation = asyncio.create_task(remote.generate(sample := fresh_samples(1)[0]))
+        await asyncio.sleep(0.1)
+        os.kill(remote.worker.process.pid, signal.SIGSTOP)
+        generation.cancel()
+        await asyncio.sleep(0.1)
+        generation.cancel()
+        assert who_waits() == "engine-0: abort"
+        await asyncio.wait_for(asyncio.wait([generation]), 30)
+        assert generation.cancelled() and sample.finish_reason is None
+        why = "engine-0 did not answer for 1 s (engine.health_timeout_s) and was killed"
+        assert await asyncio.wait_for(remote.died(), 30) == why
 
 
-def test_a_stopped_engine_is_killed_and_replaced_and_its_samples_go_on(
-    model: Path, tmp_path: Path, execute: Execute, expected: list[GenerationOutput]
+async def test_a_stopped_engine_is_killed_and_replaced_and_its_samples_go_on(
+    model: Path, tmp_path: Path, expected: list[GenerationOutput]
 ) -> None:
-    async def main() -> None:
-        settings = job(model, report_every_s=0.0, health_timeout_s=2.0)
-        async with supervised(1, settings, tmp_path) as (engine,):
-            states: list[tuple[str, str]] = []
-            engine.on_state = lambda why: states.append((engine.state, why))
-            samples, hung = fresh_samples(12), process_of(engine)
-            generations = [asyncio.create_task(engine.generate(sample)) for sample in samples]
-            while not any(sample.num_tokens for sample in samples):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            os.kill(hung.pid, signal.SIGSTOP)
-            ended = await asyncio.gather(*generations, return_exceptions=True)
-            lost = [sample for sample, error in zip(samples, ended, strict=True) if error is not None]
-            assert lost and all(isinstance(error, EngineDied | None) for error in ended)
-            while engine.state != "open":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            why = "did not answer for 2 s (engine.health_timeout_s) and was killed"
-            assert states == [
-                ("dead", f"engine-0 {why}"),
-                ("open", "it was restarted"),
-            ]
-            await asyncio.gather(*(engine.generate(sample) for sample in lost))
-            check(samples, expected)
-            usage = engine.usage()
-            assert usage.num_counted == usage.num_generated == sum(sample.num_tokens for sample in samples)
-
-    execute(main())
+    settings = job(model, report_every_s=0.0, health_timeout_s=2.0)
+    async with supervised(1, settings, tmp_path) as (engine,):
+        states: list[tuple[str, str]] = []
+        engine.on_state = lambda why: states.append((engine.state, why))
+        samples, hung = fresh_samples(12), process_of(engine)
+        generations = [asyncio.create_task(engine.generate(sample)) for sample in samples]
+        while not any(sample.num_tokens for sample in samples):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        os.kill(hung.pid, signal.SIGSTOP)
+        ended = await asyncio.gather(*generations, return_exceptions=True)
+        lost = [sample for sample, error in zip(samples, ended, strict=True) if error is not None]
+        assert lost and all(isinstance(error, EngineDied | None) for error in ended)
+        while engine.state != "open":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        why = "did not answer for 2 s (engine.health_timeout_s) and was killed"
+        assert states == [
+            ("dead", f"engine-0 {why}"),
+            ("open", "it was restarted"),
+        ]
+        await asyncio.gather(*(engine.generate(sample) for sample in lost))
+        check(samples, expected)
+        usage = engine.usage()
+        assert usage.num_counted == usage.num_generated == sum(sample.num_tokens for sample in samples)

@@ -4,10 +4,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -19,8 +17,6 @@ from tailrace.drivers.assembly.workers import Workers, ended_by_death
 from tailrace.drivers.workers import calls
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.types import Sample
-
-Execute = Callable[[Any], Any]
 
 
 async def roll_out(opened: Workers, num: int) -> list[Sample]:
@@ -70,47 +66,37 @@ async def step_and_repeat(opened: Workers, model: Path, start: Path) -> None:
     assert replace(await train(opened, again), compute_s=stats.compute_s) == stats
 
 
-def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_workers_train_publish_restore_refuse_and_end_together_when_one_dies(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(WorkerDied, match=r"trainer \(process \d+\) ended: signal SIGKILL"):
-            async with workers(model_path, tmp_path) as opened:
-                await step_and_repeat(opened, model_path, tmp_path / "start")
-                with pytest.raises(CheckpointError, match="nowhere"):
-                    await opened.trainer.restore(tmp_path / "nowhere")
-                with pytest.raises(ScheduleError, match="accumulate"):
-                    await opened.trainer.step()
-                weights = await opened.trainer.publish(3)  # a refusal leaves it as it was
-                pids = pids_of(opened)
-                os.kill(opened.trainer.workers[0].process.pid, signal.SIGKILL)
-                await asyncio.get_running_loop().create_future()
-        await until_gone(*pids)
-        assert not Path(weights.location).parent.exists()
-
-    execute(main())
+    with pytest.raises(WorkerDied, match=r"trainer \(process \d+\) ended: signal SIGKILL"):
+        async with workers(model_path, tmp_path) as opened:
+            await step_and_repeat(opened, model_path, tmp_path / "start")
+            with pytest.raises(CheckpointError, match="nowhere"):
+                await opened.trainer.restore(tmp_path / "nowhere")
+            with pytest.raises(ScheduleError, match="accumulate"):
+                await opened.trainer.step()
+            weights = await opened.trainer.publish(3)  # a refusal leaves it as it was
+            pids = pids_of(opened)
+            os.kill(opened.trainer.workers[0].process.pid, signal.SIGKILL)
+            await asyncio.get_running_loop().create_future()
+    await until_gone(*pids)
+    assert not Path(weights.location).parent.exists()
 
 
-def test_one_bad_job_ends_all_the_others(
-    model_path: Path, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+async def test_one_bad_job_ends_all_the_others(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "CLOSE_S", 0.1)  # the others are still loading
-
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=r"reward\.function"):
-            async with workers(model_path, tmp_path, function="helpers.reward_cases:nothing"):
-                pass
-
-    execute(main())
+    with pytest.raises(ConfigError, match=r"reward\.function"):
+        async with workers(model_path, tmp_path, function="helpers.reward_cases:nothing"):
+            pass
 
 
-def test_an_error_in_the_block_is_raised_as_it_is(execute: Execute) -> None:
-    async def main() -> None:
-        with pytest.raises(KeyError, match="in the block"):
-            async with ended_by_death([]):
-                raise KeyError("in the block")
-
-    execute(main())
+async def test_an_error_in_the_block_is_raised_as_it_is() -> None:
+    with pytest.raises(KeyError, match="in the block"):
+        async with ended_by_death([]):
+            raise KeyError("in the block")
 
 
 CONTROLLER = """
@@ -133,28 +119,24 @@ asyncio.run(main())
 
 
 @pytest.mark.slow  # tests/drivers/workers/test_process.py kills a controller that has only stand-ins
-def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
+    model_path: Path, tmp_path: Path
 ) -> None:
     """Neither processes nor shared memory, while the engine works and all others are stopped."""
-
-    async def main() -> None:
-        controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
-            stdout=asyncio.subprocess.PIPE,
-            cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert controller.stdout is not None
-        location, *words = (await controller.stdout.readline()).decode().split()
-        pids = [int(pid) for pid in words]
-        assert all(is_running(pid) for pid in pids) and Path(location).exists()
-        trainer, _, *scorers = pids
-        for pid in (trainer, *scorers):
-            os.kill(pid, signal.SIGSTOP)
-        controller.kill()
-        await until_gone(*pids)
-        await controller.communicate()
-        assert not Path(location).parent.exists()
-
-    execute(main())
+    controller = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert controller.stdout is not None
+    location, *words = (await controller.stdout.readline()).decode().split()
+    pids = [int(pid) for pid in words]
+    assert all(is_running(pid) for pid in pids) and Path(location).exists()
+    trainer, _, *scorers = pids
+    for pid in (trainer, *scorers):
+        os.kill(pid, signal.SIGSTOP)
+    controller.kill()
+    await until_gone(*pids)
+    await controller.communicate()
+    assert not Path(location).parent.exists()

@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +25,6 @@ from tailrace.drivers.workers.process import LocalSpawner, Method, environment, 
 from tailrace.drivers.workers.process_tree import parent_of
 from tailrace.errors import WorkerDied
 
-Execute = Callable[[Any], Any]
 both_ways = pytest.mark.parametrize(
     "method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)], indirect=True
 )
@@ -54,139 +51,104 @@ async def start(
     return worker
 
 
-def test_answers_come_in_the_order_of_the_questions(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        assert await asyncio.gather(*(worker.call(StandIn.obey) for _ in range(100))) == [None] * 100
-        await worker.close()
-        assert words_of(tmp_path, "worker-7").count("was asked to obey") == 100
-
-    execute(main())
+async def test_answers_come_in_the_order_of_the_questions(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    assert await asyncio.gather(*(worker.call(StandIn.obey) for _ in range(100))) == [None] * 100
+    await worker.close()
+    assert words_of(tmp_path, "worker-7").count("was asked to obey") == 100
 
 
-def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        forgotten = asyncio.create_task(worker.call(StandIn.obey))
-        await asyncio.sleep(0)
-        forgotten.cancel()
-        assert await worker.call(StandIn.obey) is None
-        assert await worker.call(StandIn.obey) is None
-        await worker.close()
-
-    execute(main())
+async def test_an_answer_nobody_waits_for_any_more_is_not_the_next_ones(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    forgotten = asyncio.create_task(worker.call(StandIn.obey))
+    await asyncio.sleep(0)
+    forgotten.cancel()
+    assert await worker.call(StandIn.obey) is None
+    assert await worker.call(StandIn.obey) is None
+    await worker.close()
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
-def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
-    tmp_path: Path, execute: Execute
+async def test_an_exception_in_a_worker_is_raised_with_its_name_its_cause_and_its_traceback(
+    tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        worker = await start("raise", tmp_path)
-        with pytest.raises(WorkerDied) as died:
-            await worker.call(StandIn.obey)
-        words = str(died.value)
-        assert words.startswith(
-            f"worker-7 (process {worker.process.pid}) ended: exit code 1; the end of {tmp_path}"
-        )
-        assert "Traceback (most recent call last)" in words
-        assert words.endswith("ValueError: the model melted")
-        with pytest.raises(WorkerDied, match="the model melted"):
-            await worker.call(StandIn.obey)
-        await worker.close()
-
-    execute(main())
+    worker = await start("raise", tmp_path)
+    with pytest.raises(WorkerDied) as died:
+        await worker.call(StandIn.obey)
+    words = str(died.value)
+    assert words.startswith(
+        f"worker-7 (process {worker.process.pid}) ended: exit code 1; the end of {tmp_path}"
+    )
+    assert "Traceback (most recent call last)" in words
+    assert words.endswith("ValueError: the model melted")
+    with pytest.raises(WorkerDied, match="the model melted"):
+        await worker.call(StandIn.obey)
+    await worker.close()
 
 
-def test_an_exception_in_a_thread_of_a_worker_ends_it_as_one_in_the_main_thread(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        with pytest.raises(WorkerDied, match=r"(?s)worker-7 .* ended: exit code 1; .*the helper melted"):
-            await asyncio.wait_for(worker.call(StandIn.help), 30)
-        await worker.close()
-
-    execute(main())
+async def test_an_exception_in_a_thread_of_a_worker_ends_it_as_one_in_the_main_thread(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    with pytest.raises(WorkerDied, match=r"(?s)worker-7 .* ended: exit code 1; .*the helper melted"):
+        await asyncio.wait_for(worker.call(StandIn.help), 30)
+    await worker.close()
 
 
-def test_the_end_of_the_log_is_of_this_process_not_of_a_run_before(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        (tmp_path / "worker-7.log").write_text("words of yesterday\n")
-        worker = await start("obey", tmp_path)
-        worker.kill()
-        with pytest.raises(WorkerDied, match="ended: signal SIGKILL; it printed nothing"):
-            await worker.call(StandIn.obey)
-        assert words_of(tmp_path, "worker-7") == "words of yesterday\n"
-
-    execute(main())
+async def test_the_end_of_the_log_is_of_this_process_not_of_a_run_before(tmp_path: Path) -> None:
+    (tmp_path / "worker-7.log").write_text("words of yesterday\n")
+    worker = await start("obey", tmp_path)
+    worker.kill()
+    with pytest.raises(WorkerDied, match="ended: signal SIGKILL; it printed nothing"):
+        await worker.call(StandIn.obey)
+    assert words_of(tmp_path, "worker-7") == "words of yesterday\n"
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
-def test_a_killed_worker_fails_every_open_call(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("work for ever", tmp_path)
-        calls = [asyncio.create_task(worker.call(StandIn.obey)) for _ in range(3)]
-        await asyncio.sleep(0.1)
-        assert clock.who_waits() == "worker-7: obey"
-        os.kill(worker.process.pid, signal.SIGKILL)
-        errors = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(error) for error in errors] == [WorkerDied] * 3
-        assert all("signal SIGKILL" in str(error) for error in errors)
-        with pytest.raises(WorkerDied, match="worker-7"):
-            await worker.died()
-
-    execute(main())
+async def test_a_killed_worker_fails_every_open_call(tmp_path: Path) -> None:
+    worker = await start("work for ever", tmp_path)
+    calls = [asyncio.create_task(worker.call(StandIn.obey)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    assert clock.who_waits() == "worker-7: obey"
+    os.kill(worker.process.pid, signal.SIGKILL)
+    errors = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in errors] == [WorkerDied] * 3
+    assert all("signal SIGKILL" in str(error) for error in errors)
+    with pytest.raises(WorkerDied, match="worker-7"):
+        await worker.died()
 
 
-def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("babble", tmp_path)
-        with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
-            await worker.call(StandIn.obey)
-        assert isinstance(died.value.__cause__, msgspec.DecodeError)
-
-    execute(main())
+async def test_words_that_cannot_be_read_end_the_worker_with_the_reason(tmp_path: Path) -> None:
+    worker = await start("babble", tmp_path)
+    with pytest.raises(WorkerDied, match="could not handle its message: DecodeError") as died:
+        await worker.call(StandIn.obey)
+    assert isinstance(died.value.__cause__, msgspec.DecodeError)
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
-def test_a_worker_that_does_not_end_is_killed(
-    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "CLOSE_S", 0.1)
-
-    async def main() -> None:
-        worker = await start("stay", tmp_path)
-        await worker.close()
-        await until_gone(worker.process.pid)
-
-    execute(main())
+    worker = await start("stay", tmp_path)
+    await worker.close()
+    await until_gone(worker.process.pid)
 
 
-def test_a_worker_ignores_ctrl_c(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        os.kill(worker.process.pid, signal.SIGINT)
-        assert await worker.call(StandIn.obey) is None
-        await worker.close()
-
-    execute(main())
+async def test_a_worker_ignores_ctrl_c(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert await worker.call(StandIn.obey) is None
+    await worker.close()
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        cpu = min(os.sched_getaffinity(0))
-        worker = await start("obey", tmp_path, Devices(cpus=(cpu,)))
-        assert os.sched_getaffinity(worker.process.pid) == {cpu}
-        await worker.close()
-
-    execute(main())
+async def test_a_pinned_worker_stays_on_its_cpu(tmp_path: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    worker = await start("obey", tmp_path, Devices(cpus=(cpu,)))
+    assert os.sched_getaffinity(worker.process.pid) == {cpu}
+    await worker.close()
 
 
 CONTROLLER = """
@@ -215,100 +177,78 @@ asyncio.run(main())
 
 
 @both_ways
-def test_workers_end_when_their_controller_is_killed(
-    tmp_path: Path, execute: Execute, method: Method
-) -> None:
+async def test_workers_end_when_their_controller_is_killed(tmp_path: Path, method: Method) -> None:
     """While they wait, work, are still starting, and while they are stopped."""
-
-    async def main() -> None:
-        controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", CONTROLLER, tmp_path, method),
-            stdout=asyncio.subprocess.PIPE,
-            cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert controller.stdout is not None
-        pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
-        assert len(pids) == 6 and all(is_running(pid) for pid in pids)
-        for pid in pids[3:]:
-            os.kill(pid, signal.SIGSTOP)
-        controller.kill()
-        await until_gone(*pids)
-        await controller.communicate()
-
-    execute(main())
+    controller = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CONTROLLER, tmp_path, method),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert controller.stdout is not None
+    pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
+    assert len(pids) == 6 and all(is_running(pid) for pid in pids)
+    for pid in pids[3:]:
+        os.kill(pid, signal.SIGSTOP)
+    controller.kill()
+    await until_gone(*pids)
+    await controller.communicate()
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
-def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        await worker.close()
-        with pytest.raises(WorkerDied, match="ended: exit code 0"):
-            await worker.died()
-
-    execute(main())
+async def test_a_stopped_worker_is_closed_as_any_other(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    await worker.close()
+    with pytest.raises(WorkerDied, match="ended: exit code 0"):
+        await worker.died()
 
 
 @both_ways
 @pytest.mark.usefixtures("method")
-def test_a_worker_that_is_stopped_too_long_is_ended_and_one_that_computes_is_not(
-    tmp_path: Path, execute: Execute
+async def test_a_worker_that_is_stopped_too_long_is_ended_and_one_that_computes_is_not(
+    tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        worker = await start("work for ever", tmp_path, health_timeout_s=0.5)
-        worker.begin(StandIn.obey)
-        await asyncio.sleep(1)
-        assert not worker.has_ended
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        with pytest.raises(
-            WorkerDied, match=r"^worker-7 was stopped for 0\.5 s \(host\.health_timeout_s\); .* SIGKILL"
-        ):
-            await worker.died()
-
-    execute(main())
+    worker = await start("work for ever", tmp_path, health_timeout_s=0.5)
+    worker.begin(StandIn.obey)
+    await asyncio.sleep(1)
+    assert not worker.has_ended
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    with pytest.raises(
+        WorkerDied, match=r"^worker-7 was stopped for 0\.5 s \(host\.health_timeout_s\); .* SIGKILL"
+    ):
+        await worker.died()
 
 
-def test_a_worker_is_closed_also_if_the_process_that_forked_it_is_stopped(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path)
-        server = parent_of(worker.process.pid)
-        assert server != os.getpid()
-        os.kill(server, signal.SIGSTOP)
-        try:
-            await asyncio.wait_for(worker.close(), 20)
-        finally:
-            os.kill(server, signal.SIGCONT)
-        with pytest.raises(WorkerDied, match="ended: exit code 0"):
-            await worker.died()
-
-    execute(main())
+async def test_a_worker_is_closed_also_if_the_process_that_forked_it_is_stopped(tmp_path: Path) -> None:
+    worker = await start("obey", tmp_path)
+    server = parent_of(worker.process.pid)
+    assert server != os.getpid()
+    os.kill(server, signal.SIGSTOP)
+    try:
+        await asyncio.wait_for(worker.close(), 20)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    with pytest.raises(WorkerDied, match="ended: exit code 0"):
+        await worker.died()
 
 
-def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        worker = await start("work for ever", tmp_path)
-        os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
-        try:
-            call = worker.begin(StandIn.obey)
-            os.kill(worker.process.pid, signal.SIGTERM)  # it is ignored
-            os.kill(worker.process.pid, signal.SIGUSR1)
-            with pytest.raises(WorkerDied, match="ended: signal SIGUSR1"):
-                await asyncio.wait_for(call, 20)
-            await asyncio.wait_for(worker.close(), 20)
-        finally:
-            os.kill(server, signal.SIGCONT)
-
-    execute(main())
+async def test_a_death_is_noticed_with_its_cause_while_the_fork_server_is_stopped(tmp_path: Path) -> None:
+    worker = await start("work for ever", tmp_path)
+    os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
+    try:
+        call = worker.begin(StandIn.obey)
+        os.kill(worker.process.pid, signal.SIGTERM)  # it is ignored
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        with pytest.raises(WorkerDied, match="ended: signal SIGUSR1"):
+            await asyncio.wait_for(call, 20)
+        await asyncio.wait_for(worker.close(), 20)
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
-def test_a_resource_tracker_that_is_stopped_ends_with_its_controller(execute: Execute) -> None:
+def test_a_resource_tracker_that_is_stopped_ends_with_its_controller() -> None:
     script = """
 import os, signal
 from multiprocessing.resource_tracker import _resource_tracker
@@ -320,35 +260,28 @@ print(_resource_tracker._pid)
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, timeout=60)
     tracker = int(done.stdout)
     try:
-        execute(asyncio.wait_for(until_gone(tracker), 10))
+        asyncio.run(asyncio.wait_for(until_gone(tracker), 10))
     finally:
         with suppress(ProcessLookupError):
             os.kill(tracker, signal.SIGKILL)
 
 
 @pytest.mark.slow  # it imports torch for three fork servers
-def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
-    tmp_path: Path, execute: Execute
+async def test_a_fork_server_that_is_stopped_too_long_is_ended_with_its_workers_and_replaced(
+    tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        worker = await start("obey", tmp_path, health_timeout_s=0.5)
-        os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
-        why = (
-            rf"worker-7 was killed: its fork server \(process {server}\) was stopped for 0.5 s \(host.health_"
-        )
-        with pytest.raises(WorkerDied, match=why):
-            await asyncio.wait_for(worker.died(), 20)
-        await until_gone(server)
-        worker = await start("obey", tmp_path)
-        os.kill(parent_of(worker.process.pid), signal.SIGSTOP)
-        with pytest.raises(
-            WorkerDied, match=r"its fork server ended at its start: it was stopped for 0\.5 s"
-        ):
-            await start("obey", tmp_path, health_timeout_s=0.5)
-        with pytest.raises(WorkerDied, match="worker-7"):
-            await asyncio.wait_for(worker.died(), 20)
-
-    execute(main())
+    worker = await start("obey", tmp_path, health_timeout_s=0.5)
+    os.kill(server := parent_of(worker.process.pid), signal.SIGSTOP)
+    why = rf"worker-7 was killed: its fork server \(process {server}\) was stopped for 0.5 s \(host.health_"
+    with pytest.raises(WorkerDied, match=why):
+        await asyncio.wait_for(worker.died(), 20)
+    await until_gone(server)
+    worker = await start("obey", tmp_path)
+    os.kill(parent_of(worker.process.pid), signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match=r"its fork server ended at its start: it was stopped for 0\.5 s"):
+        await start("obey", tmp_path, health_timeout_s=0.5)
+    with pytest.raises(WorkerDied, match="worker-7"):
+        await asyncio.wait_for(worker.died(), 20)
 
 
 @pytest.mark.parametrize(("seen", "visible"), [(None, "1,0"), ("", "1,0"), ("5,GPU-7a", "GPU-7a,5")])
@@ -379,50 +312,43 @@ async def told(logs: Path, devices: Devices | None = None) -> RemoteWorker:
 @both_ways
 @pytest.mark.usefixtures("method")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_start(
-    tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_has_the_environment_the_folder_and_the_devices_of_its_own_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no socket but its own, though others run."""
     cpu = min(os.sched_getaffinity(0))
-
-    async def main() -> None:
-        await told(tmp_path / "first")
-        beside = await start("obey", tmp_path / "beside")
-        monkeypatch.setenv("NEW", "1")
-        monkeypatch.delenv("OLD")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        worker = await told(tmp_path / "second", Devices(cpus=(cpu,), gpus=(3, 1)))
-        assert json.loads(words_of(tmp_path / "second", worker.name)) == {
-            "pid": worker.process.pid,
-            "group": worker.process.pid,
-            "name": "a-worker-of-a-l",
-            "folder": str(tmp_path),
-            "cpus": [cpu],
-            "torch threads": 2,
-            "sockets": 1,
-            "OMP_NUM_THREADS": "2",
-            "OMP_WAIT_POLICY": "passive",
-            "CUDA_VISIBLE_DEVICES": "3,1",
-            "NEW": "1",
-            "OLD": None,
-        }
-        assert not beside.has_ended
-        await beside.close()
-
     monkeypatch.setenv("OLD", "1")
-    execute(main())
+    await told(tmp_path / "first")
+    beside = await start("obey", tmp_path / "beside")
+    monkeypatch.setenv("NEW", "1")
+    monkeypatch.delenv("OLD")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    worker = await told(tmp_path / "second", Devices(cpus=(cpu,), gpus=(3, 1)))
+    assert json.loads(words_of(tmp_path / "second", worker.name)) == {
+        "pid": worker.process.pid,
+        "group": worker.process.pid,
+        "name": "a-worker-of-a-l",
+        "folder": str(tmp_path),
+        "cpus": [cpu],
+        "torch threads": 2,
+        "sockets": 1,
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",
+        "CUDA_VISIBLE_DEVICES": "3,1",
+        "NEW": "1",
+        "OLD": None,
+    }
+    assert not beside.has_ended
+    await beside.close()
 
 
-def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        kind = type("Kind", (StandIn,), {"__module__": "no_such_module"})
-        worker = await LocalSpawner(tmp_path).start("worker-7", kind, Job())
-        with pytest.raises(WorkerDied, match=r"(?s)exit code 1; .*No module named 'no_such_module'"):
-            await worker.died()
-
-    execute(main())
+async def test_a_module_that_cannot_be_imported_is_in_the_log(tmp_path: Path) -> None:
+    kind = type("Kind", (StandIn,), {"__module__": "no_such_module"})
+    worker = await LocalSpawner(tmp_path).start("worker-7", kind, Job())
+    with pytest.raises(WorkerDied, match=r"(?s)exit code 1; .*No module named 'no_such_module'"):
+        await worker.died()
 
 
 def test_a_fork_of_a_process_that_has_initialised_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,47 +374,37 @@ def test_libraries_that_would_read_other_variables_are_not_forked(monkeypatch: p
 
 
 @pytest.mark.slow  # two fork servers import torch
-def test_a_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        workers = [await start("obey", tmp_path / str(number)) for number in range(2)]
-        server = parent_of(workers[0].process.pid)
-        os.kill(server, signal.SIGKILL)
-        for worker in workers:
-            assert "ended: signal SIGKILL" in await worker.exit_reason()
-            await until_gone(worker.process.pid)
+async def test_a_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(tmp_path: Path) -> None:
+    workers = [await start("obey", tmp_path / str(number)) for number in range(2)]
+    server = parent_of(workers[0].process.pid)
+    os.kill(server, signal.SIGKILL)
+    for worker in workers:
+        assert "ended: signal SIGKILL" in await worker.exit_reason()
+        await until_gone(worker.process.pid)
+    last = await start("obey", tmp_path)
+    assert parent_of(last.process.pid) not in (server, os.getpid())
+    await last.close()
+
+
+async def test_a_worker_whose_start_is_cancelled_ends_and_the_next_one_starts(tmp_path: Path) -> None:
+    first = await start("obey", tmp_path / "first")
+    server = parent_of(first.process.pid)
+    children = Path(f"/proc/{server}/task/{server}/children")
+    for num_turns in range(6):
+        starting = asyncio.create_task(start("obey", tmp_path, ready=False))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await starting).close()
         last = await start("obey", tmp_path)
-        assert parent_of(last.process.pid) not in (server, os.getpid())
+        while set(children.read_text().split()) != {  # noqa: ASYNC110
+            str(first.process.pid),
+            str(last.process.pid),
+        }:
+            await asyncio.sleep(0.01)
         await last.close()
-
-    execute(main())
-
-
-def test_a_worker_whose_start_is_cancelled_ends_and_the_next_one_starts(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        first = await start("obey", tmp_path / "first")
-        server = parent_of(first.process.pid)
-        children = Path(f"/proc/{server}/task/{server}/children")
-        for num_turns in range(6):
-            starting = asyncio.create_task(start("obey", tmp_path, ready=False))
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            starting.cancel()
-            with suppress(asyncio.CancelledError):
-                await (await starting).close()
-            last = await start("obey", tmp_path)
-            while set(children.read_text().split()) != {  # noqa: ASYNC110
-                str(first.process.pid),
-                str(last.process.pid),
-            }:
-                await asyncio.sleep(0.01)
-            await last.close()
-        await first.close()
-
-    execute(main())
+    await first.close()
 
 
 SCRIPT = """

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from tailrace.drivers.workers.restarting import RestartingTrainer
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import TransferFailed
 from tailrace.types import Sample
-
-Execute = Callable[[Any], Any]
 
 
 @asynccontextmanager
@@ -65,93 +63,78 @@ async def proven(engine: SupervisedEngine, arrivals: list[Arrival], weights: Wei
 
 
 @pytest.mark.parametrize("kind", [SharedMemorySettings, FilesystemSettings])
-def test_a_version_that_was_published_before_the_checkpoint_is_there_after_each_death_of_the_trainer(
-    model_path: Path, tmp_path: Path, execute: Execute, kind: type[Any]
+async def test_a_version_that_was_published_before_the_checkpoint_is_there_after_each_death_of_the_trainer(
+    model_path: Path, tmp_path: Path, kind: type[Any]
 ) -> None:
-    async def main() -> None:
-        async with restarting(model_path, tmp_path, kind()) as (trainer, *engine):
-            weights = await step(trainer, 1)
-            await (await trainer.save(tmp_path / "checkpoint"))
-            for _ in range(2):
-                kill(trainer)
-                await trainer.ess([[trained()]], version=1)  # by the new process
-                assert await proven(*engine, weights) == (1, "")
-            newer = await step(trainer, 2)
+    async with restarting(model_path, tmp_path, kind()) as (trainer, *engine):
+        weights = await step(trainer, 1)
+        await (await trainer.save(tmp_path / "checkpoint"))
+        for _ in range(2):
             kill(trainer)
-            assert await proven(*engine, newer) == (2, ""), "the step was made again"
-
-    execute(main())
-
-
-def test_a_load_waits_for_a_process_that_has_published_also_if_one_dies_before_it_does(
-    model_path: Path, tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, *engine):
-            weights = await step(trainer, 1)
-            await (await trainer.save(tmp_path / "checkpoint"))
-            (call,), killed = trainer._calls, list[int]()
-            publish = call.make
-
-            async def die_once() -> Weights:
-                killed.extend([] if killed else [kill(trainer)])
-                return await publish()
-
-            call.make = die_once
-            kill(trainer)
-            await trainer.workers[0].exit_reason()
+            await trainer.ess([[trained()]], version=1)  # by the new process
             assert await proven(*engine, weights) == (1, "")
-            assert len(killed) == 1 and not Path(weights.location).exists()
+        newer = await step(trainer, 2)
+        kill(trainer)
+        assert await proven(*engine, newer) == (2, ""), "the step was made again"
 
-    execute(main())
 
-
-def test_a_call_that_is_cancelled_while_the_trainer_starts_again_leaves_it_with_all_calls(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_a_load_waits_for_a_process_that_has_published_also_if_one_dies_before_it_does(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, *_):
-            initial = await RemoteTrainer.logprobs(trainer, trained())
-            await step(trainer, 1)
-            expected, dead = await RemoteTrainer.logprobs(trainer, trained()), trainer.workers[0]
-            kill(trainer)
-            await dead.exit_reason()
-            call = asyncio.create_task(trainer.ess([[trained()]], version=1))
-            while trainer.workers[0] is dead:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            call.cancel()
-            await trainer.ess([[trained()]], version=1)
-            assert await RemoteTrainer.logprobs(trainer, trained()) == expected != initial
+    async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, *engine):
+        weights = await step(trainer, 1)
+        await (await trainer.save(tmp_path / "checkpoint"))
+        (call,), killed = trainer._calls, list[int]()
+        publish = call.make
 
-    execute(main())
+        async def die_once() -> Weights:
+            killed.extend([] if killed else [kill(trainer)])
+            return await publish()
+
+        call.make = die_once
+        kill(trainer)
+        await trainer.workers[0].exit_reason()
+        assert await proven(*engine, weights) == (1, "")
+        assert len(killed) == 1 and not Path(weights.location).exists()
 
 
-def test_an_engine_whose_trainer_dies_during_the_load_gets_the_version_from_the_next_one(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_a_call_that_is_cancelled_while_the_trainer_starts_again_leaves_it_with_all_calls(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, engine, arrivals):
-            weights, pid = await step(trainer, 1), process_of(engine).pid
-            os.kill(pid, signal.SIGSTOP)
-            loading = asyncio.create_task(proven(engine, arrivals, weights))
-            await asyncio.sleep(0.1)
-            kill(trainer)
-            await trainer.ess([[trained()]], version=1)
-            os.kill(pid, signal.SIGCONT)
-            assert await loading == (1, "")
-            assert process_of(engine).pid == pid
+    async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, *_):
+        initial = await RemoteTrainer.logprobs(trainer, trained())
+        await step(trainer, 1)
+        expected, dead = await RemoteTrainer.logprobs(trainer, trained()), trainer.workers[0]
+        kill(trainer)
+        await dead.exit_reason()
+        call = asyncio.create_task(trainer.ess([[trained()]], version=1))
+        while trainer.workers[0] is dead:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await trainer.ess([[trained()]], version=1)
+        assert await RemoteTrainer.logprobs(trainer, trained()) == expected != initial
 
-    execute(main())
 
-
-def test_a_version_that_the_trainer_does_not_keep_is_refused_by_name(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_an_engine_whose_trainer_dies_during_the_load_gets_the_version_from_the_next_one(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, engine, arrivals):
-            oldest, _, newest = [await step(trainer, version) for version in (1, 2, 3)]
-            with pytest.raises(TransferFailed, match=r"the trainer has versions \[2, 3\] .* not 1"):
-                await engine._process.load(oldest, kv="keep")
-            assert await proven(engine, arrivals, newest) == (3, "")
+    async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, engine, arrivals):
+        weights, pid = await step(trainer, 1), process_of(engine).pid
+        os.kill(pid, signal.SIGSTOP)
+        loading = asyncio.create_task(proven(engine, arrivals, weights))
+        await asyncio.sleep(0.1)
+        kill(trainer)
+        await trainer.ess([[trained()]], version=1)
+        os.kill(pid, signal.SIGCONT)
+        assert await loading == (1, "")
+        assert process_of(engine).pid == pid
 
-    execute(main())
+
+async def test_a_version_that_the_trainer_does_not_keep_is_refused_by_name(
+    model_path: Path, tmp_path: Path
+) -> None:
+    async with restarting(model_path, tmp_path, SharedMemorySettings()) as (trainer, engine, arrivals):
+        oldest, _, newest = [await step(trainer, version) for version in (1, 2, 3)]
+        with pytest.raises(TransferFailed, match=r"the trainer has versions \[2, 3\] .* not 1"):
+            await engine._process.load(oldest, kv="keep")
+        assert await proven(engine, arrivals, newest) == (3, "")

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import resource
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,59 +13,49 @@ from tailrace.drivers.workers.engine import EngineWorker
 from tailrace.drivers.workers.strangers import MAX_STRANGERS, Strangers, raise_file_limit
 from tailrace.extras.cluster.join import JoinedProcess
 
-Execute = Callable[[Any], Any]
 
-
-def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
-    execute: Execute, caplog: pytest.LogCaptureFixture
+async def test_a_flood_takes_no_descriptor_that_the_run_needs_and_keeps_no_worker_away(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> None:
-        job = StandInJob(manner="obey")
-        worker = RemoteWorker("engine-0", EngineWorker, job)
-        address, token = await worker.listen("127.0.0.1")
-        worker.watch(JoinedProcess(worker))
-        with file_limit(150):
-            async with flood(int(address[1]), 300):
-                assert num_connections(int(address[1])) <= MAX_STRANGERS
-                for each in [os.dup(0) for _ in range(50)]:
-                    os.close(each)
-                employed = WorkerConnection.employed
-                connection, found = await asyncio.to_thread(employed, address, Hello(token), StandInJob)
-                await worker.connected()
-        assert found == job
-        connection.socket.close()
-        await worker.close()
-
-    execute(main())
+    job = StandInJob(manner="obey")
+    worker = RemoteWorker("engine-0", EngineWorker, job)
+    address, token = await worker.listen("127.0.0.1")
+    worker.watch(JoinedProcess(worker))
+    with file_limit(150):
+        async with flood(int(address[1]), 300):
+            assert num_connections(int(address[1])) <= MAX_STRANGERS
+            for each in [os.dup(0) for _ in range(50)]:
+                os.close(each)
+            employed = WorkerConnection.employed
+            connection, found = await asyncio.to_thread(employed, address, Hello(token), StandInJob)
+            await worker.connected()
+    assert found == job
+    connection.socket.close()
+    await worker.close()
     assert caplog.records == []
 
 
-def test_a_stranger_for_whom_there_is_no_room_waits_until_the_oldest_has_had_its_time(
-    execute: Execute,
-) -> None:
+async def test_a_stranger_for_whom_there_is_no_room_waits_until_the_oldest_has_had_its_time() -> None:
     class Line(asyncio.Transport):
         is_open = True
 
         def abort(self) -> None:
             self.is_open = False
 
-    async def main() -> None:
-        strangers = Strangers(HELLO_S, 0.05)
-        lines = [Line() for _ in range(MAX_STRANGERS)]
-        for line in lines:
-            await strangers.room()
-            strangers.add(line)
-            strangers.add(line)
-        room = asyncio.create_task(strangers.room())
-        await asyncio.sleep(0)
-        assert not room.done() and lines[0].is_open
-        await room
-        assert [line.is_open for line in lines[:2]] == [False, True]
-        assert len(strangers) == MAX_STRANGERS - 1
-        for line in lines:
-            strangers.remove(line)
-
-    execute(main())
+    strangers = Strangers(HELLO_S, 0.05)
+    lines = [Line() for _ in range(MAX_STRANGERS)]
+    for line in lines:
+        await strangers.room()
+        strangers.add(line)
+        strangers.add(line)
+    room = asyncio.create_task(strangers.room())
+    await asyncio.sleep(0)
+    assert not room.done() and lines[0].is_open
+    await room
+    assert [line.is_open for line in lines[:2]] == [False, True]
+    assert len(strangers) == MAX_STRANGERS - 1
+    for line in lines:
+        strangers.remove(line)
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_it_may() -> None:

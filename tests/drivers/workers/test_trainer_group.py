@@ -4,10 +4,9 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -23,8 +22,6 @@ from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, Stranded, TrainerJob, TrainerWorker, trainer_jobs
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.types import Group, Prompt, Sample, SampleId
-
-Execute = Callable[[Any], Any]
 
 
 def unit(prompt: int, num_tokens: int, token: int = 7) -> list[Sample]:
@@ -58,105 +55,88 @@ async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[
         await trainer.close()
 
 
-def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once(execute: Execute) -> None:
-    async def main() -> None:
-        job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2), weights=SharedMemorySettings())
-        ranks = [RemoteWorker(name, TrainerWorker, job) for name in ("trainer-0-0", "trainer-0-1")]
-        trainer = RemoteTrainer(ranks, job)
-        for where in ("a checkpoint", "a step"):
-            ranks[0].on_event(Stranded(where))
-        assert trainer._stranded == {ranks[0]: "a checkpoint"}
-
-    execute(main())
+async def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once() -> None:
+    job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2), weights=SharedMemorySettings())
+    ranks = [RemoteWorker(name, TrainerWorker, job) for name in ("trainer-0-0", "trainer-0-1")]
+    trainer = RemoteTrainer(ranks, job)
+    for where in ("a checkpoint", "a step"):
+        ranks[0].on_event(Stranded(where))
+    assert trainer._stranded == {ranks[0]: "a checkpoint"}
 
 
-def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        missing = (
-            r"trainer-0-1 did not take part in a collective within 12 s \(trainer\.collective_timeout_s\); "
-        )
-        with pytest.raises(WorkerDied, match=missing) as died:
-            async with started(model_path, tmp_path, ranks=2, collective_timeout_s=12) as trainer:
-                with pytest.raises(ScheduleError, match="nothing was accumulated"):
-                    await trainer.step()
-                with pytest.raises(CheckpointError, match="nowhere"):
-                    await trainer.restore(tmp_path / "nowhere")
-                await trainer.accumulate([unit(0, 5), unit(1, 9)], version=0)
-                stats = await trainer.step()
-                assert [str(id) for id in stats.samples] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
-                assert stats.num_tokens == 28
-                weights = await trainer.publish(1)
-                names = set(load_file(model_path / "model.safetensors"))
-                assert set(load_file(Path(weights.location) / "model.safetensors")) == names
-                written = await trainer.save(tmp_path / "checkpoint")
-                await trainer.accumulate([unit(0, 5)], version=1)
+    missing = r"trainer-0-1 did not take part in a collective within 12 s \(trainer\.collective_timeout_s\); "
+    with pytest.raises(WorkerDied, match=missing) as died:
+        async with started(model_path, tmp_path, ranks=2, collective_timeout_s=12) as trainer:
+            with pytest.raises(ScheduleError, match="nothing was accumulated"):
                 await trainer.step()
-                await written
-                (tmp_path / "file").write_text("where a checkpoint is to be")
-                with pytest.raises(CheckpointError, match=r"file cannot be written .* make room on the disk"):
-                    await (await trainer.save(tmp_path / "file"))
-                assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
-                assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
-                pids = [each.process.pid for each in trainer.workers]
-                os.kill(pids[1], signal.SIGSTOP)
-                await trainer.accumulate([unit(2, 5)], version=1)
-                raise AssertionError("the stopped rank has answered")
-        assert "drivers/workers/trainer.py" in str(died.value), "the stack of the stopped rank"
-        await until_gone(*pids)
-
-    execute(main())
-
-
-def test_early_replicas_share_the_samples_of_a_unit_and_the_others_sleep(
-    model_path: Path, tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        async with started(model_path, tmp_path, replicas=3) as trainer:
-            await trainer.sleep()
-            await trainer.wake(2)
-            await trainer.accumulate([unit(0, 6)], version=0, replicas=2)
-            with pytest.raises(ScheduleError, match="accumulate: the trainer is asleep"):
-                await trainer.accumulate([unit(1, 9), unit(2, 8), unit(3, 7)], version=0)
-            await trainer.wake()
+            with pytest.raises(CheckpointError, match="nowhere"):
+                await trainer.restore(tmp_path / "nowhere")
+            await trainer.accumulate([unit(0, 5), unit(1, 9)], version=0)
             stats = await trainer.step()
-            assert [str(id) for id in stats.samples][:2] == ["0.0/0", "1.0/0"]
+            assert [str(id) for id in stats.samples] == ["0.0/0", "0.0/1", "1.0/0", "1.0/1"]
+            assert stats.num_tokens == 28
+            weights = await trainer.publish(1)
+            names = set(load_file(model_path / "model.safetensors"))
+            assert set(load_file(Path(weights.location) / "model.safetensors")) == names
+            written = await trainer.save(tmp_path / "checkpoint")
+            await trainer.accumulate([unit(0, 5)], version=1)
+            await trainer.step()
+            await written
+            (tmp_path / "file").write_text("where a checkpoint is to be")
+            with pytest.raises(CheckpointError, match=r"file cannot be written .* make room on the disk"):
+                await (await trainer.save(tmp_path / "file"))
+            assert set(load_file(tmp_path / "checkpoint" / "model.safetensors")) == names
+            assert len(list((tmp_path / "checkpoint" / "trainer").iterdir())) == 2
+            pids = [each.process.pid for each in trainer.workers]
+            os.kill(pids[1], signal.SIGSTOP)
+            await trainer.accumulate([unit(2, 5)], version=1)
+            raise AssertionError("the stopped rank has answered")
+    assert "drivers/workers/trainer.py" in str(died.value), "the stack of the stopped rank"
+    await until_gone(*pids)
 
-    execute(main())
 
-
-def test_a_trainer_without_room_for_its_state_names_the_setting(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_early_replicas_share_the_samples_of_a_unit_and_the_others_sleep(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with started(model_path, tmp_path, offload={"weights": "disk"}) as trainer:
-            (worker,) = trainer.workers
-            resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-            with pytest.raises(ConfigError, match=r"trainer\.offload = .*'weights': 'disk'.*set TMPDIR"):
-                await trainer.sleep()
+    async with started(model_path, tmp_path, replicas=3) as trainer:
+        await trainer.sleep()
+        await trainer.wake(2)
+        await trainer.accumulate([unit(0, 6)], version=0, replicas=2)
+        with pytest.raises(ScheduleError, match="accumulate: the trainer is asleep"):
+            await trainer.accumulate([unit(1, 9), unit(2, 8), unit(3, 7)], version=0)
+        await trainer.wake()
+        stats = await trainer.step()
+        assert [str(id) for id in stats.samples][:2] == ["0.0/0", "1.0/0"]
 
-    execute(main())
 
-
-def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
-    model_path: Path, tmp_path: Path, execute: Execute
+async def test_a_trainer_without_room_for_its_state_names_the_setting(
+    model_path: Path, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(WorkerDied, match=r"trainer-1-0 \(process \d+\) ended: exit code 1") as died:
-            async with started(model_path, tmp_path, replicas=2) as trainer:
-                await trainer.accumulate([unit(0, 2), unit(1, 9), unit(2, 5)], version=0)
-                await trainer.accumulate([unit(3, 4)], version=0, replicas=1)
-                await trainer.sleep()
-                with pytest.raises(ScheduleError, match="step: the trainer is asleep"):
-                    await trainer.step()
-                await trainer.wake()  # the gradients stay
-                stats = await trainer.step()
-                prompts = [id.prompt for id in stats.samples]
-                assert prompts == [1, 1, 3, 3, 0, 0, 2, 2], "the longest unit first, to the emptiest replica"
-                bad = unit(5, 4, token=10**6)
-                shared = trainer.accumulate([unit(4, 4), bad], version=0)
-                await asyncio.gather(shared, trainer.step())
-        assert "IndexError" in str(died.value)
+    async with started(model_path, tmp_path, offload={"weights": "disk"}) as trainer:
+        (worker,) = trainer.workers
+        resource.prlimit(worker.process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(ConfigError, match=r"trainer\.offload = .*'weights': 'disk'.*set TMPDIR"):
+            await trainer.sleep()
 
-    execute(main())
+
+async def test_replicas_share_units_and_one_that_raises_is_named_with_its_traceback(
+    model_path: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerDied, match=r"trainer-1-0 \(process \d+\) ended: exit code 1") as died:
+        async with started(model_path, tmp_path, replicas=2) as trainer:
+            await trainer.accumulate([unit(0, 2), unit(1, 9), unit(2, 5)], version=0)
+            await trainer.accumulate([unit(3, 4)], version=0, replicas=1)
+            await trainer.sleep()
+            with pytest.raises(ScheduleError, match="step: the trainer is asleep"):
+                await trainer.step()
+            await trainer.wake()  # the gradients stay
+            stats = await trainer.step()
+            prompts = [id.prompt for id in stats.samples]
+            assert prompts == [1, 1, 3, 3, 0, 0, 2, 2], "the longest unit first, to the emptiest replica"
+            bad = unit(5, 4, token=10**6)
+            shared = trainer.accumulate([unit(4, 4), bad], version=0)
+            await asyncio.gather(shared, trainer.step())
+    assert "IndexError" in str(died.value)

@@ -4,11 +4,10 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -36,7 +35,6 @@ from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerW
 from tailrace.errors import EngineDied, TransferFailed, WeightsRefused, WorkerDied
 from tailrace.types import Sample
 
-Execute = Callable[[Any], Any]
 SAMPLING = SamplingSettings(max_completion_tokens=300)
 NUM_TOKENS = 300
 ENGINE = NativeEngineSettings()
@@ -89,21 +87,18 @@ async def started(
         await asyncio.gather(trainer.close(), *(engine.close() for engine in engines))
 
 
-def test_a_publication_without_room_is_an_error_with_its_remedy_and_the_trainer_lives(
-    models: tuple[Path, Path], tmp_path: Path, execute: Execute
+async def test_a_publication_without_room_is_an_error_with_its_remedy_and_the_trainer_lives(
+    models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        folder = FilesystemSettings(folder=tmp_path / "weights")
-        for settings, remedy in ((SharedMemorySettings(), "--shm-size"), (folder, "must fit there")):
-            async with started(models, settings, tmp_path, 0) as (trainer, _):
-                pid = trainer.workers[0].process.pid
-                limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-                with pytest.raises(TransferFailed, match=remedy):
-                    await trainer.publish(1)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-                assert (await trainer.publish(2)).version == 2
-
-    execute(main())
+    folder = FilesystemSettings(folder=tmp_path / "weights")
+    for settings, remedy in ((SharedMemorySettings(), "--shm-size"), (folder, "must fit there")):
+        async with started(models, settings, tmp_path, 0) as (trainer, _):
+            pid = trainer.workers[0].process.pid
+            limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            with pytest.raises(TransferFailed, match=remedy):
+                await trainer.publish(1)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+            assert (await trainer.publish(2)).version == 2
 
 
 async def completions(engine: RemoteEngine, num: int = 4) -> list[list[int]]:
@@ -138,62 +133,56 @@ async def check_requests_under_way_go_on(
     assert [await completions(engine) for engine in engines] == [expected] * 2
 
 
-def test_requests_under_way_go_on_with_the_trainers_weights_from_a_folder(
-    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+async def test_requests_under_way_go_on_with_the_trainers_weights_from_a_folder(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        settings = FilesystemSettings(folder=tmp_path / "weights")
-        async with started(models, settings, tmp_path, 2) as (trainer, engines):
-            await check_requests_under_way_go_on(trainer, engines, expected)
-
-    execute(main())
+    settings = FilesystemSettings(folder=tmp_path / "weights")
+    async with started(models, settings, tmp_path, 2) as (trainer, engines):
+        await check_requests_under_way_go_on(trainer, engines, expected)
 
 
-def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
-    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+async def test_a_streamed_transfer_that_fails_leaves_the_old_weights_and_the_next_one_succeeds(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        settings = ProcessGroupSettings(bucket_bytes=10_000, message_timeout_s=3.0)
-        async with started(models, settings, tmp_path, 2) as (trainer, engines):
-            dying, engine = engines
-            old = await completions(engine)
-            weights = await trainer.publish(1)
-            first, *others = weights.tensors
-            misshapen = replace(weights, tensors=(first._replace(shape=(1, *first.shape)), *others))
-            with pytest.raises(WeightsRefused, match=f"1 of another shape: {first.name}"):
-                await engine.load(misshapen, kv="keep")
+    settings = ProcessGroupSettings(bucket_bytes=10_000, message_timeout_s=3.0)
+    async with started(models, settings, tmp_path, 2) as (trainer, engines):
+        dying, engine = engines
+        old = await completions(engine)
+        weights = await trainer.publish(1)
+        first, *others = weights.tensors
+        misshapen = replace(weights, tensors=(first._replace(shape=(1, *first.shape)), *others))
+        with pytest.raises(WeightsRefused, match=f"1 of another shape: {first.name}"):
+            await engine.load(misshapen, kv="keep")
 
-            failed = asyncio.get_running_loop().create_future()
+        failed = asyncio.get_running_loop().create_future()
 
-            async def send(weights: Weights, link: Link) -> None:
-                try:
-                    await trainer.send(weights, link)
-                except TransferFailed as error:
-                    failed.set_result(str(error))
-                    raise
+        async def send(weights: Weights, link: Link) -> None:
+            try:
+                await trainer.send(weights, link)
+            except TransferFailed as error:
+                failed.set_result(str(error))
+                raise
 
-            engine.transfers = Transfers(send)
-            os.kill(engine.worker.process.pid, signal.SIGSTOP)
-            loading = asyncio.create_task(engine.load(weights, kv="keep"))
-            assert "engine-1 did not take version 1" in await failed
-            engine.transfers = trainer.transfers
-            os.kill(engine.worker.process.pid, signal.SIGCONT)
-            with pytest.raises(TransferFailed, match="version 1"):
-                await loading
-            assert await completions(engine) == old
+        engine.transfers = Transfers(send)
+        os.kill(engine.worker.process.pid, signal.SIGSTOP)
+        loading = asyncio.create_task(engine.load(weights, kv="keep"))
+        assert "engine-1 did not take version 1" in await failed
+        engine.transfers = trainer.transfers
+        os.kill(engine.worker.process.pid, signal.SIGCONT)
+        with pytest.raises(TransferFailed, match="version 1"):
+            await loading
+        assert await completions(engine) == old
 
-            await check_requests_under_way_go_on(trainer, engines, expected)
+        await check_requests_under_way_go_on(trainer, engines, expected)
 
-            os.kill(dying.worker.process.pid, signal.SIGSTOP)
-            loading = asyncio.create_task(dying.load(weights, kv="keep"))
-            await asyncio.sleep(0.1)
-            os.kill(dying.worker.process.pid, signal.SIGKILL)
-            with pytest.raises(EngineDied, match="engine-0"):
-                await loading
-            await engine.load(weights, kv="recompute")
-            assert await completions(engine) == expected
-
-    execute(main())
+        os.kill(dying.worker.process.pid, signal.SIGSTOP)
+        loading = asyncio.create_task(dying.load(weights, kv="keep"))
+        await asyncio.sleep(0.1)
+        os.kill(dying.worker.process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="engine-0"):
+            await loading
+        await engine.load(weights, kv="recompute")
+        assert await completions(engine) == expected
 
 
 @asynccontextmanager
@@ -222,108 +211,93 @@ async def load_all(engines: Sequence[RemoteEngine], weights: Weights) -> list[Ba
 NAMES = ("engine-0", "engine-1", "engine-2")
 
 
-def test_engines_that_load_at_the_same_time_get_one_transfer_over_a_link_that_stays(
-    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+async def test_engines_that_load_at_the_same_time_get_one_transfer_over_a_link_that_stays(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with three_engines(models, tmp_path, 30.0) as (trainer, engines, asked):
-            for version in (1, 2):
-                weights = await trainer.publish(version)
-                assert await load_all(engines, weights) == [None] * 3
-            assert [await completions(engine) for engine in engines] == [expected] * 3
-            assert [(link.engines, link.num_ranks) for link in asked] == [(NAMES, 3)] * 2
-            assert asked[0] == asked[1]
-            await engines[1].load(await trainer.publish(3), kv="keep")
-            assert asked[2].engines == ("engine-1",)
-
-    execute(main())
+    async with three_engines(models, tmp_path, 30.0) as (trainer, engines, asked):
+        for version in (1, 2):
+            weights = await trainer.publish(version)
+            assert await load_all(engines, weights) == [None] * 3
+        assert [await completions(engine) for engine in engines] == [expected] * 3
+        assert [(link.engines, link.num_ranks) for link in asked] == [(NAMES, 3)] * 2
+        assert asked[0] == asked[1]
+        await engines[1].load(await trainer.publish(3), kv="keep")
+        assert asked[2].engines == ("engine-1",)
 
 
 @pytest.mark.parametrize("are_connected", [False, True], ids=["while they meet", "in mid-broadcast"])
-def test_an_engine_that_dies_in_a_shared_transfer_costs_itself(
+async def test_an_engine_that_dies_in_a_shared_transfer_costs_itself(
     are_connected: bool,
     models: tuple[Path, Path],
     expected: list[list[int]],
     tmp_path: Path,
-    execute: Execute,
 ) -> None:
-    async def main() -> None:
-        limit_s = 10.0 if are_connected else 60.0  # an engine that is connected is missed after it
-        async with three_engines(models, tmp_path, limit_s) as (trainer, engines, asked):
-            if are_connected:
-                assert await load_all(engines, await trainer.publish(1)) == [None] * 3
-            weights, pid = await trainer.publish(2), engines[1].worker.process.pid
-            os.kill(pid, signal.SIGSTOP)
-            loading = asyncio.create_task(load_all(engines, weights))
-            await asyncio.sleep(0.3)
-            os.kill(pid, signal.SIGKILL)
-            first, died, last = await loading
-            assert (first, last) == (None, None)
-            assert isinstance(died, EngineDied)
-            others = [engines[0], engines[2]]
-            assert [await completions(engine) for engine in others] == [expected] * 2
-            assert await load_all(others, await trainer.publish(3)) == [None] * 2
-            assert asked[-1].engines == ("engine-0", "engine-2")
-
-    execute(main())
+    limit_s = 10.0 if are_connected else 60.0  # an engine that is connected is missed after it
+    async with three_engines(models, tmp_path, limit_s) as (trainer, engines, asked):
+        if are_connected:
+            assert await load_all(engines, await trainer.publish(1)) == [None] * 3
+        weights, pid = await trainer.publish(2), engines[1].worker.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        loading = asyncio.create_task(load_all(engines, weights))
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        first, died, last = await loading
+        assert (first, last) == (None, None)
+        assert isinstance(died, EngineDied)
+        others = [engines[0], engines[2]]
+        assert [await completions(engine) for engine in others] == [expected] * 2
+        assert await load_all(others, await trainer.publish(3)) == [None] * 2
+        assert asked[-1].engines == ("engine-0", "engine-2")
 
 
-def test_an_engine_that_does_not_come_gets_transfers_of_its_own_which_is_said_once(
+async def test_an_engine_that_does_not_come_gets_transfers_of_its_own_which_is_said_once(
     models: tuple[Path, Path],
     expected: list[list[int]],
     tmp_path: Path,
-    execute: Execute,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async def main() -> None:
-        async with three_engines(models, tmp_path, 4.0) as (trainer, engines, asked):
-            weights, pid = await trainer.publish(1), engines[1].worker.process.pid
-            os.kill(pid, signal.SIGSTOP)
-            late = asyncio.create_task(engines[1].load(weights, kv="recompute"))
-            assert await load_all([engines[0], engines[2]], weights) == [None] * 2
-            os.kill(pid, signal.SIGCONT)
-            await late
-            assert await load_all(engines, await trainer.publish(2)) == [None] * 3
-            assert sorted(link.engines for link in asked[-2:]) == [("engine-0", "engine-2"), ("engine-1",)]
-            assert [await completions(engine) for engine in engines] == [expected] * 3
-
-    execute(main())
+    async with three_engines(models, tmp_path, 4.0) as (trainer, engines, asked):
+        weights, pid = await trainer.publish(1), engines[1].worker.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        late = asyncio.create_task(engines[1].load(weights, kv="recompute"))
+        assert await load_all([engines[0], engines[2]], weights) == [None] * 2
+        os.kill(pid, signal.SIGCONT)
+        await late
+        assert await load_all(engines, await trainer.publish(2)) == [None] * 3
+        assert sorted(link.engines for link in asked[-2:]) == [("engine-0", "engine-2"), ("engine-1",)]
+        assert [await completions(engine) for engine in engines] == [expected] * 3
     said = [line for line in capsys.readouterr().err.splitlines() if "of its own" in line]
     assert len(said) == 1
     assert said[0].startswith("tailrace: warning: engine-1 gets transfers of its own: ")
     assert said[0].endswith("rank 1 did not come within 4 s (weights.message_timeout_s)")
 
 
-def test_engines_load_and_live_while_the_trainer_computes(
-    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path, execute: Execute
+async def test_engines_load_and_live_while_the_trainer_computes(
+    models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
     """Training follows a publication at once. One engine loads then, another one later, as after a death."""
-
-    async def main() -> None:
-        async with started(models, ProcessGroupSettings(message_timeout_s=60.0), tmp_path, 2) as (
-            trainer,
-            engines,
-        ):
-            weights = await trainer.publish(1)
-            unit = fresh_samples(3000)  # some 30 s of work
-            for sample in unit:
-                sample.extend(expected[0], [-1.0] * NUM_TOKENS, 0)
-                sample.advantage = 1.0
-            training = asyncio.create_task(trainer.accumulate([unit], version=1))
-            await asyncio.sleep(0)  # the message is under way
-            for engine in engines:
-                await engine.load(weights, kv="recompute")
-                assert await completions(engine) == expected
-            assert not training.done()
-            trainer.workers[0].kill()
-            with pytest.raises(WorkerDied):
-                await training
-
-    execute(main())
+    async with started(models, ProcessGroupSettings(message_timeout_s=60.0), tmp_path, 2) as (
+        trainer,
+        engines,
+    ):
+        weights = await trainer.publish(1)
+        unit = fresh_samples(3000)  # some 30 s of work
+        for sample in unit:
+            sample.extend(expected[0], [-1.0] * NUM_TOKENS, 0)
+            sample.advantage = 1.0
+        training = asyncio.create_task(trainer.accumulate([unit], version=1))
+        await asyncio.sleep(0)  # the message is under way
+        for engine in engines:
+            await engine.load(weights, kv="recompute")
+            assert await completions(engine) == expected
+        assert not training.done()
+        trainer.workers[0].kill()
+        with pytest.raises(WorkerDied):
+            await training
 
 
-def test_two_trainers_of_one_seed_draw_the_same_and_one_of_another_does_not(
-    execute: Execute, models: tuple[Path, Path], tmp_path: Path
+async def test_two_trainers_of_one_seed_draw_the_same_and_one_of_another_does_not(
+    models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     async def random_state(name: str, seed: int) -> bytes:
         async with started(models, SharedMemorySettings(), tmp_path, 0, seed=seed) as (trainer, _):
@@ -331,8 +305,5 @@ def test_two_trainers_of_one_seed_draw_the_same_and_one_of_another_does_not(
         (file,) = (tmp_path / name / "trainer").glob("*.safetensors")
         return bytes(load_file(file)["random.cpu.0"].tolist())
 
-    async def main() -> None:
-        one, other = await random_state("one", 3), await random_state("other", 3)
-        assert one == other != await random_state("third", 4)
-
-    execute(main())
+    one, other = await random_state("one", 3), await random_state("other", 3)
+    assert one == other != await random_state("third", 4)

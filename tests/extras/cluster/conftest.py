@@ -1,5 +1,5 @@
 """The tiny model and the deadline of the tests of workers."""
 
-from tests.drivers.workers.conftest import execute, model_path, short_waits
+from tests.drivers.workers.conftest import model_path, short_waits
 
-__all__ = ["execute", "model_path", "short_waits"]
+__all__ = ["model_path", "short_waits"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from helpers.processes import worker_of
+from helpers.processes import DEADLINE_S, worker_of
 from helpers.stand_in import StandInJob
-from helpers.worker_cases import DEADLINE_S, TRAINER, make_samples, workers
+from helpers.worker_cases import TRAINER, make_samples, workers
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.cli import main
@@ -36,7 +36,6 @@ from tailrace.errors import ConfigError, WorkerDied
 from tailrace.extras.cluster import join as join_module
 from tailrace.extras.cluster.join import TOKEN_VARIABLE, open_joining
 
-Execute = Callable[[Any], Any]
 TOKEN = "a token of this test"
 STREAM = ProcessGroupSettings(host="127.0.0.1")
 
@@ -84,7 +83,7 @@ def until_it_listens(port: int) -> None:
 
 
 def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_this_host(
-    port: int, model_path: Path, tmp_path: Path, execute: Execute
+    port: int, model_path: Path, tmp_path: Path
 ) -> None:
     samples, after = make_samples(8), make_samples(4)
 
@@ -108,7 +107,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
             return stats
 
     with joined("trainer", port) as one, joined("engine", port) as two, joined("reward", port) as three:
-        there = execute(trained())
+        there = asyncio.run(asyncio.wait_for(trained(), DEADLINE_S))
         assert [each.result(timeout=30) for each in (one, two, three)] == [0, 0, 0]
     here = TorchTrainer(model_path, TRAINER, AlgorithmSettings(), SamplingSettings(max_completion_tokens=40))
     here.accumulate([[TrainingSample.of(sample) for sample in samples]])
@@ -122,7 +121,7 @@ def test_a_trainer_an_engine_and_a_reward_worker_that_join_train_as_those_of_thi
 
 @pytest.mark.slow
 def test_a_joined_trainer_works_on_after_sigterm_and_ends_the_run_by_name_when_it_is_killed(
-    port: int, model_path: Path, tmp_path: Path, execute: Execute
+    port: int, model_path: Path, tmp_path: Path
 ) -> None:
     """A cluster that takes its nodes back sends SIGTERM to all of them, while the run still saves."""
     published = []
@@ -146,13 +145,13 @@ def test_a_joined_trainer_works_on_after_sigterm_and_ends_the_run_by_name_when_i
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(join)
         with pytest.raises(WorkerDied, match=said):
-            execute(run(joining))
+            asyncio.run(asyncio.wait_for(run(joining), DEADLINE_S))
         joining.result().wait()
     assert len(published) == 2
 
 
 def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(
-    port: int, model_path: Path, tmp_path: Path, execute: Execute
+    port: int, model_path: Path, tmp_path: Path
 ) -> None:
     async def run(first: Future[int]) -> None:
         async with workers(model_path, tmp_path, host=host(port, "engine"), weights=STREAM) as opened:
@@ -171,63 +170,58 @@ def test_an_engine_that_dies_is_replaced_by_the_next_one_that_joins(
             assert {span.version for span in sample.spans} == {1}
 
     with ExitStack() as joins:
-        execute(run(joins.enter_context(joined("engine", port))))
+        first = joins.enter_context(joined("engine", port))
+        asyncio.run(asyncio.wait_for(run(first), DEADLINE_S))
 
 
 async def dialled(port: int, role: str, token: str = TOKEN) -> WorkerConnection:
     return await asyncio.to_thread(WorkerConnection.dial, ("127.0.0.1", port), Hello(token, role))
 
 
-def test_jobs_go_to_those_that_join_in_order_and_one_too_many_waits(
-    port: int, tmp_path: Path, execute: Execute, capsys: pytest.CaptureFixture[str]
+async def test_jobs_go_to_those_that_join_in_order_and_one_too_many_waits(
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> None:
-        async with open_joining(host(port, "engine", "reward"), LocalSpawner(tmp_path)) as spawner:
-            early = await dialled(port, "engine")
-            job = StandInJob(manner="obey")
-            first = await spawner.start("engine-0", EngineWorker, job)
-            second = await spawner.start("engine-1", EngineWorker, job)
-            reward = await spawner.start("scorer-0", RewardWorker, job)
-            await first.connected()
-            assert early.receive_job(StandInJob) == job
-            waiting = asyncio.create_task(second.ready())
-            await asyncio.sleep(0)
-            assert clock.who_waits() == f"engine-1 to join: tailrace join engine 127.0.0.1:{port}"
-            late = [await dialled(port, "engine") for _ in range(2)]
-            await second.connected()
-            late[0].answer(0, None)
-            await waiting
-            early.socket.close()
-            with pytest.raises(WorkerDied, match="engine-0"):
-                await first.died()
-            third = await spawner.start("engine-0", EngineWorker, job)
-            await third.connected()
-            assert late[1].receive_job(StandInJob) == job
-            assert not reward.has_ended
-            for connection in late:
-                connection.socket.close()
-            for worker in (first, second, third, reward):
-                await worker.close()
-
-    execute(main())
+    async with open_joining(host(port, "engine", "reward"), LocalSpawner(tmp_path)) as spawner:
+        early = await dialled(port, "engine")
+        job = StandInJob(manner="obey")
+        first = await spawner.start("engine-0", EngineWorker, job)
+        second = await spawner.start("engine-1", EngineWorker, job)
+        reward = await spawner.start("scorer-0", RewardWorker, job)
+        await first.connected()
+        assert early.receive_job(StandInJob) == job
+        waiting = asyncio.create_task(second.ready())
+        await asyncio.sleep(0)
+        assert clock.who_waits() == f"engine-1 to join: tailrace join engine 127.0.0.1:{port}"
+        late = [await dialled(port, "engine") for _ in range(2)]
+        await second.connected()
+        late[0].answer(0, None)
+        await waiting
+        early.socket.close()
+        with pytest.raises(WorkerDied, match="engine-0"):
+            await first.died()
+        third = await spawner.start("engine-0", EngineWorker, job)
+        await third.connected()
+        assert late[1].receive_job(StandInJob) == job
+        assert not reward.has_ended
+        for connection in late:
+            connection.socket.close()
+        for worker in (first, second, third, reward):
+            await worker.close()
     assert TOKEN not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("role", "token"), [("engine", "another"), ("reward", TOKEN), ("", TOKEN)])
-def test_a_wrong_token_or_a_role_that_is_not_expected_is_sent_away(
-    port: int, tmp_path: Path, execute: Execute, role: str, token: str
+async def test_a_wrong_token_or_a_role_that_is_not_expected_is_sent_away(
+    port: int, tmp_path: Path, role: str, token: str
 ) -> None:
-    async def main() -> None:
-        async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)):
-            connection = await dialled(port, role, token)
-            assert await asyncio.to_thread(connection.receive_job, StandInJob) is None
-            connection.socket.close()
-
-    execute(main())
+    async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)):
+        connection = await dialled(port, role, token)
+        assert await asyncio.to_thread(connection.receive_job, StandInJob) is None
+        connection.socket.close()
 
 
-def test_a_hundred_that_join_at_once_all_get_jobs_though_some_are_taken_for_strangers(
-    port: int, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch
+async def test_a_hundred_that_join_at_once_all_get_jobs_though_some_are_taken_for_strangers(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tailrace.drivers.workers.strangers.MAX_STRANGERS", 2)
     job = StandInJob(manner="obey")
@@ -239,48 +233,37 @@ def test_a_hundred_that_join_at_once_all_get_jobs_though_some_are_taken_for_stra
         answered.wait()
         connection.socket.close()
 
-    async def main() -> None:
-        async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
-            workers = [await spawner.start(f"engine-{each}", EngineWorker, job) for each in range(100)]
-            with ThreadPoolExecutor(100) as threads:
-                joining = [threads.submit(work) for _ in workers]
-                try:
-                    await asyncio.gather(*(worker.connected() for worker in workers))
-                finally:
-                    answered.set()
-            assert [each.result() for each in joining] == [None] * 100
-            await asyncio.gather(*(worker.close() for worker in workers))
-
-    execute(main())
+    async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
+        workers = [await spawner.start(f"engine-{each}", EngineWorker, job) for each in range(100)]
+        with ThreadPoolExecutor(100) as threads:
+            joining = [threads.submit(work) for _ in workers]
+            try:
+                await asyncio.gather(*(worker.connected() for worker in workers))
+            finally:
+                answered.set()
+        assert [each.result() for each in joining] == [None] * 100
+        await asyncio.gather(*(worker.close() for worker in workers))
 
 
-def test_without_a_token_in_the_environment_a_new_one_is_printed(
-    port: int, tmp_path: Path, execute: Execute, monkeypatch: pytest.MonkeyPatch, capsys: Any
+async def test_without_a_token_in_the_environment_a_new_one_is_printed(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE)
-
-    async def main() -> None:
-        async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
-            token = capsys.readouterr().err.split()[-1]
-            assert len(token) > 40
-            connection = await dialled(port, "engine", token)
-            worker = await spawner.start("engine-0", EngineWorker, StandInJob(manner="obey"))
-            await worker.connected()
-            connection.socket.close()
-            await worker.close()
-
-    execute(main())
+    async with open_joining(host(port, "engine"), LocalSpawner(tmp_path)) as spawner:
+        token = capsys.readouterr().err.split()[-1]
+        assert len(token) > 40
+        connection = await dialled(port, "engine", token)
+        worker = await spawner.start("engine-0", EngineWorker, StandInJob(manner="obey"))
+        await worker.connected()
+        connection.socket.close()
+        await worker.close()
 
 
-def test_an_address_of_another_host_is_refused(tmp_path: Path, execute: Execute) -> None:
+async def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
     settings = LocalHostSettings(join=("engine",), listen="192.0.2.1:7777")
-
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=r"host\.listen = '192\.0\.2\.1:7777': this host cannot listen"):
-            async with open_joining(settings, LocalSpawner(tmp_path)):
-                pass
-
-    execute(main())
+    with pytest.raises(ConfigError, match=r"host\.listen = '192\.0\.2\.1:7777': this host cannot listen"):
+        async with open_joining(settings, LocalSpawner(tmp_path)):
+            pass
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:x"])

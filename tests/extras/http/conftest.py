@@ -1,5 +1,5 @@
-"""The tiny model and the deadline of the tests of workers."""
+"""The tiny model of the tests of workers."""
 
-from tests.drivers.workers.conftest import execute, model_path
+from tests.drivers.workers.conftest import model_path
 
-__all__ = ["execute", "model_path"]
+__all__ = ["model_path"]

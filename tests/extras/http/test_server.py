@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +15,6 @@ from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.errors import WorkerDied
 from tailrace.extras.http.server import ManagedServer, ServerJob, free_port
 
-Execute = Callable[[Any], Any]
 SERVER = """
 import os, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -51,71 +48,52 @@ async def until_gone(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_server_is_ready_once_it_answers_and_ends_with_all_it_started(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        server = await spawn(SERVER, tmp_path)
-        await server.ready()
-        running = await pids(server)
-        assert all(map(is_running, running))
-        await server.close()
-        assert not any(map(is_running, running))
-        assert (tmp_path / "engine-3.log").read_text().split("\n")[0] == "red None"
-
-    execute(main())
+async def test_a_server_is_ready_once_it_answers_and_ends_with_all_it_started(tmp_path: Path) -> None:
+    server = await spawn(SERVER, tmp_path)
+    await server.ready()
+    running = await pids(server)
+    assert all(map(is_running, running))
+    await server.close()
+    assert not any(map(is_running, running))
+    assert (tmp_path / "engine-3.log").read_text().split("\n")[0] == "red None"
 
 
-def test_a_server_that_is_killed_tells_how_and_leaves_nothing(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        server = await spawn(SERVER, tmp_path)
-        await server.ready()
-        own, started = await pids(server)
-        os.kill(own, signal.SIGKILL)
-        assert "engine-3" in (words := await server.died())
-        assert "ended: signal SIGKILL" in words
-        await server.close()
-        await until_gone(started)
-
-    execute(main())
+async def test_a_server_that_is_killed_tells_how_and_leaves_nothing(tmp_path: Path) -> None:
+    server = await spawn(SERVER, tmp_path)
+    await server.ready()
+    own, started = await pids(server)
+    os.kill(own, signal.SIGKILL)
+    assert "engine-3" in (words := await server.died())
+    assert "ended: signal SIGKILL" in words
+    await server.close()
+    await until_gone(started)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent is found in /proc")
-def test_a_server_ends_when_its_parent_alone_is_killed(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        server = await spawn(SERVER, tmp_path)
+async def test_a_server_ends_when_its_parent_alone_is_killed(tmp_path: Path) -> None:
+    server = await spawn(SERVER, tmp_path)
+    await server.ready()
+    own, elsewhere = await pids(server)
+    parent = int(Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    await until_gone(own)
+    os.kill(elsewhere, signal.SIGKILL)  # it is in a session of its own
+    await server.close()
+
+
+async def test_a_server_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    server = await spawn("raise SystemExit('no such model')", tmp_path)
+    with pytest.raises(WorkerDied, match=r"engine-3 .* ended: exit code 1; the end of .*\nno such model"):
         await server.ready()
-        own, elsewhere = await pids(server)
-        parent = int(Path(f"/proc/{own}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(parent, signal.SIGKILL)
-        await until_gone(own)
-        os.kill(elsewhere, signal.SIGKILL)  # it is in a session of its own
-        await server.close()
-
-    execute(main())
+    await server.close()
 
 
-def test_a_server_that_cannot_start_is_an_error_with_the_end_of_its_log(
-    tmp_path: Path, execute: Execute
-) -> None:
-    async def main() -> None:
-        server = await spawn("raise SystemExit('no such model')", tmp_path)
-        with pytest.raises(WorkerDied, match=r"engine-3 .* ended: exit code 1; the end of .*\nno such model"):
-            await server.ready()
-        await server.close()
-
-    execute(main())
-
-
-def test_a_server_that_does_not_answer_in_time_is_an_error(tmp_path: Path, execute: Execute) -> None:
-    async def main() -> None:
-        server = await spawn("import time; time.sleep(1000)", tmp_path, start_timeout_s=0.1)
-        problem = r"engine-3 did not answer within 0\.1 s \(engine\.start_timeout_s\); it printed nothing"
-        with pytest.raises(WorkerDied, match=problem):
-            await server.ready()
-        await server.close()
-
-    execute(main())
+async def test_a_server_that_does_not_answer_in_time_is_an_error(tmp_path: Path) -> None:
+    server = await spawn("import time; time.sleep(1000)", tmp_path, start_timeout_s=0.1)
+    problem = r"engine-3 did not answer within 0\.1 s \(engine\.start_timeout_s\); it printed nothing"
+    with pytest.raises(WorkerDied, match=problem):
+        await server.ready()
+    await server.close()
 
 
 CONTROLLER = f"""
@@ -136,19 +114,15 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these signals")
 @pytest.mark.slow  # tests/drivers/workers/test_process.py kills a controller that has only stand-ins
-def test_a_server_ends_when_the_controller_is_killed(tmp_path: Path, execute: Execute) -> None:
+async def test_a_server_ends_when_the_controller_is_killed(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
+    done = subprocess.run(  # noqa: ASYNC221
         [sys.executable, "-c", CONTROLLER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == -signal.SIGKILL
-
-    async def main() -> None:
-        for pid in map(int, done.stdout.split()):
-            await until_gone(pid)
-
     assert len(done.stdout.split()) == 2
-    execute(main())
+    for pid in map(int, done.stdout.split()):
+        await until_gone(pid)

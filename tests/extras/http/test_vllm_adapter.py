@@ -3,9 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,10 +52,6 @@ def publish(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Publish:
     return lambda version: sender.store(tensors, version)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
-
-
 def test_peft_reads_a_published_adapter(model: Path, publish: Publish) -> None:
     weights = publish(0)
     base = AutoModelForCausalLM.from_pretrained(model)
@@ -69,109 +64,92 @@ def test_peft_reads_a_published_adapter(model: Path, publish: Publish) -> None:
 
 
 @pytest.mark.parametrize("generation", ["vllm-0.32", "vllm-0.33"])
-def test_each_request_has_one_adapter_and_goes_on_with_the_next_one_after_an_update(
+async def test_each_request_has_one_adapter_and_goes_on_with_the_next_one_after_an_update(
     generation: str, model: Path, publish: Publish
 ) -> None:
-    async def main() -> None:
-        with FakeVllm(generation, model, slots=8, step_s=0.004, backend=None, adapters=True) as fake:
-            async with connected(fake, lora=LORA) as (engine,):
-                router, samples = Router([engine], Recorder()), distinct_samples(20)
-                served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
-                for version in (1, 2, 3):
-                    enough = 200 + sum(each.num_tokens for each in samples)
-                    while sum(each.num_tokens for each in samples) < enough:  # noqa: ASYNC110
-                        await asyncio.sleep(0.005)
-                    await engine.load(publish(version), kv="keep")
-                await asyncio.gather(*served)
-                assert engine.usage().num_generated == 20 * NUM_TOKENS
-            truth = compare_with_records(samples, [fake])
-            assert truth.num_lost == 0 and truth.num_requests > 20
-            assert {span.version for sample in samples for span in sample.spans} == {0, 1, 2, 3}
-            assert fake.model.violations == [] and len(fake.adapters) == 1
-            assert fake.ignored == set()
-
-    run(main())
+    with FakeVllm(generation, model, slots=8, step_s=0.004, backend=None, adapters=True) as fake:
+        async with connected(fake, lora=LORA) as (engine,):
+            router, samples = Router([engine], Recorder()), distinct_samples(20)
+            served = [asyncio.ensure_future(router.serve(sample)) for sample in samples]
+            for version in (1, 2, 3):
+                enough = 200 + sum(each.num_tokens for each in samples)
+                while sum(each.num_tokens for each in samples) < enough:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                await engine.load(publish(version), kv="keep")
+            await asyncio.gather(*served)
+            assert engine.usage().num_generated == 20 * NUM_TOKENS
+        truth = compare_with_records(samples, [fake])
+        assert truth.num_lost == 0 and truth.num_requests > 20
+        assert {span.version for sample in samples for span in sample.spans} == {0, 1, 2, 3}
+        assert fake.model.violations == [] and len(fake.adapters) == 1
+        assert fake.ignored == set()
 
 
-def test_an_adapter_that_cannot_be_loaded_leaves_the_one_before(model: Path, publish: Publish) -> None:
-    async def main() -> None:
-        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
-            async with connected(fake, lora=LORA) as (engine,):
-                await engine.load(publish(1), kv="keep")
-                fake.failing_updates = 1
-                await engine.load(publish(2), kv="keep")
-                assert fake.calls.count("/v1/load_lora_adapter") == 3, "it is tried again"
-                (sample,) = distinct_samples(1)
-                await engine.generate(sample)
-                assert [span.version for span in sample.spans] == [2]
-
-    run(main())
+async def test_an_adapter_that_cannot_be_loaded_leaves_the_one_before(model: Path, publish: Publish) -> None:
+    with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+        async with connected(fake, lora=LORA) as (engine,):
+            await engine.load(publish(1), kv="keep")
+            fake.failing_updates = 1
+            await engine.load(publish(2), kv="keep")
+            assert fake.calls.count("/v1/load_lora_adapter") == 3, "it is tried again"
+            (sample,) = distinct_samples(1)
+            await engine.generate(sample)
+            assert [span.version for span in sample.spans] == [2]
 
 
-def test_a_server_that_takes_no_adapters_is_refused_with_the_flags(model: Path) -> None:
-    async def main() -> None:
-        with FakeVllm("vllm-0.33", model) as fake:
-            lacking = r"/v1/load_lora_adapter: start .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora"
-            with pytest.raises(ConfigError, match=lacking):
-                async with connected(fake, lora=LORA):
-                    pass
-
-    run(main())
+async def test_a_server_that_takes_no_adapters_is_refused_with_the_flags(model: Path) -> None:
+    with FakeVllm("vllm-0.33", model) as fake:
+        lacking = r"/v1/load_lora_adapter: start .* VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora"
+        with pytest.raises(ConfigError, match=lacking):
+            async with connected(fake, lora=LORA):
+                pass
 
 
-def test_an_adapter_that_the_server_has_forgotten_is_no_failed_update(model: Path, publish: Publish) -> None:
-    async def main() -> None:
-        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
-            async with connected(fake, lora=LORA) as (engine,):
-                await engine.load(publish(1), kv="keep")
-                fake.adapters.clear()
-                await engine.load(publish(2), kv="keep")
-                assert fake.calls.count("/v1/load_lora_adapter") == 2
-                (sample,) = distinct_samples(1)
-                await engine.generate(sample)
-                assert [span.version for span in sample.spans] == [2]
-
-    run(main())
-
-
-def test_a_pinned_request_names_the_adapter_of_its_version_or_is_refused(
+async def test_an_adapter_that_the_server_has_forgotten_is_no_failed_update(
     model: Path, publish: Publish
 ) -> None:
-    async def main() -> None:
-        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
-            async with connected(fake, lora=LORA.model_copy(update={"versions": 2})) as (engine,):
-                samples = distinct_samples(5)
-                for sample, pin in zip(samples, (0, 1, 0, 1, 2), strict=True):
-                    sample.pin = pin
-                await engine.load(publish(1), kv="keep")
-                await asyncio.gather(*map(engine.generate, samples[:2]))
-                await engine.load(publish(2), kv="keep")
-                with pytest.raises(VersionGone, match="engine-0 does not have version 0"):
-                    await engine.generate(samples[2])
-                await asyncio.gather(*map(engine.generate, samples[3:]))
-            spans = [[Span(version, NUM_TOKENS)] for version in (0, 1, 1, 2)]
-            assert [sample.spans for sample in samples if sample.num_tokens] == spans
-            assert len(fake.adapters) == 2
-
-    run(main())
+    with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+        async with connected(fake, lora=LORA) as (engine,):
+            await engine.load(publish(1), kv="keep")
+            fake.adapters.clear()
+            await engine.load(publish(2), kv="keep")
+            assert fake.calls.count("/v1/load_lora_adapter") == 2
+            (sample,) = distinct_samples(1)
+            await engine.generate(sample)
+            assert [span.version for span in sample.spans] == [2]
 
 
-def test_a_server_that_was_started_again_unnoticed_gets_its_adapter_again(
+async def test_a_pinned_request_names_the_adapter_of_its_version_or_is_refused(
+    model: Path, publish: Publish
+) -> None:
+    with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+        async with connected(fake, lora=LORA.model_copy(update={"versions": 2})) as (engine,):
+            samples = distinct_samples(5)
+            for sample, pin in zip(samples, (0, 1, 0, 1, 2), strict=True):
+                sample.pin = pin
+            await engine.load(publish(1), kv="keep")
+            await asyncio.gather(*map(engine.generate, samples[:2]))
+            await engine.load(publish(2), kv="keep")
+            with pytest.raises(VersionGone, match="engine-0 does not have version 0"):
+                await engine.generate(samples[2])
+            await asyncio.gather(*map(engine.generate, samples[3:]))
+        spans = [[Span(version, NUM_TOKENS)] for version in (0, 1, 1, 2)]
+        assert [sample.spans for sample in samples if sample.num_tokens] == spans
+        assert len(fake.adapters) == 2
+
+
+async def test_a_server_that_was_started_again_unnoticed_gets_its_adapter_again(
     model: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
-
-    async def main() -> None:
-        with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
-            async with connected(fake, lora=LORA) as (engine,):
-                await engine.load(publish(1), kv="keep")
-                fake.adapters.clear()
-                (sample,) = distinct_samples(1)
-                await Router([engine], Recorder(), version=1).serve(sample)
-                assert fake.calls.count("/v1/load_lora_adapter") == 2
-                assert sample.spans == [Span(1, NUM_TOKENS)]
-
-    run(main())
+    with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
+        async with connected(fake, lora=LORA) as (engine,):
+            await engine.load(publish(1), kv="keep")
+            fake.adapters.clear()
+            (sample,) = distinct_samples(1)
+            await Router([engine], Recorder(), version=1).serve(sample)
+            assert fake.calls.count("/v1/load_lora_adapter") == 2
+            assert sample.spans == [Span(1, NUM_TOKENS)]
 
 
 def test_the_least_highest_rank_of_vllm_is_chosen() -> None:

@@ -25,6 +25,8 @@ from tailrace.sim.settings import (
 from tailrace.sim.world import SimPrompts
 from tailrace.types import Group, Sample, SampleId
 
+pytestmark = pytest.mark.virtual
+
 
 def forward(resident: int) -> ForwardPass:
     """Five layers that compute a token in 1 s and are copied in 3 s.
@@ -74,44 +76,39 @@ def test_the_times_of_a_layer_follow_from_the_devices() -> None:
     )
 
 
-def test_judge_and_engine_take_turns_on_their_device_and_what_arrives_meanwhile_is_the_next_batch() -> None:
+async def test_judge_and_engine_take_turns_on_their_device_and_what_arrives_meanwhile_is_the_next_batch() -> (
+    None
+):
     """Five resident layers: 5 s a token. In time slices both are twice as slow. The engine has 1 token at
     second 1. The first text takes 10 s to second 11, in which the engine does 5 tokens. Two texts that
     arrived meanwhile are a batch of 2 tokens. It takes 20 s to second 31, when the engine has 16, and 4
     follow."""
+    host = Host(SimHostSettings(judge_slowdown=2.0, judged_slowdown=2.0))
+    engine = SimEngine("engine-0", EXACT.engines, lambda _: 20, host=host)
+    judge, ends = SimJudge(forward(resident=3), host), []
 
-    async def main() -> None:
-        host = Host(SimHostSettings(judge_slowdown=2.0, judged_slowdown=2.0))
-        engine = SimEngine("engine-0", EXACT.engines, lambda _: 20, host=host)
-        judge, ends = SimJudge(forward(resident=3), host), []
+    async def score(at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        await judge.score(1)
+        ends.append(clock.now())
 
-        async def score(at_s: float) -> None:
-            await asyncio.sleep(at_s)
-            await judge.score(1)
-            ends.append(clock.now())
-
-        generation = asyncio.ensure_future(
-            engine.generate(Sample(SampleId(0, 0, 0), Group(SimPrompts(1)[0], 1, [])))
-        )
-        await asyncio.gather(*(score(at_s) for at_s in (1, 2, 3)))
-        await generation
-        assert ends == [11.0, 31.0, 31.0]
-        assert clock.now() == 35.0
-
-    clock.run(main(), virtual=True)
+    generation = asyncio.ensure_future(
+        engine.generate(Sample(SampleId(0, 0, 0), Group(SimPrompts(1)[0], 1, [])))
+    )
+    await asyncio.gather(*(score(at_s) for at_s in (1, 2, 3)))
+    await generation
+    assert ends == [11.0, 31.0, 31.0]
+    assert clock.now() == 35.0
 
 
-def test_a_text_whose_score_was_cancelled_is_not_judged() -> None:
-    async def main() -> None:
-        judge = SimJudge(forward(resident=3), None)
-        first, second, third = (asyncio.ensure_future(judge.score(2)) for _ in range(3))
-        await asyncio.sleep(1)
-        second.cancel()
-        await asyncio.gather(first, third)
-        assert clock.now() == 20.0
-        assert judge.num_waiting == 0
-
-    clock.run(main(), virtual=True)
+async def test_a_text_whose_score_was_cancelled_is_not_judged() -> None:
+    judge = SimJudge(forward(resident=3), None)
+    first, second, third = (asyncio.ensure_future(judge.score(2)) for _ in range(3))
+    await asyncio.sleep(1)
+    second.cancel()
+    await asyncio.gather(first, third)
+    assert clock.now() == 20.0
+    assert judge.num_waiting == 0
 
 
 @pytest.mark.parametrize(

@@ -194,15 +194,11 @@ def test_a_timeout_is_zero_and_only_correct_responses_set_the_anchor() -> None:
 
 
 @needs_bubblewrap
-def test_a_program_that_runs_is_stopped_when_a_correct_response_to_its_prompt_has_ended() -> None:
+async def test_a_program_that_runs_is_stopped_when_a_correct_response_to_its_prompt_has_ended() -> None:
     settings = CodeSettings(timeout=TimeoutSettings(min_s=0.3, max_s=600.0))
     stuck, right = saying("while True: pass"), saying(RIGHT)
-
-    async def main() -> None:
-        rewards = CodeRewards(settings, Sandbox("bubblewrap", settings), Anchors(), decode, workers=6)
-        assert await asyncio.gather(rewards.score(stuck), rewards.score(right)) == [0.0, 1.0]
-
-    asyncio.run(main())
+    rewards = CodeRewards(settings, Sandbox("bubblewrap", settings), Anchors(), decode, workers=6)
+    assert await asyncio.gather(rewards.score(stuck), rewards.score(right)) == [0.0, 1.0]
     assert [stuck.timed_out, right.timed_out] == [True, False]
 
 

@@ -43,19 +43,15 @@ def test_a_program_reads_a_text_and_prints_another(kind: SandboxKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_whose_start_is_cancelled_ends(kind: SandboxKind) -> None:
+async def test_a_program_whose_start_is_cancelled_ends(kind: SandboxKind) -> None:
     """At any moment of the start."""
-
-    async def main() -> None:
-        box = Sandbox(kind, SETTINGS)
-        for millisecond in range(40):
-            running = asyncio.create_task(box.run({"program": ""}, "", TimeLimit(20.0)))
-            await asyncio.sleep(millisecond / 1000)
-            running.cancel()
-            async with asyncio.timeout(30):
-                await asyncio.wait([running])
-
-    asyncio.run(main())
+    box = Sandbox(kind, SETTINGS)
+    for millisecond in range(40):
+        running = asyncio.create_task(box.run({"program": ""}, "", TimeLimit(20.0)))
+        await asyncio.sleep(millisecond / 1000)
+        running.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.wait([running])
 
 
 @pytest.mark.parametrize("kind", KINDS)
