@@ -1,11 +1,7 @@
 """The bill of a run, by hand, and the prices that are refused."""
 
-from pathlib import Path
-
 import pytest
 
-from tailrace.config import load_config
-from tailrace.errors import ConfigError
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.prices import Prices, PriceSettings, total_cost
 
@@ -41,19 +37,3 @@ def test_a_budget_is_spent_once_the_cost_has_reached_it() -> None:
     assert limited.overrun(19.99) == ""
     assert limited.overrun(20.0) == "the budget of 20 USD is spent: the run has cost 20.0000"
     assert limited.unlimited.overrun(1e9) == SETTINGS.overrun(1e9) == ""
-
-
-@pytest.mark.parametrize(
-    ("prices", "message"),
-    [
-        ("{ budget = 5 }", r"^prices = .*budget = 5 is never spent, because no price is set; set one"),
-        ("{ engine_hour = -1.0 }", r"^prices.engine_hour = -1.0: .*greater than or equal to 0"),
-        ("{ training = 1.0, budget = 0 }", r"^prices.budget = 0: .*greater than 0"),
-        ("{ engine_hours = 1.0 }", r"^prices.engine_hours = 1.0: .*did you mean 'engine_hour'"),
-    ],
-)
-def test_prices_that_mean_nothing_are_refused(prices: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(f"run = {{ rounds = 1, group_size = 2 }}\nschedule.name = 'serial'\nprices = {prices}\n")
-    with pytest.raises(ConfigError, match=message):
-        load_config(path)

@@ -322,23 +322,6 @@ def test_a_schedule_that_races_members_itself_takes_no_rules(name: str) -> None:
 CONFIG = {"run": {"rounds": 1, "group_size": 4}, "schedule": {"name": "serial"}}
 
 
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ({"keep": 5}, "groups.keep = 5 is more than group_size = 4"),
-        ({"keep": 1}, "a group of one sample always has an advantage of zero"),
-        ({"keep": 0}, "greater than or equal to 1"),
-        ({"deadline_s": 0.0}, "greater than 0"),
-        ({"control": 4}, "control needs 2 or more, and a rule"),
-        ({"keep": 2, "control": 1}, "control needs 2 or more, and a rule"),
-        ({"deadline": 3.0}, "did you mean 'deadline_s'"),
-    ],
-)
-def test_rules_that_cannot_work_are_refused(groups: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config_of({**CONFIG, "run": {"rounds": 1, "group_size": 4, "groups": groups}})
-
-
 def test_a_deadline_shorter_than_a_decode_step_is_refused_before_a_simulation_starts() -> None:
     run = {"rounds": 1, "group_size": 4, "groups": {"deadline_s": 0.001}}
     config = config_of({**CONFIG, "run": run})

@@ -168,54 +168,6 @@ def test_a_run_with_tools_records_turns_calls_and_messages(played: Played) -> No
         assert sample["prompt"].startswith("<|im_start|>system\nTools: calculator<|im_end|>\n")
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        (
-            '{ kind = "tools", functions = [] }',
-            "environment.functions = []: tuple should have at least 1 item",
-        ),
-        ('{ kind = "tools" }', "environment.functions = None: it is missing"),
-        ('{ kind = "tolls" }', "environment = {'kind': 'tolls'}: "),
-        ('{ kind = "python", max_turns = 3 }', "environment.max_turns = 3: there is no such key"),
-        ('{ kind = "python", environment = "io:nothing" }', "io has no function 'nothing'"),
-        (
-            '{ kind = "python", environment = "io:StringIO" }',
-            "it has no async method `run`; write `async def",
-        ),
-        (
-            '{ kind = "python", environment = "json:loads" }',
-            "environment.environment = 'json:loads': it cannot",
-        ),
-    ],
-)
-def test_an_environment_that_cannot_work_is_refused_before_anything_starts(
-    environment: str, said: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_live(load_config(EXAMPLE, {"environment": environment}))
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"model.path": EXAMPLES / "quickstart" / "model"},
-            "environment.kind = 'tools': it needs the chat temp",
-        ),
-        (
-            {"data.chat_template": "never"},
-            "data.chat_template = 'never': the model reads the tools",
-        ),
-    ],
-)
-def test_tools_need_a_chat_template_and_data_that_use_it(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_live(load_config(EXAMPLE, changes))
-    assert said in str(error.value)
-
-
 def without_tools(folder: Path) -> Path:
     """The example's model with a chat template that has no branch for tools, as SmolLM2's."""
     shutil.copytree(MODEL, folder / "model")

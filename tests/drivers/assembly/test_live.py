@@ -157,11 +157,6 @@ def test_a_prompt_that_ends_with_an_open_tag_is_said_at_the_start(
     assert (said in capsys.readouterr().err) == opens
 
 
-def test_a_stop_token_outside_of_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sampling.stop_token_ids = 999999: the model's vocabulary has 37"):
-        check_live(load_config(QUICKSTART, {"sampling.stop_token_ids": "[3, 999999]"}))
-
-
 def test_a_model_of_which_nothing_ends_a_text_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
