@@ -30,7 +30,7 @@ HEART: Mapping[str, set[str]] = {
     "algo": {"contracts"},
     "record": {"contracts"},
     "ledger": {"contracts", "record"},
-    "rollout": {"contracts", "ledger", "record"},
+    "rollout": {"algo", "contracts", "ledger", "record"},
     "sim": {"contracts", "rollout"},
     "controller": {"algo", "contracts", "ledger", "record", "rollout"},
     "schedules": {"contracts", "controller", "rollout"},

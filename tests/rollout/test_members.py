@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, SIM, Book, Outcome, change, simulate, worlds
+from tailrace import clock
 from tailrace.config import RunConfig, config_of
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
@@ -27,10 +28,10 @@ from tailrace.extras.plan.command import problem_of
 from tailrace.record.events import GroupEnded, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
-from tailrace.rollout.members import GroupSettings
+from tailrace.rollout.members import GroupSettings, MemberRules
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimRewardSettings
-from tailrace.types import Group, Sample
+from tailrace.types import Group, Prompt, Sample, SampleId
 
 SIZE, PAIRS = 4, 512
 TOLERANCE = 0.01
@@ -285,6 +286,71 @@ def test_a_parked_group_has_its_deadline_anew() -> None:
     outcome = one_group({0: 5, 1: 20, 2: 27}, schedule=parks, deadline_s=10.5)
     assert numbers(outcome) == [0, 1]
     assert outcome.totals.wasted_tokens == {"late": 26}
+
+
+# -- the rules by themselves -------------------------------------------------------------------------------
+
+
+class Members:
+    """A group that may launch so many samples, and what the rules did to it."""
+
+    def __init__(
+        self, num_launched: int, num_required: int, most: int, deadline_s: float | None = None
+    ) -> None:
+        self.group = Group(Prompt(0, [1]), num_required, [], has_rules=True)
+        self.rules = MemberRules(deadline_s, self.launch, self.remove, lambda group: self.did.append("late"))
+        self.did: list[str] = []
+        self._most, self._num_launched = most, 0
+        assert all(self.launch(self.group) for _ in range(num_launched))
+        self.did.clear()
+
+    def launch(self, group: Group) -> bool:
+        if self._num_launched == self._most:
+            return False
+        group.samples.append(Sample(SampleId(0, 0, self._num_launched), group))
+        self.did.append(f"launch {self._num_launched}")
+        self._num_launched += 1
+        return True
+
+    def remove(self, sample: Sample, reason: str) -> None:
+        sample.group.samples.remove(sample)
+        self.did.append(f"remove {sample.id.number}: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("num_required", "most", "did"),
+    [
+        (2, 3, ["remove 0: down"]),  # a spare one
+        (3, 4, ["launch 3", "remove 0: down"]),
+        (3, 3, []),  # it stays, without a reward
+    ],
+)
+def test_a_member_that_failed_makes_room_if_there_is_another(
+    num_required: int, most: int, did: list[str]
+) -> None:
+    members = Members(3, num_required, most)
+    members.group.samples[0].failure = "down"
+    members.rules.replace_failed(members.group)
+    assert members.did == did
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_late_members_are_removed_at_the_deadline_of_their_group(is_ended: bool) -> None:
+    """It counts from the first request. A group that leaves the pool has none."""
+
+    async def main() -> list[str]:
+        members = Members(3, 3, 4, deadline_s=10.0)
+        members.group.samples[1].finish_reason = "stop"
+        members.rules.begin(members.group)
+        await asyncio.sleep(9)
+        members.rules.begin(members.group)
+        if is_ended:
+            members.rules.end(members.group)
+        await asyncio.sleep(2)
+        return members.did
+
+    did = [] if is_ended else ["remove 0: late", "remove 2: late", "launch 3", "late"]
+    assert clock.run(main(), virtual=True) == did
 
 
 # -- every schedule ----------------------------------------------------------------------------------------

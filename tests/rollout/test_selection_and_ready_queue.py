@@ -18,7 +18,7 @@ from tailrace.rollout.admission import (
     fits,
     trained_tokens,
 )
-from tailrace.rollout.pool import PartialRolloutBuffer, SamplesInFlight
+from tailrace.rollout.pool import PartialRolloutBuffer
 from tailrace.types import Group, Prompt, Sample, SampleId, Turn
 
 pytestmark = pytest.mark.virtual
@@ -173,22 +173,6 @@ async def test_waiting_for_groups_leaves_them_in_the_queue_and_ends_if_they_cann
     assert queue.groups == [first, second]
     with pytest.raises(NeverComes, match="4 groups are wanted, 2 are ready and 1 in flight"):
         await queue.wait_for(4)
-
-
-def test_the_waiting_samples_are_served_in_an_order_that_may_change() -> None:
-    long, short = group_of(0, [10, 40]), group_of(1, [10, 20])
-    priority = {long: 1.0, short: 2.0}
-    samples = SamplesInFlight(lambda sample: (priority[sample.group], sample.id.number), {})
-    for sample in (*short.samples, *long.samples):
-        samples.wait(sample)
-    assert samples.first_waiting() is long.samples[0]
-    priority[long] = 3.0
-    samples.reorder(long.samples)
-    served = []
-    while (first := samples.first_waiting()) is not None:
-        samples.park(first)
-        served.append(first)
-    assert served == [*short.samples, *long.samples]
 
 
 def test_the_partial_rollout_buffer_is_first_in_first_out() -> None:

@@ -96,7 +96,8 @@ class OneReward:
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MAX_CONSECUTIVE_FILTERED", 100)
+    limit = pool.LOSS_LIMITS["filtered"]._replace(num_groups=100)
+    monkeypatch.setitem(pool.LOSS_LIMITS, "filtered", limit)
     outcome = Outcome()
     with pytest.raises(AllFiltered, match="the last 100 groups were filtered: zero variance"):
         simulate(
@@ -105,7 +106,7 @@ def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.
             parts=lambda: replace(simulated_parts(SIM, seed=0), rewards=OneReward()),
             into=outcome,
         )
-    assert outcome.run.pool._ledger.totals.groups["filtered"] == 100
+    assert outcome.totals.groups["filtered"] == 100
 
 
 class NoReward:
@@ -115,7 +116,8 @@ class NoReward:
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_a_run_ends_when_no_group_has_a_reward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MAX_CONSECUTIVE_DROPPED", 100)
+    limit = pool.LOSS_LIMITS["dropped"]._replace(num_groups=100)
+    monkeypatch.setitem(pool.LOSS_LIMITS, "dropped", limit)
     with pytest.raises(AllDropped, match="the last 100 groups had no sample with a reward: reward down"):
         simulate(
             SCHEDULES_BY_NAME[name],

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tailrace.algo.advantages import GRPO
+from tailrace.algo.advantages import GRPO, ComputeAdvantages
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
@@ -15,7 +15,6 @@ from tailrace.errors import first_cause
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
-from tailrace.rollout.pool import SetAdvantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ async def execute(
     settings: RunSettings,
     recorder: Recorder,
     *,
-    compute_advantages: SetAdvantages = GRPO,
+    compute_advantages: ComputeAdvantages = GRPO,
     folder: Path | None = None,
     starting_point: StartingPoint | None = None,
     journal: NullJournal | None = None,

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from tailrace import clock
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.contracts.data import Prompts
 from tailrace.contracts.engine import Engine
-from tailrace.contracts.reward import Rewards
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
@@ -37,9 +37,10 @@ from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
+from tailrace.rollout.in_flight import Ages
 from tailrace.rollout.placement import make_placement
-from tailrace.rollout.pool import Ages, PartialRolloutBuffer, Pool, SetAdvantages
-from tailrace.rollout.rewards import chain_of_rewards
+from tailrace.rollout.pool import PartialRolloutBuffer, Pool
+from tailrace.rollout.rewards import SynchronousRewards, chain_of_rewards
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, Stale, noise_seed, samples_of, units_of
 
@@ -183,7 +184,7 @@ class Run:
         settings: RunSettings,
         recorder: events.Recorder,
         tasks: asyncio.TaskGroup,
-        compute_advantages: SetAdvantages,
+        compute_advantages: ComputeAdvantages,
         folder: Path | None,
         start: StartingPoint,
         journal: NullJournal,
@@ -225,16 +226,23 @@ class Run:
         self.pool = Pool(
             tasks,
             self.router,
-            self._rewards,
+            chain_of_rewards(
+                parts.rewards,
+                max_failures=parts.max_failures,
+                reference=parts.reference,
+                recorder=recorder,
+            ),
             self._ledger,
             self.parked,
             recorder,
             self.history,
-            replace=lambda group: self.prompts(1, group.num_launched),
+            compute_advantages,
             another=self._prompt_source.another,
             deadline_s=settings.groups.deadline_s,
-            compute_advantages=compute_advantages,
         )
+        self.pool.replace = lambda group: self.prompts(1, group.num_launched)
+        if parts.synchronous_rewards:
+            self.pool.rewards = SynchronousRewards(self.pool.rewards, self.pool)
         self._update = WeightUpdate(tasks, self.router, self.pool.ages)
         self._placement = make_placement(parts.sharing, parts.engines, parts.trainer, self.pool, tasks)
         self.checkpoints = Checkpoints(
@@ -589,16 +597,6 @@ class Run:
                     f"{self._bound}: {sample.spans}, {sample.num_masked} masked, now {self.version}"
                 )
         return units
-
-    def _rewards(self, pool: Pool) -> Rewards:
-        parts, rollout = self._parts, pool if self._parts.synchronous_rewards else None
-        return chain_of_rewards(
-            parts.rewards,
-            max_failures=parts.max_failures,
-            reference=parts.reference,
-            recorder=self._recorder,
-            rollout=rollout,
-        )
 
     async def _accumulate(self, units: list[list[Sample]], replicas: int | None) -> None:
         start_s, samples = clock.now(), list(chain.from_iterable(units))

@@ -3,173 +3,48 @@
     stage      held in               the group goes on when
     waiting    SamplesInFlight       admission lets its first request in (`_dispatch`)
     serving    Pool._frontier        all required samples are generated
-    generated  Pool.generated        the scorers have room; most groups skip this stage
-    scoring    Pool.scoring          each sample has a reward or has failed
+    held       Pool._held            `generated` has room; most groups skip this stage and the next one
+    generated  Pool.generated        the scorers have room
+    scoring    Pool.scoring          each sample has a reward or has failed, and `ready` has room
     complete   (no time passes)      its advantages are set, or it is filtered or dropped (`_complete`)
     ready      Pool.ready            the schedule takes it
     parked     PartialRolloutBuffer  the schedule launches it again, from what it has
 
-A group may be parked or dropped at any stage. `Pool._in_flight` has the groups of the first four stages. A
+A group may be parked or dropped at any stage. `Pool._in_flight` has the groups of the first five stages. A
 group goes back to serving if a member that failed or is late is replaced. Finished samples of a group in
-service are scored early while no generated group waits. If the next stage is full and blocks, a group stays
-where it is: a complete one in `scoring`, a generated one in service, out of its slots.
+service are scored early while no generated group waits.
 
-The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it to its next
-stage. It may be called at any time and any number of times, so a cancellation, a dead engine, a restart and
-samples that finish in the same instant need no code of their own.
+The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it on. It may be
+called at any time and any number of times, so a cancellation, a dead engine, a restart and samples that
+finish in the same instant need no code of their own.
 
 The partial-rollout buffer is first in, first out (APRIL 2.2; RollPacker 3: long-prompt queue). It belongs to
 the run, so checkpoints save it.
 """
 
 import asyncio
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from math import inf
-from typing import Protocol
+from typing import Literal, NamedTuple
 
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.clock import Signal, now
 from tailrace.contracts.reward import Rewards
-from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed
+from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed, TailraceError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, StageQueue, earliest
 from tailrace.rollout.history import History
-from tailrace.rollout.members import Deadlines
+from tailrace.rollout.in_flight import Ages, SamplesInFlight, Stage
+from tailrace.rollout.members import MemberRules
 from tailrace.rollout.order import SortKey, launched_first
 from tailrace.rollout.progress import RolloutProgress
+from tailrace.rollout.race import Race
 from tailrace.rollout.router import Router
 from tailrace.types import Group, Sample
-
-
-class Stage(Enum):
-    """The stage of a sample in the pool."""
-
-    WAITING = auto()
-    SERVING = auto()
-    ABORTING = auto()
-    """Its request was cancelled, and the engine has not yet given it up."""
-    SCORING = auto()
-
-
-@dataclass(slots=True)
-class _State:
-    stage: Stage
-    task: asyncio.Task[None] | None = None
-    discarded: str | None = None
-    """The sample has left its group; its tokens become waste with this reason."""
-    place: tuple[float, ...] = ()
-    """Its place in the queue while it waits."""
-
-
-class SamplesInFlight:
-    """One state for each sample, and the queue of those that wait, in `order`."""
-
-    def __init__(self, order: SortKey, moves: dict[Sample, int | None]) -> None:
-        self._order, self._moves = order, moves
-        self._states: dict[Sample, _State] = {}
-        self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
-        self._ties = itertools.count()
-        self.num_requests = 0
-        """Samples that are served or aborting."""
-
-    def __contains__(self, sample: Sample) -> bool:
-        return sample in self._states
-
-    def wait(self, sample: Sample) -> None:
-        """Queue a sample for service."""
-        self._enqueue(sample, self._order(sample))
-
-    def reorder(self, samples: Iterable[Sample]) -> None:
-        """Update the places of samples in the queue. Samples that do not wait are ignored."""
-        for sample in samples:
-            state = self._states.get(sample)
-            if state is not None and state.stage is Stage.WAITING:
-                place = self._order(sample)
-                if place != state.place:
-                    self._enqueue(sample, place)
-
-    def first_waiting(self) -> Sample | None:
-        """The waiting sample with the smallest place; of equal ones, the one that waits longest."""
-        while self._queue:
-            place, _, sample = self._queue[0]
-            state = self._states.get(sample)
-            if state is not None and state.stage is Stage.WAITING and state.place == place:
-                return sample
-            heapq.heappop(self._queue)  # it was parked or discarded meanwhile, or has another place
-        return None
-
-    def _enqueue(self, sample: Sample, place: tuple[float, ...]) -> None:
-        self._states[sample] = _State(Stage.WAITING, place=place)
-        heapq.heappush(self._queue, (place, next(self._ties), sample))
-
-    def serve(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """Count a waiting sample as served; `task` is its request."""
-        self._states[sample] = _State(Stage.SERVING, task)
-        self.num_requests += 1
-
-    def end_request(self, sample: Sample) -> tuple[Stage, str | None]:
-        """Forget a sample whose request has ended. Returns its last stage; if it was discarded, why."""
-        state = self._states.pop(sample)
-        self.num_requests -= 1
-        return state.stage, state.discarded
-
-    def score(self, sample: Sample, task: asyncio.Task[None]) -> None:
-        """Count a finished sample as scoring until the task ends."""
-        self._states[sample] = _State(Stage.SCORING, task)
-        task.add_done_callback(lambda _: self._states.pop(sample))
-
-    def park(self, sample: Sample) -> asyncio.Task[None] | None:
-        """Stop a sample. Returns the task of its abort, if an engine works on it. Scoring goes on."""
-        state = self._states.get(sample)
-        if state is None or state.stage is Stage.SCORING:
-            return None
-        if state.task is None:
-            del self._states[sample]
-        else:
-            state.stage = Stage.ABORTING
-            self._moves.pop(sample, None)  # it goes nowhere
-            # Once: a second cancellation would interrupt the abort that the first one waits for.
-            if not state.task.cancelling():
-                state.task.cancel()
-        return state.task
-
-    def discard(self, sample: Sample, reason: str) -> bool:
-        """Stop a sample for good. Returns whether an engine works on it until `end_request`."""
-        state = self._states.get(sample)
-        aborting = self.park(sample) is not None
-        if state is not None and aborting:
-            state.discarded = reason
-        elif state is not None and state.task is not None and not sample.scored:
-            state.task.cancel()
-        return aborting
-
-    def aborting(self) -> list[asyncio.Task[None]]:
-        """The tasks of aborts under way."""
-        states = self._states.values()
-        return [state.task for state in states if state.stage is Stage.ABORTING and state.task is not None]
-
-    def cancel_all(self) -> None:
-        """Cancel every task."""
-        for state in list(self._states.values()):
-            if state.task is not None:
-                state.task.cancel()
-
-
-async def score(sample: Sample, rewards: Rewards, recorder: Recorder) -> None:
-    """Set the reward of a sample, or its failure."""
-    detail = ""
-    try:
-        sample.reward = await rewards.score(sample)
-    except RewardFailed as failed:
-        sample.failure, detail = f"reward {failed.reason}", failed.detail
-    failure = "reward timeout" if sample.timed_out else sample.failure
-    recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
 
 
 class PartialRolloutBuffer:
@@ -190,88 +65,39 @@ class PartialRolloutBuffer:
         return taken
 
 
-class Ages:
-    """The groups in flight or ready, counted by the oldest version of their tokens."""
-
-    def __init__(self) -> None:
-        self.by_version: Counter[int] = Counter()
-        """Number of groups with tokens, by the oldest version."""
-        self._without_tokens: set[Group] = set()
-        self._held_over: set[Group] = set()  # those without tokens that came before the last publication
-        self._has_arrived: Callable[[], bool] = lambda: True
-
-    def add(self, group: Group) -> None:
-        group.on_older = partial(self._on_older, group)
-        if group.oldest_version is None:
-            self._without_tokens.add(group)
-        else:
-            self.by_version[group.oldest_version] += 1
-
-    def remove(self, groups: Iterable[Group]) -> None:
-        """Count groups no longer. They may have been removed before."""
-        for group in groups:
-            if group.on_older is not None:
-                group.on_older = None
-                self._uncount(group, group.oldest_version)
-
-    def published(self, has_arrived: Callable[[], bool]) -> None:
-        """Note that a version was published. `has_arrived`: whether every engine has loaded it."""
-        self._has_arrived = has_arrived
-        self._held_over = set(self._without_tokens)
-
-    @property
-    def may_start_older(self) -> set[Group]:
-        """The groups whose first token may be of the version before the published one.
-
-        An engine reports the tokens of the old weights when the new weights arrive. Until then a group
-        without reported tokens may have some of the old version.
-        """
-        if self._held_over and self._has_arrived():
-            self._held_over = set()
-        return self._held_over
-
-    def _on_older(self, group: Group, before: int | None, version: int) -> None:
-        self._uncount(group, before)
-        self.by_version[version] += 1
-
-    def _uncount(self, group: Group, version: int | None) -> None:
-        if version is None:
-            self._without_tokens.discard(group)
-            self._held_over.discard(group)
-        else:
-            self.by_version[version] -= 1
-            if not self.by_version[version]:
-                del self.by_version[version]
-
-
 Draw = Callable[[int], list[Group]]
 """The next n groups of the data."""
 
 
-class SetAdvantages(Protocol):
-    """Sets the advantages of samples."""
-
-    @property
-    def masks_carried(self) -> bool:
-        """Whether tokens that are older than the published weights are masked out of the loss (APRIL)."""
-
-    @property
-    def wait_for_step(self) -> bool:
-        """Whether `of_step` sets them, before the gradients of an optimizer step are computed."""
-
-    def __call__(self, group: Group) -> str | None:
-        """Set the advantages of a complete group, or return the reason why the group is filtered."""
-
-    def of_step(self, samples: Sequence[Sample]) -> None:
-        """Set the advantages of all samples of an optimizer step."""
+GroupStage = Literal["held", "generated", "scoring", "complete"]
+"""A stage that a generated group enters."""
 
 
-MAX_CONSECUTIVE_FILTERED = 1_000
-"""A filtered group is replaced by another one. This many in succession end the run."""
-MAX_CONSECUTIVE_DROPPED = 1_000
-"""This many groups without a reward in succession end the run."""
-MAX_CONSECUTIVE_LATE = 100
-"""This many groups in succession without a member before their deadline end the run."""
+class LossLimit(NamedTuple):
+    """Groups lost in succession that end the run, and the error with which it ends."""
+
+    num_groups: int
+    error: type[TailraceError]
+    message: str
+
+
+LOSS_LIMITS = {
+    "filtered": LossLimit(
+        1_000,
+        AllFiltered,
+        "the last {num} groups were filtered: {reason} (algorithm.filter); check the reward, choose data of "
+        "which the model solves a part, or filter nothing",
+    ),
+    "dropped": LossLimit(
+        1_000,
+        AllDropped,
+        "the last {num} groups had no sample with a reward: {reason}; check the reward function; "
+        "reward.max_failures ends a run earlier",
+    ),
+    "late": LossLimit(100, AllLate, "{num} groups in succession were late; raise run.groups.deadline_s"),
+}
+"""A lost group is replaced by another one. It is filtered, it has no reward, or none of its members was
+generated before its deadline."""
 
 
 class Pool:
@@ -281,20 +107,18 @@ class Pool:
         self,
         tasks: asyncio.TaskGroup,
         router: Router,
-        rewards: Callable[["Pool"], Rewards],
+        rewards: Rewards,
         ledger: Ledger,
         partial_rollouts: PartialRolloutBuffer,
         recorder: Recorder,
         history: History,
+        compute_advantages: ComputeAdvantages,
         *,
-        replace: Callable[[Group], list[Group]],
         another: Callable[[Group, Sample | None], Sample | None],
         deadline_s: float | None,
-        compute_advantages: SetAdvantages,
     ) -> None:
-        """`rewards` makes the reward function of this pool. `replace` draws a group in place of one that is
-        filtered or dropped. `another` makes one more sample of a group, or again a given one whose version is
-        gone; None: the group may launch no more."""
+        """`another` makes one more sample of a group, or again a given one whose version is gone; None: the
+        group may launch no more. `deadline_s`: as `GroupSettings.deadline_s`."""
         self.admission: Admission = FIFO
         self.order: SortKey = launched_first
         self.generated = StageQueue("generated", drop=self.drop)
@@ -312,24 +136,32 @@ class Pool:
         """Called before a group enters the empty pool."""
         self.is_held = False
         """No request goes to an engine until `release`."""
-        self.replaces_dropped = True  # a group that is filtered or dropped, by another prompt
+        self.replace: Callable[[Group], list[Group]] | None = None
+        """Draws a group in place of one that is filtered or dropped. None: nothing is drawn."""
+        self.rewards = rewards
         self.progress, self.ages = RolloutProgress(), Ages()
         self._tasks, self._router, self._ledger = tasks, router, ledger
-        self._rewards = rewards(self)
         self._partial_rollouts, self._recorder, self._history = partial_rollouts, recorder, history
-        self._replace, self._another, self._compute_advantages = replace, another, compute_advantages
-        self._deadlines = Deadlines(deadline_s, self._on_deadline)
+        self._another, self._compute_advantages = another, compute_advantages
+        self._rules = MemberRules(
+            deadline_s, self._launch_member, self._remove_member, on_late=self._on_deadline
+        )
         self._in_flight: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._held: dict[Group, None] = {}  # generated ones that `generated` has no room for
+        self._enter: dict[GroupStage, Callable[[Group], None]] = {
+            "held": self._held.setdefault,
+            "generated": self.generated.put,
+            "scoring": self.scoring.put,
+            "complete": self._complete,
+        }
         self._source: Draw | None = None
-        self._places, self._to_score = inf, False  # of a race: how many more groups win it, and when
+        self._race: Race | None = None
         self._parking: asyncio.Task[None] | None = None
         self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
         self._orders = itertools.count()
         self._dispatching = self._shut = False
-        # Since the last group became ready; late ones since the last group with rules did.
-        self._num_filtered = self._num_dropped = self._num_late = 0
+        self._num_lost = Counter[str]()  # in succession, as in LOSS_LIMITS
 
     # -- verbs of schedules ------------------------------------------------------------------------
 
@@ -382,13 +214,12 @@ class Pool:
         All other groups are parked in the instant in which the n-th group is generated (RollPacker 3: the
         rollout ends there; scoring goes on). A generated group that is then filtered or dropped is replaced.
         """
-        self._places, self._to_score = n, scored
+        race = self._race = Race(n, scored)
         self.progress.end_after(n, next((group.num_required for group in self.groups), 0))
         self._park_losers()
         async for groups in self.stream(n):
-            n -= len(groups)
-            self._places -= len(groups)
-            if n == 0:
+            race.num_places -= len(groups)
+            if not race.num_places:
                 await self.settled()
                 await self.park()
             yield groups
@@ -399,7 +230,7 @@ class Pool:
         They keep their tokens, finished samples and rewards. Complete groups go first, then groups in the
         order of their launch. The pool is empty afterwards.
         """
-        self._places = inf
+        self._race = None
         self._park([*self.ready.clear(), *self._in_flight])
         self.generated.room = self.scoring.room = self.ready.room = inf
         await self.settled()
@@ -479,57 +310,43 @@ class Pool:
         self._advance(group)
 
     def _advance(self, group: Group) -> None:
-        """Move a group to its next stage: score finished samples, hand it on when complete."""
+        """Move a group through its next stages as far as it can go now, and score its finished samples."""
         if group not in self._in_flight:
             return  # it was taken, parked or dropped
         if group.has_rules:
-            self._replace_failed(group)
+            self._rules.replace_failed(group)
         was_generated = group.serving_complete
         self.progress.keep_finished(group)
         if group.serving_complete:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
                 self._discard(sample, "raced")
-            if group not in self.scoring and group not in self.generated:
-                if self._held or self.generated.is_full:
-                    self._held[group] = None
-                else:
-                    (self.generated if len(self.generated) or self.scoring.is_full else self.scoring).put(
-                        group
-                    )
+        while stage := self._next_stage(group):
+            self._enter[stage](group)
         if group in self.scoring or not (group.serving_complete or len(self.generated)):
             for sample in group.kept:
                 if not sample.scored and sample not in self._samples and not self._shut:
                     self._samples.score(sample, self._tasks.create_task(self._score(sample)))
-        if group.complete and group in self.scoring and not self.ready.is_full:
-            self._complete(group)
-            if len(self.generated):
-                self._score_next()
-        elif group.serving_complete and not was_generated:
+        if group in self._in_flight and group.serving_complete and not was_generated:
             self._park_losers()
 
-    def _replace_failed(self, group: Group) -> None:
-        """Remove members that failed, if the group has spare ones or may launch others."""
-        for sample in [each for each in group.samples if each.failure and each.fate is None]:
-            if len(group.samples) > group.num_required or self._launch_member(group):
-                self._remove_member(sample, sample.failure or "")
+    def _next_stage(self, group: Group) -> GroupStage | None:
+        """The stage that a group enters now. None: it stays where it is."""
+        if not group.serving_complete or group not in self._in_flight or group in self.generated:
+            return None
+        if group in self.scoring:
+            return "complete" if group.complete and not self.ready.is_full else None
+        if self._held or self.generated.is_full:
+            return None if group in self._held else "held"
+        return "generated" if len(self.generated) or self.scoring.is_full else "scoring"
 
     def _on_deadline(self, group: Group) -> None:
-        """Replace or lose the members that are not generated by the deadline of the group."""
-        self._deadlines.end(group)
-        for sample in [each for each in group.samples if not each.ended]:
-            self._remove_member(sample, "late")
-        while len(group.samples) < group.num_required and self._launch_member(group):
-            pass
+        """Go on with a group whose late members were removed."""
         self.progress.need_fewer(group, max(0, group.num_required - len(group.samples)))
         if group.samples:
             self._advance(group)
         else:
-            self.drop(group, "late")
-            self._num_late += 1
-            if self._num_late == MAX_CONSECUTIVE_LATE:
-                raise AllLate(f"{self._num_late} groups in succession were late; raise run.groups.deadline_s")
-            self._draw_replacement(group)
+            self._lose(group, "late", "late")
         self._dispatch()
         self.changed.fire()
 
@@ -553,7 +370,7 @@ class Pool:
         return bool(sample)
 
     def _score_next(self) -> None:
-        """Hand generated groups on, to the ring and to the scorers, while these have room."""
+        """Move held and generated groups to their next stages while these have room."""
         while self._held or len(self.generated):
             if self._held and not self.generated.is_full:
                 self._held.pop(group := next(iter(self._held)))
@@ -574,7 +391,7 @@ class Pool:
         """Remove a group from every stage before `ready`."""
         for stage in (self._in_flight, self._frontier, self._held):
             stage.pop(group, None)
-        self._deadlines.end(group)
+        self._rules.end(group)
         for queue in (self.generated, self.scoring):
             queue.remove(group)
 
@@ -583,35 +400,31 @@ class Pool:
         self._remove(group)
         if not group.trainable:
             (why, _), *_ = Counter(sample.failure or "" for sample in group.kept).most_common(1)
-            self.drop(group, why)
-            self._num_dropped += 1
-            if self._num_dropped == MAX_CONSECUTIVE_DROPPED:
-                raise AllDropped(
-                    f"the last {MAX_CONSECUTIVE_DROPPED} groups had no sample with a reward: {why}; "
-                    "check the reward function; reward.max_failures ends a run earlier"
-                )
+            self._lose(group, "dropped", why)
         elif reason := self._compute_advantages(group):
-            self.drop(group, reason, "filtered")
-            self._num_filtered, self._num_dropped = self._num_filtered + 1, 0
-            if self._num_filtered == MAX_CONSECUTIVE_FILTERED:
-                raise AllFiltered(
-                    f"the last {MAX_CONSECUTIVE_FILTERED} groups were filtered: {reason} (algorithm.filter); "
-                    "check the reward, choose data of which the model solves a part, or filter nothing"
-                )
+            self._num_lost["dropped"] = 0
+            self._lose(group, "filtered", reason)
         else:
             for sample in [s for s in group.kept if s.failure and s.fate is None]:
                 self._ledger.waste(sample, sample.failure or "")
-            self._num_filtered, self._num_dropped = 0, 0
-            self._num_late = 0 if group.has_rules else self._num_late
+            self._num_lost["filtered"] = self._num_lost["dropped"] = 0
+            if group.has_rules:
+                self._num_lost["late"] = 0
             self.ready.put(group)
             self._recorder.emit(GroupReady(now(), group.prompt.index, group.num_tokens))
-            return self._park_losers()
-        self._draw_replacement(group)
+            self._park_losers()
+        if len(self.generated):
+            self._score_next()
 
-    def _draw_replacement(self, group: Group) -> None:
-        """Draw another prompt for a group that was filtered or dropped."""
-        if self._source is None and self.replaces_dropped:
-            self.launch(self._replace(group))
+    def _lose(self, group: Group, loss: str, reason: str) -> None:
+        """Drop a group, and draw another prompt in its place. Too many losses in succession end the run."""
+        self.drop(group, reason, "filtered" if loss == "filtered" else "dropped")
+        self._num_lost[loss] += 1
+        limit = LOSS_LIMITS[loss]
+        if self._num_lost[loss] == limit.num_groups:
+            raise limit.error(limit.message.format(num=limit.num_groups, reason=reason))
+        if self._source is None and self.replace:
+            self.launch(self.replace(group))
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
     def _on_taken(self, groups: Iterable[Group]) -> None:
@@ -634,7 +447,7 @@ class Pool:
             self._frontier[sample.group] = None
             task = self._tasks.create_task(self._router.serve(sample))
             self._samples.serve(sample, task)
-            self._deadlines.begin(sample.group)
+            self._rules.begin(sample.group)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._on_request_ended, sample))
         self._dispatching = False
@@ -673,8 +486,15 @@ class Pool:
         self.changed.fire()
 
     async def _score(self, sample: Sample) -> None:
-        """Score a sample, also if its group is parked meanwhile: the reward belongs to the sample."""
-        await score(sample, self._rewards, self._recorder)
+        """Set the reward of a sample, or its failure, also if its group is parked meanwhile: the reward
+        belongs to the sample."""
+        detail = ""
+        try:
+            sample.reward = await self.rewards.score(sample)
+        except RewardFailed as failed:
+            sample.failure, detail = f"reward {failed.reason}", failed.detail
+        failure = "reward timeout" if sample.timed_out else sample.failure
+        self._recorder.emit(SampleScored(now(), sample.id, sample.reward, failure, sample.num_tokens, detail))
         self._advance(sample.group)
         self.changed.fire()
 
@@ -686,10 +506,7 @@ class Pool:
 
     def _park_losers(self) -> None:
         """Park all other groups of a race once enough groups have won it."""
-        if self._places == inf:
-            return
-        losers = [group for group in self._in_flight if self._to_score or not group.serving_complete]
-        if losers and len(self) - len(losers) >= self._places:
+        if self._race and (losers := self._race.losers(self._in_flight, len(self.ready))):
             self._park(losers)
 
     def _park(self, groups: list[Group]) -> None:

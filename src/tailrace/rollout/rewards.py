@@ -2,28 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Callable
-from functools import partial, reduce
-from typing import Protocol
 
-from tailrace.clock import Signal, now
+from tailrace.clock import now
 from tailrace.contracts.reward import Rewards
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import RewardBroken, RewardFailed, ScheduleError
 from tailrace.record.events import Recorder, ReferenceScored
+from tailrace.rollout.pool import Pool
 from tailrace.types import Sample
-
-
-class Rollout(Protocol):
-    """State of the rollout, as synchronous rewards read it from the pool."""
-
-    changed: Signal
-
-    @property
-    def is_serving(self) -> bool: ...
-
-    @property
-    def is_endless(self) -> bool: ...
 
 
 def chain_of_rewards(
@@ -32,7 +18,6 @@ def chain_of_rewards(
     max_failures: int | None,
     reference: Reference | None = None,
     recorder: Recorder | None = None,
-    rollout: Rollout | None = None,
 ) -> Rewards:
     """Return the rewards of a run.
 
@@ -41,14 +26,9 @@ def chain_of_rewards(
         max_failures: failures in sequence that end the run. None: there is no limit.
         reference: sets log-probs of each sample, too.
         recorder: is told when.
-        rollout: whose end rewards wait for.
     """
-    chain: list[Callable[[Rewards], Rewards] | None] = [  # from the inside
-        partial(WithReference, reference=reference, recorder=recorder) if reference is not None else None,
-        partial(WithFailureLimit, limit=max_failures) if max_failures is not None else None,
-        partial(SynchronousRewards, rollout=rollout) if rollout is not None else None,
-    ]
-    return reduce(lambda inner, link: link(inner) if link else inner, chain, scorers)
+    rewards = scorers if reference is None else WithReference(scorers, reference, recorder)
+    return rewards if max_failures is None else WithFailureLimit(rewards, max_failures)
 
 
 class WithFailureLimit:
@@ -107,17 +87,17 @@ class SynchronousRewards:
     """`Rewards` (contracts/reward.py) that wait until no request is served or waits: the baseline of
     RollPacker 4.3."""
 
-    def __init__(self, rewards: Rewards, rollout: Rollout) -> None:
-        self._rewards, self._rollout = rewards, rollout
+    def __init__(self, rewards: Rewards, pool: Pool) -> None:
+        self._rewards, self._pool = rewards, pool
         self._one_waits = asyncio.Lock()
 
     async def score(self, sample: Sample) -> float:
         """Score as `Rewards.score`. A schedule that generates without a pause is a ScheduleError."""
         async with self._one_waits:  # each change of the pool wakes every task that waits for it
-            while self._rollout.is_serving:
-                if self._rollout.is_endless:
+            while self._pool.is_serving:
+                if self._pool.is_endless:
                     raise ScheduleError(
                         "it generates without a pause, so reward.synchronous = true cannot work"
                     )
-                await self._rollout.changed.wait("the end of the rollout, to score it")
+                await self._pool.changed.wait("the end of the rollout, to score it")
         return await self._rewards.score(sample)

@@ -72,7 +72,7 @@ async def april_dapo(
 async def sampled(run: Run, num_groups: int, groups_per_draw: int) -> list[Group]:
     """The first groups that pass the filter; all others are parked. Whenever fewer than `num_groups` are
     alive (unfinished, or passed by the filter), a batch is launched."""
-    run.pool.replaces_dropped = False
+    run.pool.replace = None
     while len(run.pool.ready) < num_groups:
         if len(run.pool) < num_groups:
             groups = run.parked.pop(groups_per_draw)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tailrace import clock
-from tailrace.algo.advantages import GRPO
-from tailrace.algo.advantages import ComputeAdvantages as Advantages
+from tailrace.algo.advantages import GRPO, ComputeAdvantages
 from tailrace.config import RunConfig
 from tailrace.contracts.data import Epochs
 from tailrace.contracts.sampling import SamplingSettings
@@ -21,7 +20,6 @@ from tailrace.record.events import Recorder, Row, Sink
 from tailrace.record.figures import rounds_of, steps_of
 from tailrace.record.summary import Summary
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
-from tailrace.rollout.pool import SetAdvantages
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
@@ -73,7 +71,7 @@ def simulate(
     warm_up_rounds: int = 0,
     sinks: Sequence[Sink] = (),
     parts: Callable[[], RunComponents] | None = None,
-    compute_advantages: SetAdvantages = GRPO,
+    compute_advantages: ComputeAdvantages = GRPO,
 ) -> Simulated:
     """Run a schedule to its end in virtual time.
 
@@ -101,7 +99,7 @@ def _executed(
     parts: Callable[[], RunComponents],
     settings: RunSettings,
     recorder: Recorder,
-    compute_advantages: SetAdvantages,
+    compute_advantages: ComputeAdvantages,
 ) -> float:
     """Return the virtual seconds that a run took."""
 
@@ -221,7 +219,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         sharing=device_sharing(config, sim),
         prices=prices_of(config, sim),
     )
-    advantages = Advantages(config.algorithm, sim_sampling(config))
+    advantages = ComputeAdvantages(config.algorithm, sim_sampling(config))
     return _executed(schedule, parts, config.run, recorder, advantages)
 
 

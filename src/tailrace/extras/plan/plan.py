@@ -22,7 +22,7 @@ from math import inf
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from tailrace.algo.advantages import GRPO
+from tailrace.algo.advantages import GRPO, ComputeAdvantages
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.simulation import simulate
 from tailrace.errors import ConfigError
@@ -38,7 +38,6 @@ from tailrace.extras.plan.candidates import (
 from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.record.events import Event, GroupEnded, Row, Stepped
 from tailrace.rollout.placement import DeviceSharing
-from tailrace.rollout.pool import SetAdvantages
 from tailrace.schedules import Schedule
 from tailrace.settings import Settings
 from tailrace.sim.cluster import memory_shares, rates
@@ -201,7 +200,7 @@ class Problem:
     min_ess: float = 0.9
     max_length_bias: float = 0.02
     reference: bool = False
-    compute_advantages: SetAdvantages = GRPO
+    compute_advantages: ComputeAdvantages = GRPO
     prices: PriceSettings | None = None
     progress: Callable[[str], None] = lambda words: None
     slices: int = 1

@@ -1,9 +1,9 @@
-"""The groups of a pool, counted by the oldest version of their tokens."""
+"""The samples that wait, in their order, and the groups counted by the oldest version of their tokens."""
 
 import random
 from collections import Counter
 
-from tailrace.rollout.pool import Ages
+from tailrace.rollout.in_flight import Ages, SamplesInFlight
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 
@@ -47,3 +47,19 @@ def test_groups_without_tokens_are_held_over_by_a_publication_until_it_has_arriv
     assert ages.may_start_older == {before}
     has_arrived = True
     assert ages.may_start_older == set()
+
+
+def test_the_waiting_samples_are_served_in_an_order_that_may_change() -> None:
+    long, short = group_of(0), group_of(1)
+    priority = {long: 1.0, short: 2.0}
+    samples = SamplesInFlight(lambda sample: (priority[sample.group], sample.id.number), {})
+    for sample in (*short.samples, *long.samples):
+        samples.wait(sample)
+    assert samples.first_waiting() is long.samples[0]
+    priority[long] = 3.0
+    samples.reorder(long.samples)
+    served = []
+    while (first := samples.first_waiting()) is not None:
+        samples.park(first)
+        served.append(first)
+    assert served == [*short.samples, *long.samples]
