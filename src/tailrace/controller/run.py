@@ -377,14 +377,18 @@ class Run:
         if self._advantages.wait_for_step:
             self._waiting += units
         else:
-            await self._compute(units)
+            await self._accumulate(units)
 
-    async def _compute(self, units: list[list[Sample]]) -> None:
+    async def _accumulate(self, units: list[list[Sample]]) -> None:
         while units:
             async with self._placement.training() as replicas:
                 # One unit at a time, because the other replicas may join at any time.
                 share, units = (units, []) if replicas is None else (units[:1], units[1:])
-                await self._accumulate(share, replicas)
+                start_s, samples = clock.now(), list(chain.from_iterable(share))
+                await self._parts.trainer.accumulate(share, version=self.version, replicas=replicas)
+                num_tokens = sum(sample.num_tokens for sample in samples)
+                ids = tuple(sample.id for sample in samples)
+                self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
 
     async def step(self) -> None:
         """One optimizer step on all gradients accumulated since the last step."""
@@ -392,7 +396,7 @@ class Run:
         if waiting := self._waiting:
             self._waiting = []
             self._advantages.of_step(list(chain.from_iterable(waiting)))
-            await self._compute(waiting)
+            await self._accumulate(waiting)
         async with self._placement.training(all_replicas=True):
             start_s = clock.now()
             async with self._interruption.protected():
@@ -597,13 +601,6 @@ class Run:
                     f"{self._bound}: {sample.spans}, {sample.num_masked} masked, now {self.version}"
                 )
         return units
-
-    async def _accumulate(self, units: list[list[Sample]], replicas: int | None) -> None:
-        start_s, samples = clock.now(), list(chain.from_iterable(units))
-        await self._parts.trainer.accumulate(units, version=self.version, replicas=replicas)
-        num_tokens = sum(sample.num_tokens for sample in samples)
-        ids = tuple(sample.id for sample in samples)
-        self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
 
     def _keep_or_recompute(self, kv: KV | float) -> KV:
         if not isinstance(kv, str):

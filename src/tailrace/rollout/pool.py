@@ -275,7 +275,7 @@ class Pool:
 
     @property
     def num_engines(self) -> int:
-        return self._router.num_open
+        return self._router.loads.num_open
 
     @property
     def num_groups(self) -> int:
@@ -438,7 +438,7 @@ class Pool:
         if self._dispatching or self._shut:
             return
         self._dispatching = True
-        slots = self._router.slots
+        slots = self._router.loads.slots
         while (sample := self._next_request(slots)) and self.num_requests < slots and not self.is_held:
             if not self.admission.admits(sample.group, self):
                 break

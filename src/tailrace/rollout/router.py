@@ -128,23 +128,13 @@ class Router:
         self.moves: dict[Sample, int | None] = {}
         """Requests that leave their engine for another one; None: any that serves their version."""
         self._recorder = recorder
-        self._loads = EngineLoads(engines)
+        self.loads = EngineLoads(engines)
         self._numbers = {engine.name: number for number, engine in enumerate(engines)}
         self._preempted = {engine.name: engine.usage().num_preempted for engine in engines}
         self._decoded = [engine.usage().decoded for engine in engines]
         self._busy_since_s = [0.0] * len(engines)
         for engine in engines:
             engine.on_state = partial(self._on_engine_changed, engine)
-
-    @property
-    def slots(self) -> int:
-        """Requests that all open engines serve at the same time."""
-        return self._loads.slots
-
-    @property
-    def num_open(self) -> int:
-        """Engines that are open."""
-        return self._loads.num_open
 
     @property
     def num_generated(self) -> int:
@@ -168,7 +158,7 @@ class Router:
 
     def _report_decoding(self, number: int) -> None:
         """Record the decode steps of an engine, at most every `DECODED_EVERY_S` and when it becomes idle."""
-        is_idle, since_s = not self._loads.requests[number], self._busy_since_s[number]
+        is_idle, since_s = not self.loads.requests[number], self._busy_since_s[number]
         if not is_idle and now() - since_s < DECODED_EVERY_S:
             return
         engine, before = self.engines[number], self._decoded[number]
@@ -197,7 +187,7 @@ class Router:
         """Whether a pinned sample may be served now. `num_requests`: how many the pool has sent."""
         if not self.pinned or sample.spans:
             return True
-        on_the_way = max(0, num_requests - sum(self._loads.requests))
+        on_the_way = max(0, num_requests - sum(self.loads.requests))
         room = self._room(self._of_version(self.newest))
         return room > on_the_way or room + self._room(self._older(sample)) > on_the_way
 
@@ -206,7 +196,7 @@ class Router:
 
     def _older(self, sample: Sample) -> list[int]:
         """The engines of older versions on which a sample may begin; none while an engine loads."""
-        shares, versions = self._loads.shares, self.versions
+        shares, versions = self.loads.shares, self.versions
         is_open = [n for n, share in enumerate(shares) if share < inf]
         if not all(versions[n] for n in is_open):
             return []
@@ -216,10 +206,10 @@ class Router:
 
     def _num_free(self, number: int) -> int:
         """The slots of an engine that are free, and for which its KV cache has room; 0 if it is not open."""
-        if self._loads.shares[number] == inf:
+        if self.loads.shares[number] == inf:
             return 0
         engine = self.engines[number]
-        return max(0, engine.usage().num_fitting(engine.slots) - self._loads.requests[number])
+        return max(0, engine.usage().num_fitting(engine.slots) - self.loads.requests[number])
 
     def _room(self, numbers: Iterable[int]) -> int:
         return sum(map(self._num_free, numbers))
@@ -264,9 +254,9 @@ class Router:
             if source and source is not engine:
                 engine.take_over(sample, source)
             sample.engine = engine.name
-            if not self._loads.requests[number]:
+            if not self.loads.requests[number]:
                 self._busy_since_s[number] = now()
-            self._loads.add(number, 1)
+            self.loads.add(number, 1)
             task = asyncio.current_task()
             assert task is not None
             self.serving[number][sample] = task
@@ -286,7 +276,7 @@ class Router:
                     raise
                 outcome = str(sample.finish_reason or "moved")
             finally:
-                self._loads.add(number, -1)
+                self.loads.add(number, -1)
                 del self.serving[number][sample]
                 if self.pinned or not self.serving[number]:
                     self.changed.fire()
@@ -302,7 +292,7 @@ class Router:
         """Return the number of the engine for a sample; None: it waits for one that is open, and a held-out
         sample for one of the newest version. `target`: where it moves. Raises a VersionGone if no engine
         serves the version of a pinned sample any more."""
-        least, shares = self._loads.least_loaded(), self._loads.shares
+        least, shares = self.loads.least_loaded(), self.loads.shares
         last = self._numbers.get(sample.engine or "")
         if self.pinned or sample.id.is_held_out:
             version = self.version_of(sample)
@@ -310,7 +300,7 @@ class Router:
             if not able and sample.spans:
                 raise VersionGone(f"no engine serves version {version} any more")
             if not sample.spans and not self._room(able):
-                waits = self.pinned and sample.id.is_held_out and len(able) < self.num_open
+                waits = self.pinned and sample.id.is_held_out and len(able) < self.loads.num_open
                 able = [] if waits else self._older(sample) or able
             least = min(able, key=shares.__getitem__, default=None)
             if least is None or shares[least] == inf:
@@ -326,7 +316,7 @@ class Router:
         return last
 
     def _on_engine_changed(self, engine: Engine, why: str) -> None:
-        self._loads.refresh()
+        self.loads.refresh()
         number = self._numbers[engine.name]
         self.versions[number] = self.versions[number][-1:]  # an engine that starts again has the newest alone
         self._recorder.emit(EngineStateChanged(now(), engine.name, engine.state, why))
