@@ -336,7 +336,7 @@ def test_a_member_that_failed_makes_room_if_there_is_another(
 
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_late_members_are_removed_at_the_deadline_of_their_group(is_ended: bool) -> None:
-    """It counts from the first request. A group that leaves the pool has none."""
+    """A deadline counts from the first request. A group that leaves the pool has none."""
 
     async def main() -> list[str]:
         members = Members(3, 3, 4, deadline_s=10.0)
