@@ -1,4 +1,4 @@
-"""What is in flight: the state of each sample, and the groups by the age of their tokens."""
+"""Samples in flight, each with its state, and groups in flight, by the age of their tokens."""
 
 import asyncio
 import heapq
