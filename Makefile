@@ -6,6 +6,7 @@
 # make test-vllm      the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-all       what CI runs: checks, the site, and every test but most of vLLM's and of Tinker's SDK
 # make check          ruff and mypy
+# make check-names  the names in logs of other frameworks, in the sources of requirements/names.txt; NEWEST=1 takes the newest
 # make docs           docs/reference from the settings, figures and docstrings, and the pictures of the schedules
 # make site           README.md and docs/ as a site, in site/; a dead link fails
 # make release-check  wheel and sdist in fresh environments of PYTHONS: the commands of docs/start run, the quickstart learns
@@ -29,10 +30,10 @@ SUMS := models/SmolLM2-135M-sums
 # Extras of pyproject.toml, and the files of requirements/: packages that would change those of $(VENV).
 EXTRAS := dev docs quickstart view
 VENVS := trl vllm
-FOLDERS := $(filter-out $(VENVS),$(basename $(notdir $(wildcard requirements/*.txt))))
+FOLDERS := $(filter-out $(VENVS) names,$(basename $(notdir $(wildcard requirements/*.txt))))
 ENVIRONMENTS := $(addprefix env-,$(EXTRAS) $(VENVS) $(FOLDERS))
 
-.PHONY: quickstart real test test-slow test-real test-vllm test-all check docs site release-check gpu-check $(ENVIRONMENTS)
+.PHONY: quickstart real test test-slow test-real test-vllm test-all check docs site release-check gpu-check check-names $(ENVIRONMENTS)
 
 quickstart: env-quickstart
 	$(BIN)/tailrace quickstart --output-dir $(RUNS)
@@ -61,6 +62,9 @@ test-vllm: env-dev env-vllm $(SMOLLM2)
 
 test-all:
 	.ci/run
+
+check-names:
+	$(PYTHON) benchmarks/peer_names.py
 
 # The scripts are checked for names and arguments that the package does not have.
 LOOSE = $(addprefix --disable-error-code=,arg-type assignment call-overload dict-item func-returns-value import-not-found index list-item misc no-any-return no-untyped-call operator return-value type-arg union-attr var-annotated)

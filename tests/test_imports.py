@@ -111,7 +111,7 @@ MAX_PRODUCT_LINES = {
     "extras.init": 200,
     "extras.judges": 1_100,
     "extras.openenv": 250,
-    "extras.plan": 2_750,
+    "extras.plan": 3_500,
     "extras.quickstart": 50,
     "extras.sandbox": 850,
     "extras.serve": 1_850,

@@ -1,13 +1,17 @@
 """Logs of other frameworks: figures by name for each step, and the lengths of dumped responses.
 
-Read are JSONL, the Trainer's trainer_state.json, TensorBoard's event files and W&B's offline files.
+Read are JSONL, CSV as W&B exports it, the Trainer's trainer_state.json, TensorBoard's event files, W&B's
+offline files and its runs by address, and what frameworks print.
 """
 
+import ast
+import csv
 import json
+import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,10 @@ SUMMED = "profiling/"
 _WANDB_HEADER, _WANDB_BLOCK, _WANDB_LAST = 7, 32_768, (1, 4)
 """Bytes of the header and of a block; kinds of a record's last part. The rest is LevelDB's log format."""
 EXTRAS = install("tensorboard,wandb,datasets")
+WANDB = "wandb:"
+_VERL_STEP = re.compile(r"\bstep:\d+ - ")
+_NUMPY = re.compile(r"np\.\w+\((.*)\)")
+_PRINTED_STEP = re.compile(r"(?:(?P<step>\d+): )?(?P<row>\{')")
 LogRow = dict[str, float]
 
 
@@ -36,16 +44,24 @@ class LogFiles:
     def names(self, prefix: str) -> set[str]:
         return {name.removeprefix(prefix) for rows in self.files.values() for row in rows for name in row}
 
-    def steps(self, last: str | None, prefix: str) -> list[LogRow]:
-        """Join the rows of each step. A later file does not replace what an earlier one says.
+    def steps(self, last: str | None, prefix: str, once: Collection[str] = ()) -> list[LogRow]:
+        """Join the rows of each step. A later file does not replace what an earlier one says. Raises a
+        ConfigError if there are two runs: they begin with the same step.
 
         Args:
             last: the figure that ends a step: rows without it belong to the next one with it. None: each row
                 has its step, or that of the next row that has one.
             prefix: left out of the names.
+            once: names that a step of one run has once, or with the same value.
         """
         steps: dict[int, LogRow] = defaultdict(dict)
-        for rows in self.files.values():
+        again: dict[int, Path] = {}
+
+        def differs(step: int, known: LogRow, row: LogRow, file: Path) -> None:
+            if any(known.get(name, row[name]) != row[name] for name in row.keys() & once):
+                again[step] = file
+
+        for file, rows in self.files.items():
             found: dict[int, LogRow] = defaultdict(dict)
             waiting: LogRow = {}
             keys = [key for key in STEP_NAMES if any(key in row for row in rows)]
@@ -56,22 +72,33 @@ class LogFiles:
                     waiting[name] = value + (waiting.get(name, 0.0) if name.startswith(SUMMED) else 0.0)
                 key = next((key for key in keys if key in row), "")
                 if key and (last is None or last in waiting):
-                    found[int(row[key])] |= waiting
+                    differs(step := int(row[key]), found[step], waiting, file)
+                    found[step] |= waiting
                     waiting = {}
             for step, row in found.items():
+                differs(step, row, steps[step], file)
                 steps[step] = row | steps[step]
+        timed = [step for step, row in steps.items() if row.keys() & once]
+        if timed and min(timed) in again:
+            problem = f"it has two runs: a second one begins with step {min(timed)}"
+            raise refused(again[min(timed)], problem, "name the log of one run")
         return [steps[number] for number in sorted(steps)]
 
 
 def read_files(path: Path) -> LogFiles:
-    """Read a file, or all files of a folder. Raises a ConfigError that names a file which is damaged or needs
-    a package that is not installed."""
+    """Read a file, all files of a folder, or a run of W&B by its address, wandb:ENTITY/PROJECT/RUN. Raises a
+    ConfigError that names a file which is damaged or needs a package that is not installed, or says that
+    W&B does not show the run."""
+    if str(path).startswith(WANDB):
+        with explained(path):
+            return LogFiles({path: [_numbers(row) for row in _online(path)]})
     if not path.exists():
         raise refused(path, "there is no such file or folder", "name a run, or another framework's log")
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     log = LogFiles()
     for file in files:
         reader = next((reader for end, reader in READERS.items() if end in file.name), None)
+        reader = reader or (_printed if file == path else None)
         with explained(file):
             log.files[file] = [_numbers(row) for row in reader(file)] if reader else []
     return log
@@ -82,6 +109,8 @@ def explained(file: Path) -> Iterator[None]:
     """Turn the errors of reading a file inside the block into a ConfigError that names it."""
     try:
         yield
+    except ConfigError:
+        raise
     except ImportError as why:
         raise refused(file, f"reading it needs the package {why.name}", EXTRAS) from None
     except Exception as why:  # the readers' packages have errors of their own
@@ -94,11 +123,15 @@ def refused(path: Path, problem: str, remedy: str) -> ConfigError:
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file. Raises a ValueError that names the first bad line."""
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    """The objects of a JSONL file, without a last line that is cut off. Raises a ValueError that names the
+    first bad line."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as why:
+            if 1 < number == len(lines) and not line.endswith(b"\n"):  # it is being written, or was killed
+                return
             raise ValueError(f"line {number}: {why}") from None
 
 
@@ -107,6 +140,54 @@ def _numbers(row: Mapping[str, object]) -> LogRow:
     flat = {**row, **inner} if isinstance(inner, dict) else row
     numbers = (int, float)
     return {k: float(v) for k, v in flat.items() if isinstance(v, numbers) and not isinstance(v, bool)}
+
+
+def _table(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a table, or of the data of a chart, where a column is called "RUN - NAME"."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        rows = csv.DictReader(lines)
+        columns = {each: each.rpartition(" - ")[2] for each in rows.fieldnames or ()}
+        runs = {each.rpartition(" - ")[0] for each in columns} - {""}
+        if len(runs) > 1:
+            raise refused(file, f"it has {len(runs)} runs", "export one run")
+        columns = {each: "_step" if name == "Step" else name for each, name in columns.items()}
+        for row in rows:
+            yield {columns[each]: _number(cell) for each, cell in row.items() if each and cell}
+
+
+def _number(cell: object) -> object:
+    """The number that a text is, or the text."""
+    try:
+        return float(cell) if isinstance(cell, str) else cell
+    except ValueError:
+        return cell
+
+
+def _printed(file: Path) -> Iterator[dict[str, Any]]:
+    """Lines of verl's console, and dictionaries that TRL, slime, miles and OpenRLHF print."""
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines()):
+        if at := _VERL_STEP.search(line):
+            pairs = (each.partition(":") for each in line[at.start() :].split(" - "))
+            yield {name: _number(_NUMPY.sub(r"\1", value)) for name, _, value in pairs}
+        elif at := _PRINTED_STEP.search(line):
+            with suppress(ValueError, SyntaxError):  # a text of another kind, or one that is cut off
+                row = ast.literal_eval(line[at.start("row") : line.rindex("}") + 1])
+                step = {"_step": int(at["step"] or number)}
+                yield step | {name: _number(value) for name, value in row.items()}
+
+
+def _online(address: Path) -> Iterator[dict[str, Any]]:
+    """The history of a run on W&B. Raises a ConfigError if W&B does not show it."""
+    import wandb
+    from wandb.errors import CommError, UsageError
+
+    try:
+        run = wandb.Api().run(str(address).removeprefix(WANDB))
+        yield from run.scan_history()
+    except (CommError, UsageError, ValueError) as why:
+        remedy = "log in with `wandb login` as somebody who may see it, or export it as CSV from its page"
+        reason = str(why).splitlines()[0]
+        raise refused(address, f"W&B does not show this run: {reason}", remedy) from None
 
 
 def _trainer_state(file: Path) -> Iterator[dict[str, Any]]:
@@ -145,6 +226,7 @@ def _offline(file: Path) -> Iterator[dict[str, Any]]:
 READERS = {
     "trainer_state.json": _trainer_state,
     ".jsonl": json_lines,
+    ".csv": _table,
     "tfevents": _events,
     ".wandb": _offline,
 }

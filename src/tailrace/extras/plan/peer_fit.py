@@ -59,8 +59,10 @@ def _solved(log: PeerLog) -> tuple[Solution, Solution, list[str]]:
     if log.has("update_s"):
         passes = non_negative(of_training, log.column("update_s"), tokens)
     if log.overlaps:
-        busy_s = log.column("step_s") - log.column("sync_s")
+        busy_s = log.column("step_s") - log.column("sync_s") - log.column("held_s")
         words = "assumed: engines generate all the time, at once as many samples as a step has"
+        if log.in_turn:
+            busy_s, words = log.column("wait_s"), words.replace("all the time", "while the trainer waits")
         return non_negative({"base": tokens / num}, busy_s, tokens), passes, [words]
     if log.has("generation_s"):
         of_generation = {"base": longest, "slope": tokens, "prefill": prompts}
@@ -106,6 +108,7 @@ def lognormal(log: PeerLog, limit: int) -> tuple[float, float]:
         share, most = float((lengths >= limit).mean()), float(lengths @ of_longest)
         errors = [share - clipped if clipped else most / longest - 1]
         errors += [np.quantile(lengths, at) / tokens - 1 for at, tokens in known.items()]
+        errors += [lengths.std() / log.mean("std_tokens") - 1] if log.has("std_tokens") else []
         found.append((float(np.abs(errors).sum()), float(np.exp(middle)), float(sigma)))
     _, median, sigma = min(found)
     return median, sigma

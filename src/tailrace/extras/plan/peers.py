@@ -5,6 +5,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -38,6 +39,10 @@ def _of_nemo(row: DumpRow) -> Iterator[Response]:
     yield tuple(ids[: int(np.argmax(mask))]), int(mask.sum())
 
 
+def _of_tinker(row: DumpRow) -> Iterator[Response]:
+    yield row["group_idx"], sum(step["ac_len"] for step in row["steps"])
+
+
 def _of_prime_rl(row: DumpRow) -> Iterator[Response]:
     for trace in row["traces"]:
         usages = (call["usage"]["completion_tokens"] for call in trace["calls"] if "usage" in call)
@@ -50,6 +55,7 @@ RESPONSES: Mapping[str, Callable[[DumpRow], Iterator[Response]]] = {
     "prime-rl": _of_prime_rl,
     "slime": lambda row: iter([(row["group_index"], row["response_length"])]),
     "NeMo-RL": _of_nemo,
+    "tinker-cookbook": _of_tinker,
 }
 """The responses of a row of a dump."""
 
@@ -69,29 +75,36 @@ def _dump_rows(file: Path) -> Iterator[DumpRow]:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A sum of figures of a framework over a product of others. A summand with "?" may be missing."""
+    """A sum of figures of a framework over a product of others. A summand with "?" may be missing, one after
+    a minus is subtracted."""
 
     text: str
+
+    @property
+    def names(self) -> list[str]:
+        return [each.removesuffix("?") for each in re.split(" [-+/] ", self.text)]
 
     def value(self, row: LogRow) -> float | None:
         """Return the value; None: the row lacks a name."""
         dividend, *divisors = self.text.split(" / ")
-        names = dividend.split(" + ")
-        summands = [name for each in names if (name := each.removesuffix("?")) == each or name in row]
-        if not all(name in row for name in (*summands, *divisors)):
+        summands = dividend.replace(" - ", " + -").split(" + ")
+        signs = {each.strip("-?"): -1 if each.startswith("-") else 1 for each in summands}
+        optional = {each.strip("-?") for each in summands if each.endswith("?")}
+        if not all(name in row for name in {*(signs.keys() - optional), *divisors}):
             return None
         divisor = float(np.prod([row[name] for name in divisors]))
-        return sum(row[name] for name in summands) / divisor if divisor else None
+        total = sum(sign * row[name] for name, sign in signs.items() if name in row)
+        return total / divisor if divisor else None
 
 
 class PeerFormat:
     """A section of peers.toml."""
 
     def __init__(self, name: str, section: Mapping[str, Any]) -> None:
-        others = ("assumed", "dump", "ends", "prefix", "cumulative", "overlaps")
+        others = ("source", "assumed", "dump", "ends", "prefix", "cumulative", "overlaps")
         self.name, self.assumed = name, section.get("assumed", [])
         self.dump, self.ends = section.get("dump"), section.get("ends")
-        self.prefix, self.overlaps = section.get("prefix", ""), section.get("overlaps", "")
+        self.prefix, self.overlaps = section.get("prefix", ""), section.get("overlaps", [])
         self._cumulative = section.get("cumulative", [])
         given = {key: value for key, value in section.items() if key not in others}
         self.figures = {
@@ -108,17 +121,25 @@ class PeerFormat:
         return next((term.text for term in self.figures[figure] if term.value(row) is not None), "")
 
     def steps(self, files: LogFiles) -> list[LogRow]:
-        """Our figures of each step whose time is logged."""
+        """Our figures of each step whose time is logged. Where the trainer waits while engines generate,
+        generation_s is its wait; where no token is older than its step, its wait is the generation."""
         found, before = list[LogRow](), dict[str, float]()
-        for row in files.steps(self.ends, self.prefix):
+        of_step = {name for term in self.figures["step_s"] for name in term.names}
+        rows = files.steps(self.ends, self.prefix, of_step)
+        names = {name for row in rows for name in row if any(fnmatch(name, each) for each in self.overlaps)}
+        overlaps = any(row.get(name, 0.0) > 0 for row in rows for name in names)
+        for row in rows:
             for name in row.keys() & self._cumulative:
                 row[name], before[name] = row[name] - before.get(name, 0.0), row[name]
             ours = {name: [term.value(row) for term in terms] for name, terms in self.figures.items()}
             known = {name: next((v for v in values if v is not None), None) for name, values in ours.items()}
             figures = {name: value for name, value in known.items() if value is not None}
-            if self.overlaps in row and "generation_s" in figures:
+            if overlaps and "generation_s" in figures:
                 figures["wait_s"] = figures.pop("generation_s")
             found += [figures] if "step_s" in figures else []
+        if not overlaps and not any(row.get("lag_max", 1.0) for row in found):
+            for row in found:
+                row.setdefault("generation_s", row.get("wait_s", 0.0))
         return found
 
     @property
@@ -140,11 +161,15 @@ class PeerLog:
         steps: our figures of each step, without the first one, which compiles and warms up.
         groups: tokens of the dumped responses of each prompt.
         notes: where each figure is from, and what is assumed.
+        framework: the section of peers.toml.
+        in_turn: engines generate only while the trainer waits, on the same devices.
     """
 
     steps: Sequence[LogRow]
     groups: Sequence[Sequence[int]]
     notes: Sequence[str]
+    framework: str = ""
+    in_turn: bool = False
 
     def has(self, name: str) -> bool:
         return all(name in row for row in self.steps)
@@ -185,46 +210,69 @@ class PeerLog:
         said = f"a step takes {step_s:.3g} s: {said}; the longest response has {tail:.1f}x the mean"
         if not self.overlaps:
             return f"{said}; it waits most for {max(self.parts, key=lambda words: self.parts[words])}"
-        lag = f"; its tokens are up to {self.mean('lag'):.2g} steps old" if self.has("lag") else ""
         side = "generation" if self.parts["waiting for samples"] > WAITS * step_s else "training"
-        return f"{said}; {side} sets the pace{lag}"
+        return f"{said}; {side} sets the pace{self.ages}"
+
+    @property
+    def ages(self) -> str:
+        """Describe how old trained tokens are, how long engines are held back, and what was discarded."""
+        words = {
+            "lag_max": "; its tokens are up to {:.2g} steps old",
+            "lag_mean": "; they are {:.2g} steps old on average",
+            "held_s": "; its engines are held back for {:.3g} s of a step",
+            "discarded": "; {:.3g} samples or groups a step were too old and are discarded",
+        }
+        return "".join(
+            form.format(self.mean(name)) for name, form in words.items() if self.column(name).any()
+        )
 
 
-def read_peer(path: Path, samples: int | None = None) -> PeerLog:
+def read_peer(path: Path, samples: int | None = None, **given: float | None) -> PeerLog:
     """Read the log of another framework. Raises a ConfigError if it is none, a file is damaged, or a figure
     is missing or impossible.
 
     Args:
-        path: a file, or a folder in which all files are read.
+        path: a file, a folder in which all files are read, or the address of a run of W&B.
         samples: of a step, where the log does not say.
+        given: max_tokens and prompt_tokens, where neither the log nor a dump of responses says them.
     """
     files = read_files(path)
     found = [each for each in FORMATS if each.source("step_s", files.names(each.prefix))]
     if len(found) != 1:
         none = "there is no run in it, and no log with the time of steps"
         problem = f"it has logs of {' and '.join(each.name for each in found)}" if found else none
-        wanted = "; ".join(f"{each.name}: {each.words('step_s')}" for each in FORMATS)
+        wanted = "; ".join(f"{each.name}: {each.figures['step_s'][0].names[0]}" for each in FORMATS)
         raise refused(path, problem, f"name one with figures of {wanted}")
     form = found[0]
     rows = form.steps(files)
+    lengths = [row["mean_tokens"] for row in rows if "mean_tokens" in row]
+    groups, per_step, dumped = _dumped(form, path, fmean(lengths[1:] or lengths or [1.0]))
+    known = {name: float(value) for name, value in given.items() if value}
+    if groups:
+        known.setdefault("max_tokens", float(max(map(max, groups))))
+    rows = [known | row for row in rows]
     steps = [row for row in rows if all(row.keys() & {*names} for names in form.needed)]
     if not steps:
         missing = (names for names in form.needed if not any(row.keys() & {*names} for row in rows))
         names = next(missing, sum(form.needed, ()))  # no step has all of them
-        problem = f"the log of {form.name} has no {form.words(*names)}, which is {' or '.join(names)}"
-        raise refused(path, problem, f"name one that has it, as {form.name} logs it")
+        if words := form.words(*names):
+            problem = f"the log of {form.name} has no {words}, which is {' or '.join(names)}"
+            raise refused(path, problem, f"name one that has it, as {form.name} logs it")
+        problem = f"{form.name} does not log {' or '.join(names)}, and there is no dump of responses"
+        raise refused(path, problem, f"give it: --{names[0].replace('_', '-')} N")
     steps = steps[1:] or steps
-    groups, per_step, dumped = _dumped(form, path, fmean(row["mean_tokens"] for row in steps))
     steps = [_completed(form, path, row, samples or per_step) for row in steps]
     logged, figures = files.names(form.prefix), steps[0].keys() & form.figures
     sources = {name: form.source(name, logged) for name in form.figures if name in figures}
     means = {name: fmean(row[name] for row in steps if name in row) for name in sources}
     notes = [f"{name} is {mean:.4g}, from {sources[name]}" for name, mean in means.items()]
-    assumed = ["the first step is left out", "the longest response is as long as they may be"]
-    if not figures & {"prompt_tokens", "sequence_tokens"}:
+    first = "the first step is left out" if len(rows) > 1 else "the only step is like others, although first"
+    assumed = [first, "the longest response is as long as they may be"]
+    if not (figures | known.keys()) & {"prompt_tokens", "sequence_tokens"}:
         assumed.append("a prompt has one token: lengths of prompts are not logged")
+    assumed += [f"{name} is {value:g}" for name, value in known.items() if name not in sources]
     assumed += [*form.assumed, *dumped]
-    return PeerLog(steps, groups, [*notes, *(f"assumed: {each}" for each in assumed)])
+    return PeerLog(steps, groups, [*notes, *(f"assumed: {each}" for each in assumed)], form.name)
 
 
 def _completed(form: PeerFormat, path: Path, row: LogRow, samples: float | None) -> LogRow:
@@ -244,7 +292,7 @@ def _completed(form: PeerFormat, path: Path, row: LogRow, samples: float | None)
         spent = sum(row.get(name, 0.0) for name in ("generation_s", "reward_s", "sync_s"))
         row["update_s"] = row["step_s"] - spent
     parts = row.get("update_s", 0.0) + row.get("wait_s", row.get("generation_s", 0.0))
-    if min(row.values()) < 0 or parts > TOLERANCE * row["step_s"]:
+    if min(row.values()) < 0 or row["step_s"] <= 0 or parts > TOLERANCE * row["step_s"]:
         problem = f"generation and training take {parts:.4g} s, and a step ({form.words('step_s')}) takes"
         raise refused(path, f"{problem} {row['step_s']:.4g} s: units or runs are mixed", remedy)
     return row
