@@ -89,7 +89,7 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
 MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_850
-MAX_REACH = {"heart": 11_150, "nano": 8_100, "train": 28_250, "whole": 50_250}
+MAX_REACH = {"heart": 11_150, "nano": 8_100, "train": 28_250, "whole": 51_000}
 """Lines that a part reaches: the schedules in virtual time; examples/nano.py; `tailrace train`; the package.
 Ceilings are round and fall. A commit that raises one names the reason in its message."""
 PLANNED: Mapping[str, Mapping[str, int]] = {

@@ -30,4 +30,4 @@ def test_the_names_of_a_section_are_those_of_its_figures_and_conditions() -> Non
         "overlaps": ["switch_*"],
         "prefix": "train/",
     }
-    assert [*names_of(section)] == ["a/b", "c", "d", "e", "f", "s"]
+    assert [*names_of(section)] == ["a/b", "c", "d", "e", "f", "switch"]
