@@ -249,7 +249,7 @@ def float32_attention(folder: Path, device: str) -> str | None:
     """One layer of the real shape, forward and backward."""
     import torch
 
-    from tailrace.drivers.trainer.model import packed_causal_attention
+    from tailrace.drivers.trainer.attention import packed_causal_attention
 
     length, heads, kv_heads, dim = 8192, 16, 8, 128
     q, k, v = (

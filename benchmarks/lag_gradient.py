@@ -45,7 +45,8 @@ class Study:
         self.prompts = map(training_prompts(config, seed).__getitem__, count())
         self.tokenizer, self.scorer = load_tokenizer(path), Scorer.load(config.reward, config.data)
         self.engine = NativeEngine(path, config.engine, config.sampling)
-        self.policy = PolicyModel.load(path, config.trainer, temperature=1.0)
+        trainer = config.trainer.model_copy(update={"max_tokens_per_microbatch": 4_096})
+        self.policy = PolicyModel.load(path, trainer, temperature=1.0)
         self.parameters = list(self.policy.parameters().values())
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.parameters, lr, config.trainer.betas, weight_decay=0.0)
@@ -89,7 +90,7 @@ class Study:
         """Of each tenth, then with each decay, [16, parameters]. `whole`: of all tokens, [1, parameters]."""
         samples = {sample.id: sample for group in groups for sample in group.samples if sample.advantage}
         total = torch.zeros(1, sum(self.sizes))
-        for batch in self.policy.micro_batches(list(map(TrainingSample.of, samples.values())), 4_096):
+        for batch in self.policy.micro_batches(list(map(TrainingSample.of, samples.values()))):
             lags = [-version for id in batch.ids for version, size in samples[id].spans for _ in range(size)]
             tenth = torch.cat([torch.arange(n) * TENTHS // n for n in batch.num_tokens.tolist()])
             decayed = torch.tensor(DECAYS)[:, None] ** torch.tensor(lags)

@@ -92,7 +92,7 @@ def _bytes_of_a_token(folder: Path, dtype: Literal["float32", "bfloat16"]) -> fl
         samples = [
             TrainingSample(SampleId(0, 0, 0), [prompt], ids[1:], [0.0] * 64, 1.0) for prompt in range(num)
         ]
-        [batch] = policy.micro_batches(samples, 64 * num)
+        [batch] = policy.micro_batches(samples)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             hidden_states(policy.model.base_model, batch, DTYPES[dtype])
         sizes.append(sum(each.untyped_storage().nbytes() for each in kept.values()))

@@ -13,7 +13,7 @@ from helpers.tiny_models import letter_tokenizer, save_tiny_model
 from tailrace.contracts.engine import counted_tokens
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.ledger.recovery import read_ledger, stored_sample, totals_of
 from tailrace.ledger.store import Store
 from tailrace.types import Group, Prompt
@@ -104,7 +104,7 @@ def test_a_schedule_trains_on_the_log_probs_of_the_teacher_and_its_ledger_balanc
     assert len({training.id for training in books.trainings.values()}) == len(books.trainings)
     assert len(books.trainings) == 2 * totals.groups["trained"] == 4 * num_steps(out) >= 4 * 4
 
-    teacher = TorchReference.load(other, TrainerSettings(threads=1, dtype="float32"), temperature=1.0)
+    teacher = PolicyModel.load(other, TrainerSettings(threads=1, dtype="float32"), temperature=1.0)
     tokenizer = AutoTokenizer.from_pretrained(STUDENT)
     lines = [line for path in (out / "samples").glob("*.jsonl") for line in path.read_text().splitlines()]
     prompts = {record["id"]: tokenizer.encode(record["prompt"]) for record in map(json.loads, lines)}
@@ -112,7 +112,7 @@ def test_a_schedule_trains_on_the_log_probs_of_the_teacher_and_its_ledger_balanc
     for training in books.trainings.values():
         group = Group(Prompt(training.prompt, prompts[str(training.id)]), 2, [])
         sample = stored_sample(books, books.samples[training.id], group, seed=0)
-        (scored,) = teacher.logprobs([TrainingSample.of(sample)])
+        (scored,) = teacher.logprobs_of([TrainingSample.of(sample)])
         assert sample.reference_logprobs == pytest.approx(scored, abs=1e-4)
         if training.step == 1:
             pairs = zip(scored, sample.behavior_logprobs, strict=True)

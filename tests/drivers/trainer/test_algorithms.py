@@ -14,7 +14,6 @@ from tailrace.contracts.trainer import StepStats
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.packing import MicroBatch
-from tailrace.drivers.trainer.reference import TorchReference
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
@@ -197,10 +196,9 @@ def test_the_device_is_waited_for_before_published_and_current_weights_are_excha
 
 def recorded_by(trainer: TorchTrainer, units: list[Unit]) -> list[Unit]:
     """The samples with log-probs of a trainer's policy."""
-    reference = TorchReference(trainer._policy, 1000)
     return [
         [replace(sample, behavior_logprobs=logprobs) for sample, logprobs in zip(unit, found, strict=True)]
-        for unit, found in ((unit, reference.logprobs(unit)) for unit in units)
+        for unit, found in ((unit, trainer._policy.logprobs_of(unit)) for unit in units)
     ]
 
 

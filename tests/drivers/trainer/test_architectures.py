@@ -95,7 +95,7 @@ def test_gradients_are_those_of_transformers_own_forward_pass(model_type: str) -
 
 def test_samples_of_a_group_share_no_prompt_where_a_layer_carries_a_state() -> None:
     policy, group = policy_of("qwen3_5_text"), [replace(samples()[0], id=SampleId(0, 0, i)) for i in range(3)]
-    batches = policy.own_micro_batches(group, max_tokens=1000)
+    batches = policy.own_micro_batches(group)
     assert [each.lengths for each in batches] == [[79]] * 3
 
 

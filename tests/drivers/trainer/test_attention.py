@@ -6,7 +6,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
-from tailrace.drivers.trainer.model import packed_causal_attention
+from tailrace.drivers.trainer.attention import packed_causal_attention
 
 MODULE = torch.nn.Identity()
 

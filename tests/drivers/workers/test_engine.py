@@ -29,7 +29,7 @@ from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.workers.engine import EngineJob, RemoteEngine
 from tailrace.errors import EngineDied
 from tailrace.types import Sample, Span
@@ -253,7 +253,7 @@ def test_a_request_already_at_its_limit_ends_at_once_also_when_cancelled(served:
 def test_turns_share_one_limit_and_their_log_probs_are_those_of_the_whole_episode(served: Served) -> None:
     """The second turn is interrupted in one of two equal episodes."""
     whole, parked = (fresh_samples(1)[0] for _ in range(2))
-    reference = TorchReference.load(served.model, TrainerSettings(), temperature=1.0)
+    reference = PolicyModel.load(served.model, TrainerSettings(), temperature=1.0)
 
     async def cut_after(sample: Sample, num: int) -> None:
         generation = asyncio.create_task(served.engines[0].generate(sample))
@@ -277,7 +277,7 @@ def test_turns_share_one_limit_and_their_log_probs_are_those_of_the_whole_episod
     assert whole.num_tokens == NUM_TOKENS and whole.finish_reason == "length"
     assert parked.completion_ids == whole.completion_ids
     for sample in (whole, parked):
-        (recomputed,) = reference.logprobs([TrainingSample.of(sample)])
+        (recomputed,) = reference.logprobs_of([TrainingSample.of(sample)])
         assert sample.behavior_logprobs == pytest.approx(recomputed, abs=1e-4)
 
 

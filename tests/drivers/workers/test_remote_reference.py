@@ -13,7 +13,7 @@ from helpers.worker_cases import make_samples, workers
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.errors import ConfigError, WorkerDied
@@ -55,8 +55,8 @@ async def test_samples_get_the_log_probs_of_the_model_until_the_process_is_kille
         with pytest.raises(WorkerDied, match=r"reference \(process \d+\) ended: signal SIGKILL"):
             await reference.logprobs(samples[0])
     assert isinstance(found[2], asyncio.CancelledError)
-    here = TorchReference.load(model_path, TrainerSettings(), temperature=0.7)
-    wanted = here.logprobs([TrainingSample.of(sample) for sample in samples])
+    here = PolicyModel.load(model_path, TrainerSettings(), temperature=0.7)
+    wanted = here.logprobs_of([TrainingSample.of(sample) for sample in samples])
     for number in (0, 1, 3):
         assert found[number] == pytest.approx(wanted[number], abs=1e-5)
 

@@ -18,7 +18,7 @@ from helpers.tiny_models import letter_tokenizer, save_tiny_model
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import RewardFailed, ServerRefused
 from tailrace.extras.http.teacher import ScoringClient
 from tailrace.extras.serve.app import make_app
@@ -65,10 +65,10 @@ def test_a_server_and_a_process_of_the_run_are_the_same_teacher(model: Path) -> 
     samples = [sample_of(IDS), sample_of(IDS[:1]), sample_of([])]
     with served_here(model) as url:
         found = asyncio.run(asked(ServerTeacherSettings(kind="server", url=url), *samples))
-    own = TorchReference.load(model, TrainerSettings(threads=1, dtype="float32"), temperature=1.0)
+    own = PolicyModel.load(model, TrainerSettings(threads=1, dtype="float32"), temperature=1.0)
     for number, sample in enumerate(samples):
         data = TrainingSample.of(sample)
-        (expected,) = own.logprobs([data])
+        (expected,) = own.logprobs_of([data])
         assert found[number] == pytest.approx(expected, abs=1e-4)
     assert len(found[0]) == len(IDS)
 

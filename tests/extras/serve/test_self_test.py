@@ -21,7 +21,7 @@ from tailrace.contracts.trainer import TrainerSettings
 from tailrace.contracts.weights import DTYPE, Link, Weights
 from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.weights.transfers import Transfers
 from tailrace.errors import ConfigError
@@ -82,7 +82,7 @@ def checked(
     servers: dict[DTYPE, str],
     served_dtype: DTYPE,
     folder: Path,
-    policy: TorchReference,
+    policy: PolicyModel,
     trained_dtype: DTYPE = "float32",
     fault: Callable[[list[float]], list[float]] = list,
 ) -> None:
@@ -92,7 +92,7 @@ def checked(
     expected = Expected(settings, SAMPLING, vocabulary, CONTEXT, trained_dtype)
 
     async def trainer_logprobs(sample: Sample) -> list[float]:
-        return fault(policy.logprobs([TrainingSample.of(sample)])[0])
+        return fault(policy.logprobs_of([TrainingSample.of(sample)])[0])
 
     async def check(engine: HttpEngine) -> None:
         await check_server(engine.connection, expected)
@@ -120,8 +120,8 @@ def checked(
     asyncio.run(asyncio.wait_for(main(), 300))
 
 
-def trainer(model: Path, dtype: DTYPE = "float32", temperature: float = 1.0) -> TorchReference:
-    return TorchReference.load(model, TrainerSettings(dtype=dtype), temperature=temperature)
+def trainer(model: Path, dtype: DTYPE = "float32", temperature: float = 1.0) -> PolicyModel:
+    return PolicyModel.load(model, TrainerSettings(dtype=dtype), temperature=temperature)
 
 
 @every_pair

@@ -14,8 +14,9 @@ from tailrace.algo.advantages import gae
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.models.causal_lm import read_model, read_shape
+from tailrace.drivers.trainer.attention import use_attention
 from tailrace.drivers.trainer.distributed import DTYPES, Ranks, blocks, recompute_activations, shard
-from tailrace.drivers.trainer.model import hidden_states, use_attention
+from tailrace.drivers.trainer.model import hidden_states
 from tailrace.drivers.trainer.optimizer import Optimizer
 from tailrace.drivers.trainer.packing import MicroBatch, Packing
 

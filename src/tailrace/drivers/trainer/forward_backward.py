@@ -158,8 +158,6 @@ class ForwardBackward:
     published: PublishedPolicy | None
     """The old policy where it is recomputed; None: old log-probs are the recorded ones."""
     algorithm: AlgorithmSettings
-    max_tokens_per_microbatch: int
-    """Limit of input tokens."""
     sampling: SamplingSettings
     """Dr. GRPO divides by the length limit."""
 
@@ -170,7 +168,7 @@ class ForwardBackward:
         learns = self.algorithm.learns_without_advantage
         for with_gradient in (True, False):
             chosen = [s for s in samples if (learns or s.advantage != 0.0) is with_gradient]
-            for batch in self.policy.own_micro_batches(chosen, self.max_tokens_per_microbatch):
+            for batch in self.policy.own_micro_batches(chosen):
                 if batch.is_filler:
                     self._fill(batch, with_gradient)
                     continue
@@ -195,7 +193,7 @@ class ForwardBackward:
         starts = [datum.num_leading if share_prompts and loss.name != "dro" else 0 for datum in data]
         samples = [datum.sample(number, starts[number]) for number, datum in enumerate(data)]
         prompts = self._prompt_logprobs({tuple(each.prompt_ids): each.prompt_ids for each in samples})
-        for batch in self.policy.own_micro_batches(samples, self.max_tokens_per_microbatch):
+        for batch in self.policy.own_micro_batches(samples):
             if batch.is_filler:
                 self._fill(batch, with_gradient)
                 continue
@@ -217,7 +215,7 @@ class ForwardBackward:
                 )
             if with_gradient:
                 per_token.sum().backward()  # type: ignore[no-untyped-call]
-            parts = (_by_sample(values, batch) for values in (logprobs, per_token))
+            parts = (batch.by_sample(values) for values in (logprobs, per_token))
             for number, found, terms in zip(numbers, *parts, strict=True):
                 before = prompts[tuple(samples[number].prompt_ids)]
                 outputs.append(LossOutput(number, before + found, [0.0] * len(before) + terms))
@@ -228,9 +226,9 @@ class ForwardBackward:
         """The log-probs of each prompt's tokens from the second on."""
         keys, found = list(prompts), {key: list[float]() for key in prompts}
         samples = [LossDatum(ids, [0.0] * (len(ids) - 1)).sample(i) for i, ids in enumerate(prompts.values())]
-        for batch in self.policy.own_micro_batches(samples, self.max_tokens_per_microbatch):
+        for batch in self.policy.own_micro_batches(samples):
             if not batch.is_filler:
-                parts = _by_sample(self.policy.logprobs(batch).logprobs, batch)
+                parts = batch.by_sample(self.policy.logprobs(batch).logprobs)
                 found |= {keys[id.prompt]: part for id, part in zip(batch.ids, parts, strict=True)}
         return found
 
@@ -322,8 +320,3 @@ class ForwardBackward:
         loss = (losses.value_loss(values, advantages + values.detach()) * weights).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return advantages, loss.detach()
-
-
-def _by_sample(values: Tensor, batch: MicroBatch) -> list[list[float]]:
-    """Values of completion tokens, [C], of each sample."""
-    return [part.tolist() for part in torch.split(values.detach().cpu(), batch.num_tokens.tolist())]

@@ -146,6 +146,10 @@ class MicroBatch:
             packing=packing,
         )
 
+    def by_sample(self, values: Tensor) -> list[list[float]]:
+        """Values of completion tokens, [C], of each sample."""
+        return [part.tolist() for part in torch.split(values.detach().cpu(), self.num_tokens.tolist())]
+
 
 MAX_KEYS = 2
 """The most keys of all sequences of a micro-batch, for each token that it may have."""

@@ -35,7 +35,6 @@ from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.offload import Offloaded
 from tailrace.drivers.trainer.optimizer import Optimizer
 from tailrace.drivers.trainer.packing import take_full
-from tailrace.drivers.trainer.reference import TorchReference
 from tailrace.errors import ScheduleError
 from tailrace.model_folder import draft_tensors
 
@@ -64,10 +63,7 @@ class TorchTrainer:
         self._base = path, draft_tensors(path) if ranks.rank == 0 else {}
         self._critic = Critic(path, settings, ranks, policy.packing) if algorithm.advantage == "gae" else None
         self._published = PublishedPolicy(policy) if algorithm.old_policy == "recomputed" else None
-        self._max_tokens = settings.max_tokens_per_microbatch
-        self._forward_backward = ForwardBackward(
-            policy, self._critic, self._published, algorithm, self._max_tokens, sampling
-        )
+        self._forward_backward = ForwardBackward(policy, self._critic, self._published, algorithm, sampling)
         self._optimizer = Optimizer(policy.parameters(), settings)
         self._statistics = StepStatistics(policy.device, ranks)
         self._parts = {part: Offloaded(place) for part, place in settings.offload.places().items()}
@@ -87,7 +83,7 @@ class TorchTrainer:
         for unit in units:
             self._statistics.add_unit(unit)
             full, self._waiting = take_full(
-                [*self._waiting, *unit], least, self._max_tokens, self._policy.packing
+                [*self._waiting, *unit], least, self._settings.max_tokens_per_microbatch, self._policy.packing
             )
             self._compute(full)
 
@@ -160,7 +156,7 @@ class TorchTrainer:
         started = time.perf_counter()
         totals = torch.zeros(3, dtype=torch.float64, device=self._policy.device)
         samples = list(chain.from_iterable(units))
-        for batch in self._policy.own_micro_batches(samples, self._max_tokens):
+        for batch in self._policy.own_micro_batches(samples):
             counted = (~batch.masked).double()
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs, counted)
             if not batch.is_filler:
@@ -177,7 +173,7 @@ class TorchTrainer:
 
     def logprobs(self, sample: TrainingSample) -> list[float]:
         """Compute the log-probs of a sample's completion tokens under the current weights."""
-        return TorchReference(self._policy, self._max_tokens).logprobs([sample])[0]
+        return self._policy.logprobs_of([sample])[0]
 
     def rounded_logprobs(self, sample: TrainingSample, dtype: DTYPE) -> list[float]:
         """Compute log-probs under weights that were rounded to a type."""

@@ -16,7 +16,6 @@ from tailrace.drivers.workers.process_tree import CONTROLLER, signal_on_parent_d
 MODULES = (
     "tailrace.drivers.engine.native.engine",
     "tailrace.extras.judges.local",
-    "tailrace.drivers.trainer.reference",
     "tailrace.drivers.trainer.trainer",
     "tailrace.drivers.weights.transports",
     "tailrace.drivers.workers.engine",

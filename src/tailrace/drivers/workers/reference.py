@@ -12,7 +12,7 @@ from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, Worke
 from tailrace.types import Sample
 
 if TYPE_CHECKING:
-    from tailrace.drivers.trainer.reference import TorchReference
+    from tailrace.drivers.trainer.model import PolicyModel
 
 
 class ReferenceJob(Job):
@@ -35,20 +35,20 @@ class ReferenceWorker(BatchWorker):
     job_type = ReferenceJob
     role = "reference"
 
-    def __init__(self, reference: "TorchReference") -> None:
+    def __init__(self, reference: "PolicyModel") -> None:
         self._reference = reference
 
     @override
     @classmethod
     def load_job(cls, job: ReferenceJob, connection: WorkerConnection) -> "ReferenceWorker":
-        from tailrace.drivers.trainer.reference import TorchReference
+        from tailrace.drivers.trainer.model import PolicyModel
 
-        return cls(TorchReference.load(job.model, job.trainer, temperature=job.temperature))
+        return cls(PolicyModel.load(job.model, job.trainer, temperature=job.temperature))
 
     @batched
     def logprobs(self, samples: list[TrainingSample]) -> Iterable[list[float]]:
         """Compute the log-probs of each sample: [num_tokens]."""
-        return self._reference.logprobs(samples)
+        return self._reference.logprobs_of(samples)
 
 
 class RemoteReference:

@@ -12,7 +12,7 @@ from helpers.small_run import train_here, write_small_run
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.trainer.reference import TorchReference
+from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.extras.http.self_test import MAX_LIMITS, MEAN_LIMITS
 from tailrace.extras.http.teacher import ScoringClient
 from tailrace.types import Sample
@@ -45,9 +45,9 @@ def test_a_vllm_server_and_a_folder_are_the_same_teacher(servers: Servers) -> No
     found: list[list[float]] = []
     servers.run(main())
     settings = TrainerSettings(threads=1, dtype="float32")
-    folder = TorchReference.load(servers.models.folders[0], settings, temperature=1.0)
+    folder = PolicyModel.load(servers.models.folders[0], settings, temperature=1.0)
     for number, sample in enumerate([*samples, samples[2]]):
-        (expected,) = folder.logprobs([TrainingSample.of(sample)])
+        (expected,) = folder.logprobs_of([TrainingSample.of(sample)])
         off = [abs(mine - theirs) for mine, theirs in zip(found[number], expected, strict=True)]
         assert len(off) == sample.num_tokens
         assert max(off, default=0.0) <= MAX_LIMITS["float32"]
