@@ -42,8 +42,25 @@ OPEN_TIMEOUT_S = 600.0
 Kind = Literal["disaggregated", "colocated", "elastic"]
 
 
+class OfKind:
+    """The properties of a kind of placement."""
+
+    __slots__ = ()
+    kind: Kind
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainer have devices in common, on which one sleeps while the other works."""
+        return self.kind != "disaggregated"
+
+    @property
+    def lends(self) -> bool:
+        """Whether some engines give their devices to the trainer before the rollout ends."""
+        return self.kind == "elastic"
+
+
 @dataclass(frozen=True, slots=True)
-class DeviceSharing:
+class DeviceSharing(OfKind):
     """Which engines and trainer replicas use the same devices."""
 
     kind: Kind = "disaggregated"
@@ -129,7 +146,7 @@ NEVER_STOPS = (
 )
 
 
-class PlacementSettings(Settings):
+class PlacementSettings(OfKind, Settings):
     """Which devices generate and which train."""
 
     kind: Kind = "disaggregated"
@@ -388,11 +405,10 @@ def make_placement(
 ) -> Placement:
     planner = ParallelismPlanner(engines, pool.progress, sharing)
     placement = Placement(planner, pool, tasks)
-    match sharing.kind:
-        case "colocated":
-            placement = Colocated(planner, trainer, pool, tasks)
-        case "elastic":
-            placement = Elastic(planner, trainer, pool, tasks, sharing)
+    if sharing.lends:
+        placement = Elastic(planner, trainer, pool, tasks, sharing)
+    elif sharing.takes_turns:
+        placement = Colocated(planner, trainer, pool, tasks)
     if sharing.max_width > 1:
         pool.on_rollout = placement.rollout_began
     return placement

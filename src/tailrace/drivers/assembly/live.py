@@ -282,7 +282,7 @@ async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
 @asynccontextmanager
 async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
     """Before a run engines have the devices that the trainer shares. Inside the block it has them."""
-    is_shared = parts.sharing.kind != "disaggregated"
+    is_shared = parts.sharing.takes_turns
     engines = parts.engines if is_shared else ()
     await asyncio.gather(*(engine.sleep() for engine in engines))
     if is_shared:
@@ -363,7 +363,7 @@ def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
         remedy = "remove it; the embedded engine can, vLLM, SGLang and Tinker"
         raise ConfigError("run.eval_top_p", config.run.eval_top_p, problem, remedy)
     awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
-    if awake and config.placement.kind != "disaggregated":
+    if awake and config.placement.takes_turns:
         problem = f"{awake} cannot give the memory of its devices back"
         remedy = 'add "--enable-sleep-mode" to engine.args of vLLM, or write "disaggregated"'
         raise ConfigError("placement.kind", config.placement.kind, problem, remedy)

@@ -272,8 +272,9 @@ def held_at_once(
 ) -> Iterator[tuple[str, float, list[ProcessMemory]]]:
     """Name each memory with its size and the processes that fill it at the same time, with what they hold in
     it as `on_device`. Engines and trainer that share devices take turns."""
-    placement, takes_turns = config.placement, config.placement.kind != "disaggregated"
-    for present in in_turn(processes).values() if placement.kind == "colocated" else [processes]:
+    placement = config.placement
+    alternate = placement.takes_turns and not placement.lends
+    for present in in_turn(processes).values() if alternate else [processes]:
         yield "host memory", machine.memory, [replace(each, on_device=each.host_parts) for each in present]
     lists = {"engine": placement.engines, "trainer": placement.trainer} if placement.devices == "gpus" else {}
     on_gpus: defaultdict[object, list[ProcessMemory]] = defaultdict(list)
@@ -286,7 +287,7 @@ def held_at_once(
         for number in numbers or [int(each.device.partition(":")[2] or 0)] * each.num:
             on_gpus[number].append(one)
     for beside in on_gpus.values():
-        for present in in_turn(beside).values() if takes_turns else [beside]:
+        for present in in_turn(beside).values() if placement.takes_turns else [beside]:
             yield f"the memory of {beside[0].device}", machine.gpu_memory, present
 
 

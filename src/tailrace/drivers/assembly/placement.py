@@ -36,7 +36,7 @@ def device_map(config: RunConfig) -> DeviceMap:
                 raise ConfigError(f"placement.{name}", listed, problem, remedy)
     _check_lists("placement.engines", engines, num_engines, "engines", config.engine.num_devices)
     _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
-    if placement.kind == "disaggregated" and (both := _numbers(engines) & _numbers(trainers)):
+    if not placement.takes_turns and (both := _numbers(engines) & _numbers(trainers)):
         problem = f"the engines have the devices {sorted(both)}, too"
         remedy = 'choose other devices, or placement.kind = "colocated" or "elastic"'
         raise ConfigError("placement.trainer", trainers, problem, remedy)
@@ -62,12 +62,12 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
     start_width = _start_width(placement, sizes, num_engines, sim)
     max_width, longest = sizes[-1] // size, None
     if placement.lend_after == "prompts":
-        if placement.kind != "elastic":
+        if not placement.lends:
             problem = f"placement.kind = {placement.kind} lends no devices"
             raise ConfigError("placement.lend_after", "prompts", problem, 'remove it, or write "elastic"')
         given = config.sampling.max_completion_tokens if config.sampling else DEFAULT_MAX_TOKENS
         longest = (sim and sim.lengths.max_tokens) or given
-    if placement.kind == "elastic":
+    if placement.lends:
         if replicas % 2:
             problem = "the elastic placement trains with one half of the replicas, and then with both"
             raise ConfigError("trainer.replicas", replicas, problem, f"set it to {replicas + 1}")
@@ -75,7 +75,7 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
             problem = f"{num_engines} engine cannot give a half of the devices to the trainer"
             raise ConfigError("placement.kind", "elastic", problem, "start at least 2 engines")
     early = max(1, replicas // 2)
-    if sim or placement.kind != "elastic" or not (placement.engines and placement.trainer):
+    if sim or not placement.lends or not (placement.engines and placement.trainer):
         return DeviceSharing(placement.kind, (), early, max_width, start_width, longest)
     first = _numbers(placement.trainer[:early])
     lent = tuple(bool(first & set(each)) for each in placement.engines)
@@ -99,7 +99,7 @@ def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | Non
     if not sim and placement.devices == "gpus" and placement.engines and placement.trainer:
         gpus = _numbers(placement.engines)
         return Prices(config.prices, len(gpus), len(_numbers(placement.trainer) - gpus))
-    in_common = 0 if placement.kind == "disaggregated" else generating
+    in_common = generating if placement.takes_turns else 0
     return Prices(config.prices, generating, max(0, training - in_common))
 
 
@@ -132,7 +132,7 @@ def check_placement(config: PolicyConfig) -> None:
 def _check_reference(config: RunConfig) -> None:
     """With LoRA the reference is the trainer without its adapter."""
     trainer = config.trainer
-    sleeps = config.placement.kind != "disaggregated" and "weights" not in trainer.kept_asleep()
+    sleeps = config.placement.takes_turns and "weights" not in trainer.kept_asleep()
     if sleeps and trainer.lora and config.algorithm.kl_coef:
         problem = "the reference is the trainer without its adapter, and computes while engines generate"
         key, remedy = "trainer.offload.weights", 'set it to "device"'

@@ -250,9 +250,9 @@ def steps_of_a_round(config: RunConfig, schedule: BoundSchedule) -> int | None:
 
 def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> _Rehearsal:
     """Raises a ConfigError if the schedule cannot run with these parameters."""
-    settings, sim, kind = config.run, config.sim, config.placement.kind
+    settings, sim, sharing = config.run, config.sim, DeviceSharing(config.placement.kind)
     lengths = SimLengthSettings(median_tokens=200, max_tokens=2000)
-    replicas = 2 if kind == "elastic" else 1
+    replicas = 2 if sharing.lends else 1
     count = max(replicas, min(2, sim.engines.count or config.engine.num_engines))
     engines = SimEngineSettings(count=count, versions=sim.engines.versions or config.num_versions)
     synchronous = config.reward.synchronous or sim.rewards.synchronous
@@ -273,7 +273,7 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             raise ConfigError("algorithm.loss", "gspo", problem, remedy)
 
     async def two_rounds() -> None:
-        parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=DeviceSharing(kind))
+        parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=sharing)
         few = FewPrompts(parts.prompts, schedule.keywords)
         await execute(watched, replace(parts, prompts=few), rounds, Recorder(rehearsal))
 

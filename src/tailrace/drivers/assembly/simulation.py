@@ -140,7 +140,7 @@ def simulated_parts(
         for number, host in enumerate(hosts)
     ]
     anchors, judge, host = Anchors(), settings.rewards.judge, None if settings.rewards.judge else hosts[0]
-    trainer = SimTrainer(settings.trainer, replicas, host, asleep=sharing.kind != "disaggregated")
+    trainer = SimTrainer(settings.trainer, replicas, host, asleep=sharing.takes_turns)
     if (faults := settings.faults) and faults.mean_life_s:
         for number, engine in enumerate(engines):
             let_die(partial(engine.fail, faults.restart_s), faults.mean_life_s, seed, number)
@@ -241,12 +241,12 @@ def sim_settings(config: RunConfig) -> SimSettings:
     """[sim] of a config. What it leaves open follows from [sim.cluster], or is taken from [engine] and
     [sampling]. Raises a ConfigError if [sim.cluster] cannot work, the placement is another one, or lengths
     cannot be read."""
-    sim, kind = without_rates(config), config.placement.kind
+    sim, placement = without_rates(config), config.placement
     if cluster := sim.cluster:
-        if (cluster.rollout_devices is None) == (kind == "disaggregated"):
+        if (cluster.rollout_devices is None) != placement.takes_turns:
             found = "all devices generate" if cluster.rollout_devices is None else "some devices only train"
             remedy = 'choose "disaggregated" with sim.cluster.rollout_devices, or another kind without it'
-            raise ConfigError("placement.kind", kind, f"{found} in [sim.cluster]", remedy)
+            raise ConfigError("placement.kind", placement.kind, f"{found} in [sim.cluster]", remedy)
         sim = rates(sim)
     count = sim.engines.count or config.engine.num_engines
     return sim.changed(engines={"count": count})

@@ -69,7 +69,7 @@ async def open_workers(
                     reference: Reference | None = await begin_teachers(opening)
                 else:
                     reference = await trainer_of.reference(opening, trainer)
-                if config.placement.kind != "disaggregated":
+                if config.placement.takes_turns:
                     await trainer.ready()
                     await trainer.sleep()  # a server takes the memory that it finds free
                 workers = [worker.ready() for worker in opening.started]

@@ -36,7 +36,7 @@ class Torch(TrainerKind):
         if config.trainer.lora:
             kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
             check_lora(config.model.path, config.trainer.lora, **kinds)
-        apart = config.placement.kind == "disaggregated" and config.weights.transport != "process_group"
+        apart = not config.placement.takes_turns and config.weights.transport != "process_group"
         if config.trainer.restarts and not apart:
             problem = 'it needs placement.kind = "disaggregated", and no weights.transport = "process_group"'
             remedy = "change them, or set host.restarts, with which all workers start again"
@@ -139,7 +139,7 @@ def trainer_memory(
         host, asleep = host | state, {}
     else:
         work |= state
-        if config.placement.kind != "disaggregated" and not on_cpu:
+        if config.placement.takes_turns and not on_cpu:
             places = settings.offload.places()
             host["asleep"] = sum(size for part, size in state.items() if places[part] == "host")
     return ProcessMemory("trainer", settings.device, work, host, ranks * settings.replicas, asleep)

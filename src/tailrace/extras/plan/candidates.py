@@ -16,7 +16,7 @@ from typing import Any
 
 from tailrace.contracts.data import Epochs
 from tailrace.rollout.admission import Frontier, FrontierFirst
-from tailrace.rollout.placement import Kind
+from tailrace.rollout.placement import DeviceSharing, Kind, OfKind
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimClusterSettings, SimSettings, SimTrainerSettings
@@ -201,7 +201,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(OfKind):
     """A schedule on a division of the devices."""
 
     work: Work
@@ -214,7 +214,12 @@ class Candidate:
 
     @property
     def replicas(self) -> int:
-        return 2 if self.kind == "elastic" else 1
+        return 2 if self.lends else 1
+
+    @property
+    def where(self) -> str:
+        """The placement in words."""
+        return "elastic" if self.lends else "in turn" if self.takes_turns else "on separate devices"
 
     def on(self, cluster: SimClusterSettings) -> SimClusterSettings:
         """The cluster with this division of its devices."""
@@ -226,10 +231,8 @@ class Candidate:
 
     def division(self, devices: int) -> str:
         """The devices in words."""
-        if self.rollout_devices is None:
-            words = "in turn" if self.kind == "colocated" else "elastic"
-        else:
-            words = f"{self.rollout_devices} + {devices - self.rollout_devices}"
+        num = self.rollout_devices
+        words = self.where if num is None else f"{num} + {devices - num}"
         return f"{words}, TP {self.tensor_parallel}" if self.tensor_parallel > 1 else words
 
 
@@ -242,12 +245,13 @@ def candidates(
     U, K, lags = groups_per_step, group_size, sorted({lag for lag in (*LAGS, max_lag) if 0 < lag < inf})
     for kind, rollout_devices, size in divisions(sim.cluster, partial(num_slices, sim, U, K)):
         num_engines, slots = (rollout_devices or sim.cluster.devices) // size, sim.engines.slots or 1
-        if kind == "colocated":
+        sharing = DeviceSharing(kind)
+        if sharing.takes_turns and not sharing.lends:
             works = _in_turn(U, K, lags, num_engines * slots)
         else:
             works = chain(
                 _streamed(U, lags, bool(sim.lengths.rows)),
-                _never_stopped(U, K, lags, num_engines, slots) if kind == "disaggregated" else (),
+                () if sharing.takes_turns else _never_stopped(U, K, lags, num_engines, slots),
             )
         for work in {work.name: work for work in works}.values():
             if work.schedule != "trl_async" or work.lag < (sim.engines.versions or 1):

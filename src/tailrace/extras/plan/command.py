@@ -146,7 +146,7 @@ def _against(log: PeerLog, found: Plan, asked: Problem, cluster: SimClusterSetti
     best, prices, run_s = found.best, asked.prices, log.mean("step_s") - log.other_s
     reasons, division = [f"the run: {log.waits}"], (cluster.rollout_devices, cluster.tensor_parallel)
     for each, sim in asked.candidates()[0].items():
-        is_own = (each.rollout_devices, each.tensor_parallel) == division and each.kind != "elastic"
+        is_own = (each.rollout_devices, each.tensor_parallel) == division and not each.lends
         if is_own and each.work.schedule == "serial" and not each.work.lag and not log.overlaps:
             same_s = asked.measure(each, sim, asked.steps).step_s
             off = f"{same_s / run_s - 1:+.0%}"
@@ -256,7 +256,7 @@ def present_setting(
     cluster, kind = asked.sim.cluster, config.placement.kind
     name, why = str(config.schedule["name"]), ""
     assert cluster
-    if cluster.rollout_devices or kind == "disaggregated":
+    if cluster.rollout_devices or not config.placement.takes_turns:
         kind = "disaggregated" if cluster.rollout_devices else "colocated"
     config = config.changed(placement={"kind": kind})
     try:

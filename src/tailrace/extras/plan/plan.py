@@ -106,17 +106,16 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
     last_s, others_s = trainer.step_s / work.steps, trainer.step_s * (work.steps - 1) / work.steps
     publish_s, load_s = trainer.publish_s / work.steps, engines.load_s / work.steps
     reward_s = sim.rewards.median_s / work.steps if sim.rewards.code is None else 0.0
-    again_s = trainer.early_swap_s if candidate.kind == "elastic" else 0.0  # while others generate
+    again_s = trainer.early_swap_s if candidate.lends else 0.0  # while others generate
     switch_s = (engines.sleep_s + engines.wake_s + 2 * trainer.swap_s - again_s) / work.steps
-    match candidate.kind:
-        case "colocated":
-            step_s = generation_s + reward_s + pass_s + others_s + last_s + publish_s + switch_s
-        case "elastic":  # the devices of engines that are idle train
-            step_s = max(generation_s + reward_s, busy_s + pass_s) + others_s + last_s + publish_s + switch_s
-        case "disaggregated" if work.stops:
-            step_s = max(generation_s + reward_s, pass_s + others_s) + last_s + publish_s + load_s
-        case "disaggregated":
-            step_s = max(generation_s + load_s, pass_s + others_s + last_s + publish_s)
+    if candidate.lends:  # the devices of engines that are idle train
+        step_s = max(generation_s + reward_s, busy_s + pass_s) + others_s + last_s + publish_s + switch_s
+    elif candidate.takes_turns:
+        step_s = generation_s + reward_s + pass_s + others_s + last_s + publish_s + switch_s
+    elif work.stops:
+        step_s = max(generation_s + reward_s, pass_s + others_s) + last_s + publish_s + load_s
+    else:
+        step_s = max(generation_s + load_s, pass_s + others_s + last_s + publish_s)
     return Floor(generation_s, pass_s + trainer.step_s, step_s)
 
 
@@ -315,9 +314,9 @@ class Problem:
         longest response of the steps in flight ends; on devices that both have, that half of the shorter side
         is not hidden."""
         work, floor, load = candidate.work, self.floor(candidate, sim, steps), self.load(steps)
-        if candidate.kind == "elastic":
+        if candidate.lends:
             return floor.step_s + min(floor.generation_s, floor.training_s) / 2
-        if candidate.kind == "colocated" or work.stops or work.lag == inf:
+        if candidate.takes_turns or work.stops or work.lag == inf:
             return floor.step_s
         num = work.lag + 1
         longest = load.longest(int(num) * self.groups_per_step * self.slices) / num

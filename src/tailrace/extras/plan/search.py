@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import get_args
 
 from tailrace import clock
 from tailrace.drivers.assembly.signals import Terminated
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.candidates import Candidate
 from tailrace.extras.plan.plan import Measured, Problem
+from tailrace.rollout.placement import Kind
 from tailrace.sim.settings import SimSettings
 
 SHORT = 4096
@@ -291,11 +293,10 @@ def _tail(problem: Problem) -> str:
 
 
 def _others(best: Measured, measured: Sequence[Measured]) -> Iterator[str]:
-    words = {"disaggregated": "on separate devices", "colocated": "in turn", "elastic": "elastic"}
-    for kind, where in words.items():
+    for kind in get_args(Kind):
         found = [each for each in measured if each.candidate.kind == kind]
         if kind != best.candidate.kind and found:
-            yield f"{where} the best is {_compared(found[0], best)}"
+            yield f"{found[0].candidate.where} the best is {_compared(found[0], best)}"
 
 
 def _on_policy(
