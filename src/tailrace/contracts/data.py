@@ -6,8 +6,7 @@ epoch), so the row at any index is found without visiting the earlier ones.
 
 from typing import Literal, Protocol
 
-import numpy as np
-
+from tailrace.contracts.permutation import permutation
 from tailrace.types import Prompt
 
 HELD_OUT_ONE_IN = 16
@@ -31,13 +30,11 @@ class Epochs:
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self._num_rows, self._seed = num_rows, seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self._epoch, self._order = -1, permutation((), 0)
 
     def row_at(self, index: int) -> int:
         """Return the row number at `index`."""
         epoch, place = divmod(index, self._num_rows)
         if epoch != self._epoch:
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
-            self._epoch = epoch
-        return int(self._order[place])
+            self._epoch, self._order = epoch, permutation((self._seed, epoch), self._num_rows)
+        return self._order[place]

@@ -21,23 +21,22 @@ trainer is taken as it was measured.
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
-
-import numpy as np
 
 from tailrace.record.events import (
     Accumulated,
     EngineStateChanged,
     Event,
+    Interval,
     Moment,
+    RequestEnded,
     RequestStarted,
     RoundStarted,
     SampleScored,
     Stepped,
     TokensWasted,
 )
-from tailrace.record.intervals import complement, most_at_once, total, union
-from tailrace.record.timeline import Pairs, ServedRequest
 from tailrace.types import SampleId
 
 RESWEEP = 4
@@ -55,26 +54,40 @@ class RoundBound(Moment, frozen=True):
     """The lower bound of run_time_s."""
 
 
+class _GainingRequest(Interval, frozen=True):
+    """A request of training that gained tokens."""
+
+    engine: str
+    num_gained: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.num_gained / self.duration_s
+
+
 @dataclass(slots=True)
 class _Peaks:
     """The highest rate of each engine, in tokens a second: of the sum over the requests that it serves at
     once, each at its own mean rate."""
 
     rates: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    ended: list[ServedRequest] = field(default_factory=list)
+    ended: list[_GainingRequest] = field(default_factory=list)
     _num_swept: int = 0
 
     def sweep(self, oldest_s: float) -> None:
         """Compute the rates, and forget requests that ended before the oldest one that is served now."""
         if (len(self.ended) - self._num_swept) * RESWEEP < max(1, self._num_swept):
             return
-        by_engine: dict[str, list[ServedRequest]] = defaultdict(list)
+        by_engine: dict[str, list[_GainingRequest]] = defaultdict(list)
         for request in self.ended:
             by_engine[request.engine].append(request)
         for engine, mine in by_engine.items():
-            times = np.array([(each.start_s, each.end_s) for each in mine])
-            rates = np.array([each.num_gained / each.duration_s for each in mine])
-            peak = most_at_once(times, rates)
+            changes = [(each.start_s, each.rate) for each in mine] + [
+                (each.end_s, -each.rate) for each in mine
+            ]
+            # Ends come first: where one ends as another begins, they are not open at once.
+            peak = max(accumulate(change for _, change in sorted(changes)))
             self.rates[engine] = max(self.rates[engine], peak)
         self.ended = [request for request in self.ended if request.end_s > oldest_s]
         self._num_swept = len(self.ended)
@@ -139,8 +152,9 @@ class BoundMeter:
 
     def __init__(self) -> None:
         self._rates, self._peaks = _Rates(), _Peaks()
-        self._pairs = Pairs()
-        self._requests: dict[SampleId, list[ServedRequest]] = defaultdict(list)  # of samples without a fate
+        self._open: dict[SampleId, float] = {}
+        """The starts of the requests that are served now, in their order."""
+        self._requests: dict[SampleId, list[_GainingRequest]] = defaultdict(list)  # of samples without a fate
         self._scored: dict[SampleId, float] = {}
         self._are_open: dict[str, bool] = {}
         self._closed_since = -inf  # when the last open engine closed; infinite while one is open
@@ -151,12 +165,13 @@ class BoundMeter:
         self._trained: dict[SampleId, int] = {}  # their tokens
 
     def on(self, event: Event) -> None:
-        ended = self._pairs.on(event)
-        if isinstance(ended, ServedRequest):
-            self._request_ended(ended)
         match event:
-            case RequestStarted() if event.engine not in self._are_open:
-                self._engine_changed(event.engine, True, event.time_s)
+            case RequestStarted():
+                self._open[event.sample] = event.time_s
+                if event.engine not in self._are_open:
+                    self._engine_changed(event.engine, True, event.time_s)
+            case RequestEnded() if event.sample in self._open:
+                self._request_ended(event, self._open.pop(event.sample))
             case SampleScored() if event.sample in self._requests:
                 self._scored[event.sample] = event.time_s
                 reward_s = event.time_s - self._requests[event.sample][-1].end_s
@@ -178,8 +193,8 @@ class BoundMeter:
         computation is as the trainer measured it."""
         work, rates = self._round, self._rates
         run = self._run = self._run or _Work(work.start_s)
-        busy = union([(max(event.start_s, work.start_s), event.end_s) for event in self._busy])
-        work.compute_s = min(compute_s, total(busy))  # replicas may compute at the same time
+        busy_s = sum(end_s - start_s for start_s, end_s in self._computed())
+        work.compute_s = min(compute_s, busy_s)  # replicas may compute at the same time
         work.generated([self._tokens_after(sample, work.start_s) for sample in self._trained])
         run.generated([self._tokens_after(sample, run.start_s) for sample in self._trained])
         work.first_s, work.longest_s = self._group_times()
@@ -188,8 +203,7 @@ class BoundMeter:
         run.in_turn &= work.in_turn
         run_time_s = work.start_s + main_time_s - run.start_s
 
-        oldest = next(iter(self._pairs.requests.values()), None)
-        self._peaks.sweep(oldest.start_s if oldest else inf)
+        self._peaks.sweep(next(iter(self._open.values()), inf))
         peak = sum(self._peaks.rates.values())
         bound_s, limit = work.bound_s(rates, peak, main_time_s)
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
@@ -222,31 +236,45 @@ class BoundMeter:
         trained_s = max(ready_s[group] + count * train_s for group, count in num_tokens.items())
         return min(ready_s.values()), trained_s + rates.step_s
 
+    def _computed(self) -> list[tuple[float, float]]:
+        """The times of the round in which the trainer computed, which do not overlap, in their order."""
+        found = list[tuple[float, float]]()
+        times = ((max(each.start_s, self._round.start_s), each.end_s) for each in self._busy)
+        for start_s, end_s in sorted(times):
+            if found and start_s <= found[-1][1]:
+                start_s, earlier_s = found.pop()
+                end_s = max(end_s, earlier_s)
+            found.append((start_s, end_s))
+        return [(start_s, end_s) for start_s, end_s in found if end_s > start_s]
+
     def _longest_wait(self) -> str:
         """The longest time in which the trainer did not compute, and what it waited for."""
-        start_s, end_s = self._round.start_s, self._busy[-1].end_s
-        idle = complement(union([(event.start_s, event.end_s) for event in self._busy]), (start_s, end_s))
-        if not len(idle):
+        waits, idle_s = [(0.0, 0.0)], self._round.start_s
+        for start_s, end_s in self._computed():
+            waits.append((idle_s, start_s))
+            idle_s = end_s
+        from_s, to_s = max(waits, key=lambda wait: wait[1] - wait[0])
+        if from_s == to_s:
             return "the trainer never waited"
-        from_s, to_s = idle[np.argmax(idle[:, 1] - idle[:, 0])].tolist()
         scored = {id: self._scored[id] for id in self._trained if self._scored.get(id, inf) <= to_s}
         if not scored or max(scored.values()) <= from_s:
             return f"the trainer waited {to_s - from_s:.1f} s while its next samples were complete"
         last = max(scored, key=lambda id: scored[id])
         request = self._requests[last][-1]
-        waits = {
+        reasons = {
             f"for sample {last} on {request.engine}": min(max(request.end_s, from_s), to_s) - from_s,
             f"for the reward of sample {last}": scored[last] - max(request.end_s, from_s),
             f"after sample {last} was complete": to_s - scored[last],
         }
-        what = max(waits, key=lambda name: waits[name])
-        return f"the trainer waited {waits[what]:.1f} s {what}"
+        what = max(reasons, key=lambda name: reasons[name])
+        return f"the trainer waited {reasons[what]:.1f} s {what}"
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _request_ended(self, request: ServedRequest) -> None:
-        if request.num_gained and request.duration_s > 0 and not request.is_evaluation:
-            self._requests[request.sample].append(request)
+    def _request_ended(self, event: RequestEnded, start_s: float) -> None:
+        request = _GainingRequest(start_s, event.time_s, event.engine, event.num_gained)
+        if request.num_gained and request.duration_s > 0 and not event.sample.is_held_out:
+            self._requests[event.sample].append(request)
             self._peaks.ended.append(request)
             self._rates.token_s = min(self._rates.token_s, request.duration_s / request.num_gained)
 

@@ -5,13 +5,13 @@ each tensor-parallel size, batch and length. It gives the size of the first roun
 """
 
 import asyncio
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from tailrace.clock import now
 from tailrace.contracts.data import Prompts
@@ -72,13 +72,22 @@ class EngineProfile:
         for number, (start, end) in enumerate(pairwise([0, *self._lengths])):
             batch = num_requests * (1 - number / len(self._lengths)) * size / num_devices
             batches, steps_s = zip(*self._steps[size, end].items(), strict=True)
-            step_s = float(np.interp(batch, batches, steps_s)) * max(1.0, batch / batches[-1])
+            step_s = _interpolated(batch, batches, steps_s) * max(1.0, batch / batches[-1])
             seconds += (end - start) * step_s
         return seconds
 
     def fastest(self, sizes: Sequence[int], num_requests: float, num_devices: int) -> int:
         """Return the size of the shortest rollout; of equal ones the smallest."""
         return min(sizes, key=lambda size: self.rollout_s(size, num_requests, num_devices))
+
+
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The height at x of the line through points, and beyond them that of the first or the last."""
+    at = bisect_right(xs, x)
+    if at in (0, len(xs)):
+        return ys[max(0, at - 1)]
+    slope = (ys[at] - ys[at - 1]) / (xs[at] - xs[at - 1])
+    return slope * (x - xs[at - 1]) + ys[at - 1]
 
 
 async def measure(

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -36,6 +36,7 @@ def test_each_source_is_read_in_its_own_order_and_has_its_share_of_every_page():
 
 
 @given(st.lists(st.integers(0, 10**9), max_size=20), st.integers(0, 3))
+@settings(deadline=None)
 def test_access_is_random(indices, seed):
     one, other = mixed(seed=seed), mixed(seed=seed)
     assert [one[i] for i in indices] == [other[i] for i in reversed(indices)][::-1]

@@ -19,7 +19,6 @@ lock             held by the process that trains here; the system releases it wh
 
 import fcntl
 import os
-import resource
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -199,6 +198,8 @@ class RunFolder:
             yield
         except OSError as why:
             if why.errno in (EMFILE, ENFILE):
+                import resource  # a browser, which simulates, has none
+
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 problem = f"the run needs more file descriptors ({why.strerror})"
                 raise ConfigError("ulimit -n", limit, problem, "raise it, for example to 1024") from why

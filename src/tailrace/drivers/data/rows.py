@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, Split
+from tailrace.contracts.permutation import permutation
 from tailrace.drivers.data.encoding import PromptEncoder, Tools, is_prompt
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import BadRow, ConfigError
@@ -291,7 +291,7 @@ class MixedPrompts:
         ordered = [source for source, share in enumerate(self._shares) for _ in range(share)]
         found: list[tuple[int, int]] = []
         seen = [0] * len(self._shares)
-        for place in np.random.default_rng([self._seed, page]).permutation(PAGE):
+        for place in permutation((self._seed, page), PAGE):
             source = ordered[place]
             found.append((source, seen[source]))
             seen[source] += 1
