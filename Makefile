@@ -66,14 +66,10 @@ test-all:
 check-names:
 	$(PYTHON) benchmarks/peer_names.py
 
-# The scripts are checked for names and arguments that the package does not have.
-LOOSE = $(addprefix --disable-error-code=,arg-type assignment call-overload dict-item func-returns-value import-not-found index list-item misc no-any-return no-untyped-call operator return-value type-arg union-attr var-annotated)
-
 check: env-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=src:benchmarks:tests:. $(BIN)/mypy --explicit-package-bases --follow-imports=silent $(LOOSE) benchmarks
 
 docs: env-dev
 	$(BIN)/python docs/make_configuration.py docs/reference

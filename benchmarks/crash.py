@@ -248,7 +248,11 @@ class Victim:
         process = self._start(kills * ROUNDS_PER_KILL + LAST_ROUNDS)
         for number in range(kills):
             round = number * ROUNDS_PER_KILL + chance.randrange(ROUNDS_PER_KILL)
-            self._wait(process, lambda round=round: self._round() >= round, f"round {round} did not come")
+
+            def has_come(round: int = round) -> bool:
+                return self._round() >= round
+
+            self._wait(process, has_come, f"round {round} did not come")
             time.sleep(chance.uniform(0, KILL_S))
             found = list[list[int]]()
 
@@ -450,7 +454,7 @@ class ServiceVictim(FrozenVictim):
             "trainer.kind": "tinker",
             "algorithm.old_policy": "recorded",
         }
-        super().__init__("april", KILLED["april"], folder, options | at_service)
+        super().__init__("april", KILLED["april"], folder, {**options, **at_service})
         os.environ["TINKER_API_KEY"] = "tml-a-key-of-the-benchmark"
         self._start_service()
 
@@ -840,8 +844,9 @@ async def trials(
                         journal = Journal(commit, start, flush_s=config.ledger.flush_s)
                     recorder = Recorder(StepMeter(summary, wall_clock=clock.wall_time))
                     began_s = time.process_time()
-                    books = {"starting_point": start, "journal": journal}
-                    await execute(candidate.schedule, parts, config.run, recorder, **books)
+                    await execute(
+                        candidate.schedule, parts, config.run, recorder, starting_point=start, journal=journal
+                    )
                     cpu_s = time.process_time() - began_s
                 if repeat >= 0:
                     found[with_ledger].append((over_rounds(summary.rows, "round/main_time_s"), cpu_s))

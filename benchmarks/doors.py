@@ -251,10 +251,15 @@ def serve_kinds() -> dict[str, Attack]:
         t.send(path, {"update_info": strange(t.random)}, authorization="Bearer no")
 
     def messages(t: Target) -> None:
-        content = t.random.choice([[{"text": 7}], [{}], {"text": "a"}, 7, "\ud800", None, ["a"]])
+        content: Any = t.random.choice([[{"text": 7}], [{}], {"text": "a"}, 7, "\ud800", None, ["a"]])
         t.send("/v1/chat/completions", {"messages": [{"role": strange(t.random), "content": content}]})
 
-    found = {"fields": fields, "many samples": many, "weights": weights, "no owner": control}
+    found: dict[str, Attack] = {
+        "fields": fields,
+        "many samples": many,
+        "weights": weights,
+        "no owner": control,
+    }
     for path, key in ROUTES.items():
         found |= {f"{name} {key}": attack for name, attack in any_server(path, key).items()}
     return found | {"messages": messages}
@@ -350,7 +355,8 @@ def tinker_kinds() -> dict[str, Attack]:
         fields = ["temperature", "top_p", "top_k", "seed", "max_tokens", "stop"]
         params = {name: strange(t.random) for name in t.random.sample(fields, 2)}
         tokens = t.random.choice([[5, 6], [-1], [10**30], [], [5] * 2000, ["x"] * 1000])
-        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "sampling_params": params}
+        chunk = {"type": "encoded_text", "tokens": tokens}
+        body: dict[str, Any] = {"prompt": {"chunks": [chunk]}, "sampling_params": params}
         body |= {"sampling_session_id": t.random.choice([t.sampler, hostile_path(t)]), "seq_id": t.next()}
         t.future(
             "/asample", body | {"num_samples": t.random.choice([1, 1, 0, 10**9]), "prompt_logprobs": True}
@@ -649,7 +655,7 @@ def flooded(name: str, num: int, limit: int) -> dict[str, Any]:
     with started(name, 0, limit) as target:
         before = generated(target)
         effects = asked_from_another_site(target, num)
-        tokens, seconds = generated(target) - before, []
+        tokens, seconds = generated(target) - before, list[float]()
         half = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-"
         crowd = Crowd(target.pid, int(target.url.rpartition(":")[2]), half)
         with httpx.Client(headers=target.headers, timeout=TIMEOUT_S) as client:

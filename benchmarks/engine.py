@@ -40,10 +40,10 @@ HOW_TO_INSTALL = {
     "native_http": "did not run: pip install 'tailrace[serve]'",
     "vllm_http": "did not run: as vllm",
 }
-SHAPE = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048}
 SMALL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "0.45M": SHAPE | SMALL | {"num_key_value_heads": 2, "head_dim": 32},
     "25M": SHAPE | LARGE | {"num_key_value_heads": 4, "head_dim": 64},
 }

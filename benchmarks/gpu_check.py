@@ -257,9 +257,17 @@ def float32_attention(folder: Path, device: str) -> str | None:
         for num in (heads, kv_heads, kv_heads)
     )
     boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
-    options = {"cu_seq_lens_q": boundaries, "sequence_lengths": [length]}
-    attend = partial(packed_causal_attention, torch.nn.Identity(), q, k, v, None, **options)
-    peak, square = _peak_bytes(lambda: attend()[0].sum().backward()), 4 * heads * length**2
+    attend = partial(
+        packed_causal_attention,
+        torch.nn.Identity(),
+        q,
+        k,
+        v,
+        None,
+        cu_seq_lens_q=boundaries,
+        sequence_lengths=[length],
+    )
+    peak, square = _peak_bytes(lambda: torch.autograd.backward(attend()[0].sum())), 4 * heads * length**2
     return f"attention took {peak:,} bytes; [H, L, L] takes {square:,}" if peak >= square else None
 
 
@@ -301,7 +309,8 @@ def device_to_device(folder: Path, device: str) -> str | None:
     from tailrace.drivers.weights.tensors import checksums
 
     backend, first, second = ("nccl", "cuda:0", "cuda:1") if device == "cuda" else ("gloo", "cpu", "cpu")
-    sender = ProcessGroupSender(ProcessGroupSettings(backend=backend, bucket_bytes=2**24), first)
+    settings = ProcessGroupSettings.model_validate({"backend": backend, "bucket_bytes": 2**24})
+    sender = ProcessGroupSender(settings, first)
     tensors = {f"{n}": torch.randn(2**20, device=first).bfloat16() for n in range(32)}
     weights, link = sender.store(tensors, 1), new_link("engine-0")
     spawned = multiprocessing.get_context("spawn")
@@ -319,8 +328,8 @@ def device_to_device(folder: Path, device: str) -> str | None:
 def full_micro_batches(folder: Path, device: str) -> str | None:
     """Groups that come one by one, with a bit more than half a micro-batch each."""
     limit = 8192 if device == "cuda" else 600
-    least = {} if device == "cuda" else {"min_tokens_per_microbatch": limit}
-    trainer = _trainer(folder, device=device, max_tokens_per_microbatch=limit, **least)
+    smallest = {} if device == "cuda" else {"min_tokens_per_microbatch": limit}
+    trainer = _trainer(folder, device=device, max_tokens_per_microbatch=limit, **smallest)
     length = limit // 14  # eight samples are 0.57 of a micro-batch
     for group in range(14):
         trainer.accumulate([_group(group, length)])

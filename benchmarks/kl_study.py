@@ -37,11 +37,12 @@ from transformers.utils import logging
 
 from common import QUICKSTART
 from tailrace.api import load_config
-from tailrace.config import RunConfig
+from tailrace.config import LiveConfig
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.types import KV
 
 MAX_LAG, LAGS, STARTS = 32, (1, 2, 4, 8, 16, 32), (0, 100, 190)
@@ -110,8 +111,8 @@ def respond(folder: Path, policy: Policy, prompts: Sequence[Sequence[int]], leng
     responses = [Response(ids) for ids in prompts]
     settings = {"engine.max_num_seqs": len(prompts), "sampling.max_completion_tokens": min(length, CONTEXT)}
     settings |= {"engine.kv_cache_tokens": ROOM, "engine.max_prefill_tokens": ROOM}  # none is preempted
-    config = load_config(QUICKSTART, settings)
-    assert config.sampling
+    config = LiveConfig.of(load_config(QUICKSTART, settings))
+    assert isinstance(config.engine, NativeEngineSettings)
     engine = NativeEngine(folder, config.engine, config.sampling)
     for seed, response in enumerate(responses):
         engine.submit(GenerationRequest(str(seed), list(response.prompt_ids), [], seed))
@@ -197,7 +198,7 @@ def from_start(folders: Sequence[Path], prompts: Sequence[Sequence[int]], length
     lagging, first = Policy(models[:1]), switch_positions(1, length)[0]
     old = respond(folders[0], lagging, prompts, length)
     found: dict[str, Any] = defaultdict(list, g=list(LAGS))
-    errors = []
+    errors: list[float] = []
     for lag in LAGS:
         kl, error = divergence(old, lagging, models[lag], length)
         parts, errors = {"old": kl}, [*errors, error]
@@ -216,21 +217,22 @@ def from_start(folders: Sequence[Path], prompts: Sequence[Sequence[int]], length
     return dict(found)
 
 
-def training(settings: dict[str, str], length: int, seed: int) -> RunConfig:
+def training(settings: dict[str, str], length: int, seed: int) -> LiveConfig:
     """The run that makes the checkpoints, for L = `length`."""
     every = {"run.seed": seed, "run.rounds": STEPS, "run.eval_every": 0, "run.checkpoint_every": 1}
     every |= {"run.keep_checkpoints": 0, "sampling.max_completion_tokens": min(length, CONTEXT)}
-    config = load_config(QUICKSTART, {**every, **settings, **(RAMBLING if length > 200 else {})})
+    config = LiveConfig.of(
+        load_config(QUICKSTART, {**every, **settings, **(RAMBLING if length > 200 else {})})
+    )
     groups = SAMPLES // config.run.group_size
     one_step = {"name": "serial", "groups_per_round": groups, "groups_per_step": groups}
     return config.model_copy(update={"schedule": one_step})
 
 
-def divergences(config: RunConfig, length: int, folder: Path) -> dict[str, Any]:
+def divergences(config: LiveConfig, length: int, folder: Path) -> dict[str, Any]:
     """The result of one run: the divergences from each start. `folder` has its training, and is removed."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    assert config.model and config.data
     tokenizer = load_tokenizer(config.model.path)
     held_out = open_prompts(config.data, tokenizer, seed=config.run.seed, split="eval")
     prompts = [held_out[index].ids for index in range(PROMPTS[length])]

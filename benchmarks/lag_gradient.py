@@ -19,11 +19,13 @@ from learning_report import interval
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.api import load_config
+from tailrace.config import LiveConfig
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.trainer.batch import TrainingSample
@@ -40,7 +42,8 @@ ADVANTAGES = ComputeAdvantages(
 class Study:
     def __init__(self, seed: int, lr: float) -> None:
         room = {"engine.max_num_seqs": SLOTS, "engine.kv_cache_tokens": 256 * SLOTS}
-        config = load_config(QUICKSTART, room)
+        config = LiveConfig.of(load_config(QUICKSTART, room))
+        assert isinstance(config.engine, NativeEngineSettings)
         self.seed, path = seed, config.model.path
         self.prompts = map(training_prompts(config, seed).__getitem__, count())
         self.tokenizer, self.scorer = load_tokenizer(path), Scorer.load(config.reward, config.data)
@@ -53,16 +56,19 @@ class Study:
 
     def step(self) -> dict[str, torch.Tensor]:
         gradient = self.gradients(self.generate(4, [dict(self.policy.weights())]), whole=True)[0] / (4 * K)
-        for parameter, part in zip(self.parameters, gradient.split(self.sizes), strict=True):
+        for parameter, part in zip(self.parameters, torch.split(gradient, self.sizes), strict=True):
             parameter.grad = part.view_as(parameter)
         clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         return {name: weight.detach().clone() for name, weight in self.policy.weights()}
 
-    def generate(self, n: int, in_turn: list, every: int = 200 * SLOTS) -> list[Group]:
+    def generate(
+        self, n: int, in_turn: list[dict[str, torch.Tensor]], every: int = 200 * SLOTS
+    ) -> list[Group]:
         """The next n prompts under each of the weights in turn, for a number of decode steps at most. The
         groups whose last sample ends under the newest of them, which are version 0, with advantages."""
-        groups, samples = [Group(prompt, K, [], K) for prompt in islice(self.prompts, n)], {}
+        groups = [Group(prompt, K, [], K) for prompt in islice(self.prompts, n)]
+        samples: dict[str, Sample] = {}
         for group in groups:
             ids = [SampleId(group.prompt.index, 0, number) for number in range(K)]
             group.samples = group.kept = [Sample(id, group, noise_seed(self.seed, id)) for id in ids]

@@ -70,7 +70,14 @@ COMPARED = {"accuracy": "accuracy", "all": "mean reward", "second half": "reward
 """The figures that have verdicts: columns of a summary, and their names."""
 ALIKE = 0.15
 """Largest relative difference of two mean lags that count as equal."""
-COLUMNS = ("seeds", "accuracy", "less the first", "reward, first quarter", "last quarter", "all")
+COLUMNS: tuple[str, ...] = (
+    "seeds",
+    "accuracy",
+    "less the first",
+    "reward, first quarter",
+    "last quarter",
+    "all",
+)
 COLUMNS += ("less the first", "samples to 0.7", "ESS", "lag, mean", "lag, largest")
 COLUMNS += ("wasted", "generated a trained sample", "length")
 MASKED = ("masked", "of each tenth")
@@ -201,7 +208,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def samples_of(runs: Runs) -> int:
     """The trained samples of the shortest run."""
-    return min(run["samples"] for found in runs.values() for run in found)
+    return min(int(run["samples"]) for found in runs.values() for run in found)
 
 
 def figures_of(runs: Runs) -> Figures:
@@ -312,7 +319,8 @@ def costs(runs: dict[str, Runs]) -> str:
     found, base = runs_of(runs, "lagcurve"), "G=1"
     if base not in found:
         return ""
-    figures, longer, kinds = figures_of(found), figures_of(runs["lag"]), {}
+    figures, longer = figures_of(found), figures_of(runs["lag"])
+    kinds: dict[str, list[str]] = {}
     means = {
         name: {
             column: fmean(row[column] for row in each.values())

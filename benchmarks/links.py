@@ -65,7 +65,7 @@ class LinkedEngineJob(EngineJob):
 class LinkedEngineWorker(EngineWorker):
     """An engine that moves to its host before it loads its model."""
 
-    job_type = LinkedEngineJob
+    job_type = LinkedEngineJob  # type: ignore[assignment]
 
     @override
     @classmethod

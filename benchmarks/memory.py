@@ -28,7 +28,7 @@ from cyclopts import Parameter
 
 from common import QWEN3, run, save_model, write
 from tailrace import clock
-from tailrace.config import RunConfig
+from tailrace.config import PolicyConfig
 from tailrace.contracts.memory import gib
 from tailrace.drivers.assembly.machine import run_memory
 from tailrace.drivers.workers.process import LocalSpawner
@@ -47,7 +47,7 @@ SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_em
 SHAPES: dict[str, dict[str, Any]] = {"smollm2": {"kind": "llama", **SMOLLM2}, "qwen3": QWEN3}
 
 
-def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, beside: bool) -> RunConfig:
+def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, beside: bool) -> PolicyConfig:
     """The config of a run with this trainer; the data are not read."""
     trainer = {
         "ranks": ranks,
@@ -57,7 +57,7 @@ def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, bes
         "min_tokens_per_microbatch": 1,
         "lora": {"rank": 16} if kind == "lora" else None,
     }
-    return RunConfig.model_validate(
+    return PolicyConfig.model_validate(
         {
             "run": {"rounds": 1, "group_size": 2, "checkpoint_every": int(beside)},
             "schedule": {"name": "serial"},
@@ -84,10 +84,8 @@ def make_group(number: int, num_tokens: int) -> list[Sample]:
     return group.samples
 
 
-async def train(config: RunConfig, folder: Path, *, beside: bool) -> list[int]:
+async def train(config: PolicyConfig, folder: Path, *, beside: bool) -> list[int]:
     """Train and return the peak of the resident memory of each process."""
-    assert config.model
-    assert config.sampling
     job = TrainerJob(
         threads=1,
         model=config.model.path,
@@ -122,7 +120,7 @@ def peak_of(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(config: RunConfig, *, beside: bool) -> tuple[int, list[int]]:
+def measure(config: PolicyConfig, *, beside: bool) -> tuple[int, list[int]]:
     """The bound of a process of the trainer, and the peak of each."""
     trainer = next(each for each in run_memory(config, PROMPT_TOKENS) if each.name == "trainer")
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +139,7 @@ def main(
     beside: bool = False,
     json: Path | None = None,
 ) -> None:
-    cases = []
+    cases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
         given = {"num_hidden_layers": layers, "vocab_size": vocabulary}

@@ -465,7 +465,7 @@ def main(
         on_equal_devices(rounds, sigma, reward_s, only)
     else:
         print(f"simulated costs, no model: {words(SEPARATE)}")
-        candidates = {
+        candidates: dict[str, Fixed] = {
             name: (each, SEPARATE, "disaggregated") for name, each in CANDIDATES.items() if only in name
         }
         table(candidates, rounds)

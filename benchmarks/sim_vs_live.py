@@ -20,10 +20,11 @@ import tempfile
 from contextlib import aclosing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import EXAMPLES, run, write
 from tailrace import clock
-from tailrace.config import RunConfig, load_config
+from tailrace.config import PolicyConfig, RunConfig, load_config
 from tailrace.controller.execution import execute
 from tailrace.drivers.assembly.live import advantages_of
 from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers
@@ -31,7 +32,7 @@ from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.drivers.commands.compare import in_turn
 from tailrace.extras.plan.fit_command import fitted_run
-from tailrace.record.events import Recorder
+from tailrace.record.events import Recorder, Sink
 from tailrace.record.metrics import MetricsWriter
 from tailrace.record.run_log import LogWriter
 from tailrace.record.samples import SamplesWriter
@@ -50,9 +51,9 @@ def candidates(config: RunConfig, groups: int, step: int) -> dict[str, ComparedS
     Args:
         step: groups of an optimizer step.
     """
-    whole = {"groups_per_round": groups}
+    whole: dict[str, Any] = {"groups_per_round": groups}
     steps = {**whole, "groups_per_step": step}
-    parameters = {
+    parameters: dict[str, dict[str, Any]] = {
         "serial": steps,
         "rolloutpipe": steps,
         "rolloutpipe_eager": steps,
@@ -79,7 +80,7 @@ async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path
                     settings = settings.model_copy(update={"rounds": 1})
                 parts, meter = await arena.parts(candidate), Summary()
                 recorder = _recorder(candidate.config, meter, trial_folder)
-                advantages = advantages_of(candidate.config)
+                advantages = advantages_of(PolicyConfig.of(candidate.config))
                 await execute(candidate.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
                     times[name].append(meter.figures()["main_time_s"])
@@ -89,7 +90,7 @@ async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path
 def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     folder.mkdir()
     (folder / "config.toml").write_text(config.toml(), encoding="utf-8")
-    files = [
+    files: list[Sink] = [
         MetricsWriter(folder / "metrics.jsonl"),
         LogWriter(folder / "events.jsonl"),
         SamplesWriter(folder / "samples"),

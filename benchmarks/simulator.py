@@ -102,6 +102,7 @@ def parameters(name: str, R: int, U: int, engines: int) -> dict[str, object]:
 
 def cpu_seconds(name: str, R: int, U: int, world: SimSettings, rounds: int) -> tuple[float, Counter]:
     """CPU time of a simulated run, from its first event to its closed ledger."""
+    assert world.engines.count
     schedule = partial(SCHEDULES[name], **parameters(name, R, U, world.engines.count))
     settings, counter = RunSettings(rounds=rounds, group_size=K), Counter()
 

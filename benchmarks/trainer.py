@@ -44,7 +44,12 @@ WORKLOADS = {
     "medium": (SHAPE | MEDIUM | {"num_key_value_heads": 4, "head_dim": 32}, 4),
 }
 """The shape of a model, and the groups of a step."""
-REDUCED = {"vocab_size": 37_984, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 28}
+REDUCED: dict[str, Any] = {
+    "vocab_size": 37_984,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 28,
+}
 REDUCED |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 REDUCED |= {"max_position_embeddings": 40_960}
 OPTIMIZER = ("_fused_adamw_", "_foreach_norm", "_foreach_mul_", "linalg_vector_norm", "div_", "zero_")
@@ -77,7 +82,7 @@ def trainer_of(folder: Path, **settings: Any) -> TorchTrainer:
     return TorchTrainer(folder, given, algorithm, SamplingSettings(max_completion_tokens=512))
 
 
-def measure(shape: dict[str, int], num_groups: int, repeats: int) -> dict[str, float]:
+def measure(shape: dict[str, Any], num_groups: int, repeats: int) -> dict[str, float]:
     """Time steps on the same samples. The first three are not counted."""
     samples = make_samples(num_groups)
     units = [samples[i : i + GROUP_SIZE] for i in range(0, len(samples), GROUP_SIZE)]
@@ -126,8 +131,7 @@ def profiled(folder: Path, dtype: Literal["float32", "bfloat16"], length: int) -
     samples = make_samples(2)
     if length:
         first = samples[0]
-        filled = {"completion_ids": [1] * length, "behavior_logprobs": [-4.0] * length}
-        samples = [TrainingSample(first.id, first.prompt_ids, **filled, advantage=1.0)]
+        samples = [TrainingSample(first.id, first.prompt_ids, [1] * length, [-4.0] * length, 1.0)]
     limit = max(1024, length + 64)
     trainer = trainer_of(
         folder, dtype=dtype, max_tokens_per_microbatch=limit, activation_checkpointing=bool(length)

@@ -10,7 +10,7 @@ evaluate  writes the share of held-out prompts whose greedy completion has the a
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from rewards import exact, near
 Spec = dict[str, Any]
 
 
-class Marks(TrainerCallback):
+class Marks(TrainerCallback):  # type: ignore[misc]
     """The end of each step, and the seconds of its parts."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.begin_s = 0.0
         self.steps: list[Spec] = []
 

@@ -62,7 +62,7 @@ from engine import SIZES, VOCABULARY, Size
 from links import TRAINER, LinkedEngineJob, LinkedEngineWorker, linked_hosts
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
-from tailrace.config import config_of, load_config
+from tailrace.config import PolicyConfig, config_of, load_config
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
@@ -156,11 +156,17 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
                 "model": {"path": str(model)},
                 "data": {"kind": "rows", "path": "none.jsonl", "max_prompt_tokens": MAX_CONTEXT - NUM_TOKENS},
                 "sampling": {"max_completion_tokens": NUM_TOKENS},
-                "engine": {"kind": "vllm", "python": vllm_python, "urls": urls, "args": ["--enforce-eager"]},
+                "engine": {
+                    "kind": "vllm",
+                    "python": vllm_python,
+                    "urls": urls,
+                    "args": ["--enforce-eager"],
+                    "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+                },
             }
-            tree["engine"] |= {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
             no_devices, spawner = DeviceMap((None,), (None,)), LocalSpawner(logs)
-            opening = Opening(config_of(tree), folder, None, load_tokenizer(model), spawner, no_devices)
+            config = PolicyConfig.of(config_of(tree))
+            opening = Opening(config, folder, None, load_tokenizer(model), spawner, no_devices)
             engine = await HttpEngines(VllmServers(), opening, trainer).begin(f"vllm-{name}", 0)
             stack.push_async_callback(engine.close)
             await engine.ready()
@@ -394,13 +400,13 @@ class Killer:
         """Watch the embedded engines of this process."""
         load, on_event = RemoteEngine._load, RemoteEngine._on_event
 
-        async def watched_load(engine: RemoteEngine, weights: Weights, kv: KV, link: Link) -> None:
+        async def watched_load(engine: RemoteEngine, kv: KV, weights: Weights, link: Link) -> None:
             version, names = weights.version, link.engines
             is_due = len(names) > 1 and len(self.killed) + len(self._victims) < self._num
             if is_due and engine.worker.name == names[version % len(names)]:
                 self._victims[engine] = version
             try:
-                await load(engine, weights, kv, link)
+                await load(engine, kv, weights, link)
                 self.loaded.add((version, engine.worker.name))
             except BaseException as why:
                 if len(names) == 1:
