@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import (
-    COUNTERPARTS,
     RunConfig,
     changed_keys,
     check_resumable,
+    counterparts,
     load_config,
     may_change,
     sections_at,
@@ -49,12 +49,12 @@ def test_a_config_is_read_and_every_default_written_out(tmp_path: Path) -> None:
 
 def test_what_keys_of_other_systems_are_here_exists() -> None:
     schedules = {name for schedule in SCHEDULES.values() for name in signature(schedule).parameters}
-    for ours in (key for keys in COUNTERPARTS if ":" not in keys for key in keys.split(" and ")):
+    for ours in (key for keys in counterparts() if ":" not in keys for key in keys.split(" and ")):
         *sections, name = ours.split(".")
         kinds = sections_at(sections)
         known = {key for kind in kinds for key in kind.model_fields} if kinds else schedules
         assert name in known, ours
-    theirs = [name for names in COUNTERPARTS.values() for name in names.split()]
+    theirs = [name for names in counterparts().values() for name in names]
     assert len(theirs) == len(set(theirs))
 
 

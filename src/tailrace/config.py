@@ -50,50 +50,6 @@ from tailrace.settings import (
 )
 from tailrace.sim.settings import SimSettings
 
-COUNTERPARTS: Mapping[str, str] = {
-    "trainer.learning_rate": "lr learning_rate",
-    "trainer.warmup_steps": "warmup_ratio lr_warmup_steps",
-    "trainer.max_grad_norm": "grad_clip clip_grad",
-    "trainer.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
-    "trainer.max_tokens_per_microbatch": "per_device_train_batch_size ppo_micro_batch_size_per_gpu "
-    "ppo_max_token_len_per_gpu",
-    "schedule.groups_per_step": "gradient_accumulation_steps ppo_mini_batch_size",
-    "schedule.groups_per_round": "steps_per_generation generation_batch_size train_batch_size",
-    "algorithm.kl_coef": "beta kl_loss_coef use_kl_loss",
-    "algorithm.kl_estimator": "kl_loss_type kl_penalty",
-    "algorithm.clip_low": "epsilon clip_ratio_low",
-    "algorithm.clip_high": "epsilon_high clip_ratio_high",
-    "algorithm.clip_low and algorithm.clip_high": "clip_ratio",
-    "algorithm.normalize": "loss_type loss_agg_mode",
-    "algorithm.advantage": "scale_rewards adv_estimator norm_adv_by_std_in_grpo",
-    "algorithm.loss": "importance_sampling_level",
-    "run.group_size": "num_generations n rollout_n",
-    "run.rounds": "max_steps num_train_epochs total_epochs total_training_steps",
-    "run.checkpoint_every": "save_steps save_freq",
-    "run.keep_checkpoints": "save_total_limit",
-    "run.eval_every": "eval_steps test_freq",
-    "sampling.max_completion_tokens": "max_completion_length max_response_length response_length",
-    "sampling.temperature": "temperature",
-    "sampling.top_p": "top_p",
-    "sampling.top_k": "top_k",
-    "data.max_prompt_tokens": "max_prompt_length prompt_length",
-    "data.path": "dataset_name train_files",
-    "model.path": "model_name_or_path model_name",
-    "engine.tensor_parallel_size": "tensor_model_parallel_size",
-    "reward.functions": "reward_funcs",
-    "record.trackers": "report_to",
-    "nothing: each sample is trained once": "num_iterations ppo_epochs",
-    "run.step_warning_timeout_s": "patience_s",
-    "run.step_timeout_s": "run.give_up_s",
-    "engine.recovery_timeout_s": "engine.give_up_s",
-    "engine.start_timeout_s": "start_s",
-    "reward.judges.retry_timeout_s": "reward.judges.give_up_s",
-    "environment.parking_timeout_s": "grace_s",
-    "environment.episode_timeout_s": "environment.timeout_s",
-    "weights.message_timeout_s": "weights.timeout_s",
-    "host.placement_timeout_s": "place_s",
-}
-"""Our keys, and what TRL, verl and earlier versions call them: a name in any section, or section and name."""
 NOT_TOML = (ValueError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets, too."""
 
@@ -455,11 +411,16 @@ def _tags(section: type[Settings] = Settings) -> set[str]:
     return own.union(*map(_tags, section.__subclasses__()))
 
 
+def counterparts() -> dict[str, list[str]]:
+    """Return our keys, and what TRL, verl and earlier versions call them: a name, or section and name."""
+    return tomllib.loads(Path(__file__).with_name("counterparts.toml").read_text(encoding="utf-8"))
+
+
 def _suggest(parts: Sequence[str]) -> str:
     """Return a remedy for an unknown key of a section."""
     parts = [part for part in parts if not part.isdigit()]
     theirs = {parts[-1], ".".join(parts)}
-    ours = [key for key, names in COUNTERPARTS.items() if theirs.intersection(names.split())]
+    ours = [key for key, names in counterparts().items() if theirs.intersection(names)]
     if ours:
         return f"here this is {ours[0]}"
     sections = sections_at(parts[:-1])
