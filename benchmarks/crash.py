@@ -84,8 +84,8 @@ from tailrace import clock
 from tailrace.config import RunConfig, load_config
 from tailrace.contracts.engine import counted_tokens
 from tailrace.controller.execution import execute
-from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers
 from tailrace.drivers.assembly.schedule import resolve
+from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers
 from tailrace.drivers.environments.tools import CALLER
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import LedgerTables, distance
@@ -827,7 +827,7 @@ def lose(kills: int, seed: int, kind: str, task: str, roles: Sequence[Sequence[s
 
 
 async def trials(
-    config: RunConfig, candidate: ComparedSchedule, repeats: int, folder: Path
+    config: RunConfig, candidate: BoundRun, repeats: int, folder: Path
 ) -> dict[bool, list[tuple[float, float]]]:
     """(main time, CPU time of the controller) of a round of the comparison, with the ledger and without."""
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
@@ -856,7 +856,7 @@ async def trials(
 def cost(repeats: int) -> dict[str, float]:
     """What the ledger adds to its main time, and to the controller's CPU time in it."""
     config = load_config(EXAMPLES / "rolloutpipe.toml")
-    candidate = ComparedSchedule(config, resolve(config))  # it rehearses the schedule in a loop of its own
+    candidate = BoundRun(config, resolve(config))  # it rehearses the schedule in a loop of its own
     with tempfile.TemporaryDirectory() as name:
         running = trials(config, candidate, repeats, Path(name))
         found = clock.run(running, virtual=False)

@@ -22,7 +22,7 @@ from tailrace.api import load_config
 from tailrace.config import LiveConfig
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.assembly.live import training_prompts
+from tailrace.drivers.assembly.environments import training_prompts
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
@@ -45,7 +45,7 @@ class Study:
         config = LiveConfig.of(load_config(QUICKSTART, room))
         assert isinstance(config.engine, NativeEngineSettings)
         self.seed, path = seed, config.model.path
-        self.prompts = map(training_prompts(config, seed).__getitem__, count())
+        self.prompts = map(training_prompts(config.changed(run={"seed": seed})).__getitem__, count())
         self.tokenizer, self.scorer = load_tokenizer(path), Scorer.load(config.reward, config.data)
         self.engine = NativeEngine(path, config.engine, config.sampling)
         trainer = config.trainer.model_copy(update={"max_tokens_per_microbatch": 4_096})

@@ -24,12 +24,12 @@ from typing import Any
 
 from common import EXAMPLES, run, write
 from tailrace import clock
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import PolicyConfig, RunConfig, load_config
 from tailrace.controller.execution import execute
-from tailrace.drivers.assembly.live import advantages_of
-from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import run_virtual
+from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers
 from tailrace.drivers.commands.compare import in_turn
 from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.record.events import Recorder, Sink
@@ -45,7 +45,7 @@ DIFFERENT = 1.1
 """Ratio of two live times from which on their order counts."""
 
 
-def candidates(config: RunConfig, groups: int, step: int) -> dict[str, ComparedSchedule]:
+def candidates(config: RunConfig, groups: int, step: int) -> dict[str, BoundRun]:
     """The schedules: those of [compare] by other parameters, so that all train `groups` groups a round.
 
     Args:
@@ -64,11 +64,11 @@ def candidates(config: RunConfig, groups: int, step: int) -> dict[str, ComparedS
     found = {}
     for name, own in parameters.items():
         named = config.model_copy(update={"schedule": {"name": name, **own}, "schedules": {}})
-        found[name] = ComparedSchedule(with_published_defaults(named), resolve(named))
+        found[name] = BoundRun(with_published_defaults(named), resolve(named))
     return found
 
 
-async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path) -> dict[str, list[float]]:
+async def run_live(race: dict[str, BoundRun], repeats: int, folder: Path) -> dict[str, list[float]]:
     """Run all schedules; return the main times. Each trial writes the files of a run to its own folder."""
     times: dict[str, list[float]] = {name: [] for name in race}
     async with aclosing(SharedWorkers(folder)) as arena:
@@ -80,7 +80,8 @@ async def run_live(race: dict[str, ComparedSchedule], repeats: int, folder: Path
                     settings = settings.model_copy(update={"rounds": 1})
                 parts, meter = await arena.parts(candidate), Summary()
                 recorder = _recorder(candidate.config, meter, trial_folder)
-                advantages = advantages_of(PolicyConfig.of(candidate.config))
+                config = PolicyConfig.of(candidate.config)
+                advantages = ComputeAdvantages(config.algorithm, config.sampling)
                 await execute(candidate.schedule, parts, settings, recorder, compute_advantages=advantages)
                 if repeat >= 0:
                     times[name].append(meter.figures()["main_time_s"])
@@ -98,7 +99,7 @@ def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
     return Recorder(StepMeter(meter, *files, wall_clock=clock.wall_time))
 
 
-def predicted(candidate: ComparedSchedule, sim: SimSettings) -> float:
+def predicted(candidate: BoundRun, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
     meter = Summary()
     settings = candidate.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})

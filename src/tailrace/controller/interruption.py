@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from signal import Signals
 
 
 class Interruption:
@@ -24,6 +25,11 @@ class Interruption:
         self._task: asyncio.Task[object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_protected = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the signal that was received."""
+        return Signals(self.signal or 0).name
 
     def begin(self) -> None:
         """The calling task is the one to cancel. A request that came before is carried out at once."""

@@ -15,8 +15,15 @@ from transformers import AutoModelForCausalLM
 from tailrace import clock
 from tailrace.api import load_config
 from tailrace.controller.execution import execute
-from tailrace.drivers.assembly.environments import calls_reward_functions, open_episodes, unused_rewards
-from tailrace.drivers.assembly.live import check_live, open_parts, rewind, training_prompts
+from tailrace.drivers.assembly.check import check_live
+from tailrace.drivers.assembly.environments import (
+    calls_reward_functions,
+    open_episodes,
+    training_prompts,
+    unused_rewards,
+)
+from tailrace.drivers.assembly.open import open_parts
+from tailrace.drivers.assembly.resumption import rewind
 from tailrace.drivers.data.encoding import load_tokenizer, text_of
 from tailrace.errors import ConfigError
 from tailrace.record.events import BooksClosed, Event, Recorder, Stepped
@@ -191,7 +198,7 @@ def test_tools_in_the_system_prompt_reach_a_template_that_has_none(tmp_path: Pat
     changes: dict[str, object] = {"model.path": without_tools(tmp_path), "data.tools_in_system_prompt": True}
     config = load_config(EXAMPLE, changes)
     check_live(config)
-    prompt = training_prompts(config, 0)[0]
+    prompt = training_prompts(config)[0]
     assert prompt.text.startswith("<|im_start|>system\n# Tools\n")
     assert '"name": "calculator"' in prompt.text and "<tool_call>" in prompt.text
     with pytest.raises(ConfigError, match=r"environment\.parser = 'llama3_json'"):
@@ -204,7 +211,7 @@ def test_smollm2_gets_a_calculator_described_or_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves tools out"):
         check_live(load_config(EXAMPLE, changes))
     described = changes | {"data.tools_in_system_prompt": True, "run.group_size": 2}
-    text = training_prompts(load_config(EXAMPLE, described), 0)[0].text
+    text = training_prompts(load_config(EXAMPLE, described))[0].text
     assert '"name": "calculator"' in text.partition("<|im_end|>")[0]
 
 

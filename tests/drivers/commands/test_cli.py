@@ -12,8 +12,8 @@ import pytest
 import tailrace
 from tailrace.cli import main
 from tailrace.config import load_config
+from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.commands.evaluate import evaluated_config, gain_over
 from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError

@@ -17,8 +17,8 @@ from tailrace import clock
 from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.running import ComparedSchedule, run_trial
 from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.trials import BoundRun, run_trial
 from tailrace.drivers.commands.compare import LAG_COSTS, Comparison, in_turn
 from tailrace.drivers.commands.compare_runs import figures_of, verdict
 from tailrace.drivers.commands.intervals import recorded_estimate
@@ -188,9 +188,9 @@ def test_rewards_that_always_fail_end_a_race_in_virtual_time(
 SERIAL = partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=1)
 
 
-def candidate(folder: Path, **overrides: str) -> ComparedSchedule:
+def candidate(folder: Path, **overrides: str) -> BoundRun:
     config = write_small_run(folder)
-    return ComparedSchedule(
+    return BoundRun(
         load_config(config, {key.replace("__", "."): value for key, value in overrides.items()}), SERIAL
     )
 
@@ -227,7 +227,7 @@ class DeadEndpoint:
 def test_rewards_that_always_fail_end_a_trial_of_a_comparison_or_of_a_diagnosis(tmp_path: Path) -> None:
     """After as many failures as a round has samples, unless the config names another number."""
 
-    async def trial_of(candidate: ComparedSchedule) -> None:
+    async def trial_of(candidate: BoundRun) -> None:
         parts = replace(simulated_parts(SimSettings(), 0), rewards=DeadEndpoint())
         await run_trial(candidate, parts, recorder_of(None, Summary()), rounds=2)
 

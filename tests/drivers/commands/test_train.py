@@ -22,8 +22,8 @@ from helpers.small_run import train_here, trained_prompts, write_small_run
 from tailrace.cli import main
 from tailrace.config import RunConfig, load_config
 from tailrace.contracts.engine import counted_tokens
+from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
-from tailrace.drivers.assembly.live import check_live
 from tailrace.drivers.assembly.resumption import best_evaluation, opened
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import with_published_defaults

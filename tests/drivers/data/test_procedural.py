@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.drivers.assembly.live import usable_prompts
-from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.open import open_prompts, usable_prompts
 from tailrace.drivers.data.procedural import Task, draw_length, is_held_out
 from tailrace.drivers.data.settings import ProceduralSettings, TermsSettings
 from tailrace.errors import BadRow, ConfigError

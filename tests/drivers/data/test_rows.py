@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.drivers.data.conftest import character_tokenizer
 
-from tailrace.drivers.assembly.live import usable_prompts
-from tailrace.drivers.data.open import open_prompts
+from tailrace.drivers.data.open import open_prompts, usable_prompts
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import BadRow, ConfigError
 from tailrace.importing import install

@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.api import load_config, train
 from tailrace.contracts.engine import Capabilities, EngineProcess, TokenCounter
-from tailrace.drivers.assembly.live import _check_capabilities
+from tailrace.drivers.assembly.open import _check_capabilities
 from tailrace.drivers.engine.proof import PREFIXES, SCORED
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied

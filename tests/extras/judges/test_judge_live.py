@@ -9,7 +9,7 @@ from judge_cases import serving_on_a_thread
 from helpers.tiny_models import LETTERS, save_tiny_model
 from tailrace.api import train
 from tailrace.config import load_config
-from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.check import check_live
 from tailrace.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"

@@ -1,13 +1,21 @@
-"""The environment of a live run: its checks, and how it plays samples."""
+"""The prompts and the environment of a live run: their checks, and how samples are played."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
 from tailrace.config import LiveConfig, RunConfig
-from tailrace.contracts.data import Prompts
+from tailrace.contracts.data import Prompts, Split
 from tailrace.contracts.trainer import Reference
-from tailrace.drivers.data.encoding import CALL_MARKS, LEFT_OUT, PromptEncoder, Tokenizer, text_of
+from tailrace.drivers.data.encoding import (
+    CALL_MARKS,
+    LEFT_OUT,
+    PromptEncoder,
+    Tokenizer,
+    load_tokenizer,
+    text_of,
+)
+from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.environments.history import Chat, RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
 from tailrace.drivers.environments.settings import EnvironmentSettings, EpisodeSettings
@@ -57,10 +65,20 @@ def request_encoder(config: LiveConfig, tokenizer: Tokenizer) -> RequestEncoder:
     return RequestEncoder(config.data, tokenizer, context_length(config.model.path), tools)
 
 
-def prompts_of_episodes(config: LiveConfig, tokenizer: Tokenizer, prompts: Prompts) -> Prompts:
-    """Return the prompts, or what agents that write their own leave of them."""
-    kind = environment_kind(config.environment)
-    return kind.prompts(config.environment, prompts, partial(request_encoder, config, tokenizer))
+def training_prompts(config: LiveConfig) -> Prompts:
+    """Return the training prompts of a run. Raises as `run_prompts`."""
+    return run_prompts(config, load_tokenizer(config.model.path, config.model.template_date), "train")
+
+
+def run_prompts(config: LiveConfig, tokenizer: Tokenizer, split: Split) -> Prompts:
+    """Return the prompts of a run, or what agents that write their own leave of them. Raises a ConfigError if
+    the settings name no data that can be read."""
+    settings, kind = config.environment, environment_kind(config.environment)
+    context, tools = context_length(config.model.path), kind.tools(settings)
+    prompts = open_prompts(
+        config.data, tokenizer, seed=config.run.seed, split=split, max_context_tokens=context, tools=tools
+    )
+    return kind.prompts(settings, prompts, partial(request_encoder, config, tokenizer))
 
 
 def calls_reward_functions(config: RunConfig) -> bool:

@@ -9,26 +9,24 @@ repeats the order. Advantages are computed anew, by the algorithm of the replay.
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import inf
 from pathlib import Path
 
 import msgspec
 
+from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import LiveConfig, changed_keys
 from tailrace.contracts.engine import TokenCounter
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
+from tailrace.drivers.assembly.check import check_own_trainer, fitted_to_machine
+from tailrace.drivers.assembly.environments import training_prompts
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import (
-    advantages_of,
-    check_own_trainer,
-    dated,
-    fitted_to_machine,
-    training_prompts,
-)
 from tailrace.drivers.assembly.machine import Fitted
-from tailrace.drivers.assembly.resumption import changed_files, inputs_of
+from tailrace.drivers.assembly.resumption import changed_files, dated, inputs_of
+from tailrace.drivers.assembly.schedule import BoundSchedule
 from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.reward.kinds import NoFunctions
@@ -107,9 +105,17 @@ class Recording:
         last = isinstance(self.order[-1], RoundEnded)
         return sum(isinstance(each, RoundEnded) for each in self.order) + (not last)
 
-    def fill(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> None:
+    def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
+        """Give a run what was recorded. Returns its schedule."""
+        if start.life == 1:
+            self._fill(start, config, folder)
+        else:
+            self._restore_versions(start)
+        return partial(replayed, config=config, recording=self, num_groups=len(start.interrupted))
+
+    def _fill(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> None:
         """Give a new run the recorded groups. Their tokens count as generated."""
-        prompts, members = training_prompts(config, config.run.seed), self.tables.members()
+        prompts, members = training_prompts(config), self.tables.members()
         trained = {each.prompt for each in self.tables.trainings.values() if each.undone is None}
         for index in sorted(trained):
             group = self._group(self.tables.groups[index], prompts[index], members[index], config.run.seed)
@@ -119,7 +125,7 @@ class Recording:
         TokenCounter(folder.counts / f"replay-{start.life}.count").add(start.num_generated)
 
     @staticmethod
-    def restore_versions(start: StartingPoint) -> None:
+    def _restore_versions(start: StartingPoint) -> None:
         """Give the samples of a resumed replay their recorded versions. A life of a replay generates nothing,
         so their age is not counted along its lives."""
         for sample, origins in start.origins.items():
@@ -186,7 +192,7 @@ def check_replay(config: LiveConfig, recording: Recording) -> Fitted[LiveConfig]
 async def open_replay(config: LiveConfig, folder: Path) -> AsyncIterator[RunComponents]:
     """Start the trainer of a replay alone. Raises as `open_trainer`."""
     async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
-        prompts = training_prompts(config, config.run.seed)
+        prompts = training_prompts(config)
         yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
 
 
@@ -195,7 +201,7 @@ async def replayed(run: Run, *, config: LiveConfig, recording: Recording, num_gr
     stale tokens, those beyond `schedule.staleness` are masked. `num_groups`: not trained yet."""
     masks = any(each.masked for each in recording.tables.trainings.values())
     run.declare(staleness=config.schedule.get("staleness", inf) if masks else inf, stale="mask")
-    groups, advantages = run.prompts(num_groups), advantages_of(config)
+    groups, advantages = run.prompts(num_groups), ComputeAdvantages(config.algorithm, config.sampling)
     for group in groups:
         if reason := advantages(group):
             run.drop([group], reason)

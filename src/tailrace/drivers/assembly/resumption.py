@@ -4,24 +4,32 @@ A run may be continued by several processes, which the ledger calls its lives. A
 needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
+from datetime import date
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from tailrace.config import LiveConfig, RunConfig, changed_keys, check_resumable, files_of
+from tailrace import clock
+from tailrace.config import LiveConfig, Policy, RunConfig, changed_keys, check_resumable, files_of
 from tailrace.contracts.engine import counted_tokens
+from tailrace.controller.base import RunComponents
 from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.drivers.assembly.environments import training_prompts
 from tailrace.drivers.assembly.folder import WRITTEN, RunFolder
-from tailrace.drivers.assembly.live import training_prompts
 from tailrace.drivers.assembly.placement import prices_of
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
 from tailrace.errors import CheckpointError, ConfigError, say
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.model_folder import asks_for_date
 from tailrace.record.events import Row
 from tailrace.record.figures import evaluations_of, steps_of
+from tailrace.record.metrics import read_rows
+from tailrace.record.rewind import rewind_records
+from tailrace.record.summary import RunSummary, Summary
 
 BLOCK = 2**20
 """Bytes of a file that are read at a time."""
@@ -63,7 +71,7 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
             raise ConfigError("run.accept_changed_inputs", False, problem, remedy)
         say(f"goes on with another content of {changed}")
     # A fine-tuning asks for none.
-    prompts = cache(lambda: training_prompts(LiveConfig.of(config), config.run.seed))
+    prompts = cache(lambda: training_prompts(LiveConfig.of(config)))
     start = next_life(
         tables,
         config=config.to_json(),
@@ -142,3 +150,55 @@ def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, i
         and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()
     ]
     return max(found, key=lambda each: each[0], default=None)
+
+
+def ended(config: RunConfig, folder: RunFolder) -> RunSummary | None:
+    """Return the summary of a run whose rounds are made; None: its last process did not come to its end."""
+    rows, last = read_rows(folder.metrics), config.run.rounds
+    evaluated = any(row["round"] == last for row in evaluations_of(rows))
+    closed = folder.summary.exists() and folder.summary.stat().st_mtime >= folder.metrics.stat().st_mtime
+    return Summary(earlier=rows).summary() if closed and (evaluated or not config.run.eval_every) else None
+
+
+def go_on(config: RunConfig, folder: RunFolder, store: Store | None, start: StartingPoint) -> None:
+    """Change the files of a run to those of a starting point, when all that it needs is ready. `config`: that
+    is kept."""
+    if store and start.life > 1:
+        store.commit(start.opening)
+        folder.config.write_text(config.toml(), encoding="utf-8")
+    rewind_records(folder.metrics, folder.samples, round=start.base.round, step=start.base.step)
+
+
+def dated(config: Policy, earlier: RunFolder | None = None) -> Policy:
+    """Return the config with the day that the chat template tells, if it asks for the date: its own, that of
+    the earlier life of the run, or today. So a prompt has the same tokens whenever it is written."""
+    path, day = config.model.path, config.model.template_date
+    if day is None and earlier:
+        with suppress(ConfigError):  # no life of it has begun
+            day = model.template_date if (model := earlier.read_config().model) else None
+    if day is None and asks_for_date(path):
+        day = date.fromtimestamp(clock.wall_time())
+        say(f"the chat template can ask for the date: it gets {day} in all prompts (model.template_date)")
+    return config.changed(model={"template_date": day})
+
+
+async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
+    """Restore the trainer from `folder`, and load its weights into the engines as a version."""
+    async with on_devices_of_trainer(parts):
+        await parts.trainer.restore(folder)
+        weights = await parts.trainer.publish(version)
+        await asyncio.gather(*(engine.load(weights, kv="recompute") for engine in parts.engines))
+
+
+@asynccontextmanager
+async def on_devices_of_trainer(parts: RunComponents) -> AsyncIterator[None]:
+    """Before a run engines have the devices that the trainer shares. Inside the block it has them."""
+    is_shared = parts.sharing.takes_turns
+    engines = parts.engines if is_shared else ()
+    await asyncio.gather(*(engine.sleep() for engine in engines))
+    if is_shared:
+        await parts.trainer.wake()
+    yield
+    if is_shared:
+        await parts.trainer.sleep()
+    await asyncio.gather(*(engine.wake() for engine in engines))

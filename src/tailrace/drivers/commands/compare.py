@@ -26,9 +26,9 @@ from rich.table import Table
 
 from tailrace import clock
 from tailrace.config import PolicyConfig, RunConfig, load_config
+from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
-from tailrace.drivers.assembly.live import begin_start, check_live, dated
-from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
+from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
     compared_parameters,
@@ -37,6 +37,7 @@ from tailrace.drivers.assembly.schedule import (
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import run_virtual, sources
+from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers, run_trial
 from tailrace.drivers.commands.compare_runs import figures_of, folders_of, table_of, verdict
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.errors import ConfigError, say
@@ -90,7 +91,7 @@ def compare(
         raise ConfigError("CONFIG", " ".join(map(str, configs)), problem, remedy)
     named = {"compare.schedules": schedules and str(schedules.split(",")), "compare.repeats": repeats}
     given = {**overrides, **{key: text for key, text in named.items() if text}}
-    candidates: dict[str, ComparedSchedule] = {}
+    candidates: dict[str, BoundRun] = {}
     for varied in map(dict, product(*map(_values, vary or ()))):
         loaded = load_config(*configs, {**given, **varied})
         prices = loaded.prices and loaded.prices.unlimited  # a trial that a budget ends is not comparable
@@ -156,10 +157,10 @@ def _compare_runs(console: Console, folders: Mapping[str, RunFolder], json_path:
         json_path.write_text(json.dumps({"verdict": said, "runs": runs}, indent=2) + "\n", encoding="utf-8")
 
 
-def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, ComparedSchedule]:
+def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, BoundRun]:
     """The schedules with as many samples and optimizer steps as the config's rounds have."""
     check_parameter_names(config, names)
-    candidates: dict[str, ComparedSchedule] = {}
+    candidates: dict[str, BoundRun] = {}
     for name in names:
         parameters, chosen = compared_parameters(config, name)
         if chosen:
@@ -170,7 +171,7 @@ def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, ComparedSc
             schedule = resolve(named)
             rounds = rounds_of_equal_steps(config, named, schedule)
             named = named.changed(run={"rounds": rounds})
-            candidates[name] = ComparedSchedule(with_published_defaults(named), schedule)
+            candidates[name] = BoundRun(with_published_defaults(named), schedule)
         except ConfigError as why:
             why.args = (f"{name}: {why}",)
             raise
@@ -178,7 +179,7 @@ def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, ComparedSc
 
 
 async def compare_live(
-    candidates: Mapping[str, ComparedSchedule], repeats: int, folder: Path, *, files: Path | None = None
+    candidates: Mapping[str, BoundRun], repeats: int, folder: Path, *, files: Path | None = None
 ) -> "Comparison":
     """Compare on real workers, whose logs and first weights go to `folder`. The files of each candidate's
     last trial go to `files`."""
@@ -195,9 +196,7 @@ async def compare_live(
     return comparison
 
 
-def compare_virtual(
-    candidates: Mapping[str, ComparedSchedule], repeats: int, folder: Path | None
-) -> "Comparison":
+def compare_virtual(candidates: Mapping[str, BoundRun], repeats: int, folder: Path | None) -> "Comparison":
     """Compare in virtual time. Repetition r has the seed run.seed + r. Files go to `folder`."""
     comparison = Comparison()
     for repeat in range(repeats):
@@ -208,7 +207,7 @@ def compare_virtual(
     return comparison
 
 
-def in_turn(candidates: Mapping[str, ComparedSchedule], repeat: int) -> list[str]:
+def in_turn(candidates: Mapping[str, BoundRun], repeat: int) -> list[str]:
     """The order of a repetition: the first place rotates; candidates with the same workers are neighbours."""
     names = list(candidates)
     turn = repeat % len(names)
@@ -217,7 +216,7 @@ def in_turn(candidates: Mapping[str, ComparedSchedule], repeat: int) -> list[str
     return sorted(rotated, key=lambda name: setups.index(candidates[name].setup))
 
 
-def _recorder(name: str, candidate: ComparedSchedule, folder: Path | None) -> tuple[Recorder, Summary]:
+def _recorder(name: str, candidate: BoundRun, folder: Path | None) -> tuple[Recorder, Summary]:
     """The files of a trial are those of a run, in a folder of the candidate's name."""
     own = _folder_of(name, folder) if folder else None
     if own:

@@ -18,8 +18,9 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import LiveConfig, ModelSettings, RunConfig, changed_keys, load_config
 from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_live, open_parts
+from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
 from tailrace.drivers.commands.intervals import by_prompt, estimate_of, half_width

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tailrace.config import LiveConfig, load_config
-from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.machine import Machine, uses_gpu
 from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train

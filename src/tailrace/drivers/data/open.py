@@ -13,9 +13,14 @@ from tailrace.drivers.data.settings import (
     PromptSettings,
     RowsSettings,
 )
-from tailrace.errors import ConfigError
+from tailrace.errors import BadRow, ConfigError
 from tailrace.kinds import kind_of
+from tailrace.types import Prompt
 
+CHECKED_ROWS = 16
+"""Rows that are looked at before a run starts. A row may lack some of the columns."""
+MAX_BAD_ROWS = 1000
+"""Rows without a usable prompt that are skipped in the search for usable ones."""
 Encoders = Callable[[PromptSettings], PromptEncoder]
 """Returns the encoder of a source's prompts."""
 
@@ -92,3 +97,27 @@ def check_lengths(
             other = "prompt" if "completion" in key else "completion"
             problem = f"the model's context is {max_context_tokens} tokens, which leaves none for the {other}"
             raise ConfigError(key, tokens, problem, remedy)
+
+
+def usable_prompts(prompts: Prompts, num: int) -> list[Prompt]:
+    """Return the first prompts of the run's order, without rows that have no usable prompt. Raises a
+    ConfigError if there is none; with the reason of the first row."""
+    found: list[Prompt] = []
+    bad: list[BadRow] = []
+    while len(found) < num and len(bad) < MAX_BAD_ROWS:
+        try:
+            found.append(prompts[len(found) + len(bad)])
+        except BadRow as why:
+            bad.append(why)
+    if not found:
+        problem = f"none of the first {len(bad)} rows has a usable prompt; this is the reason of the first"
+        raise ConfigError("data", str(bad[0]), problem, "check the data and the model's chat template")
+    return found
+
+
+def first_of_each_source(prompts: Prompts) -> list[Prompt]:
+    """Return the first usable prompt of each data source among the first prompts of the run's order."""
+    by_source: dict[str, Prompt] = {}
+    for prompt in usable_prompts(prompts, CHECKED_ROWS):
+        by_source.setdefault(prompt.source, prompt)
+    return list(by_source.values())

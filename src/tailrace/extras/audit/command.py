@@ -19,10 +19,12 @@ from typing import NamedTuple
 from tailrace import clock
 from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.reward import Rewards
-from tailrace.drivers.assembly import live
-from tailrace.drivers.assembly.environments import calls_reward_functions
+from tailrace.drivers.assembly.check import begin_start, check_scorers
+from tailrace.drivers.assembly.environments import calls_reward_functions, training_prompts
+from tailrace.drivers.assembly.open import open_scorers
 from tailrace.drivers.commands.tables import open_console
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer, text_of
+from tailrace.drivers.data.open import CHECKED_ROWS, usable_prompts
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.checkers import TRUTH_COLUMNS
 from tailrace.drivers.reward.kinds import NOT_APPLICABLE
@@ -230,7 +232,7 @@ async def _audited(
 ) -> Audit:
     answers = [_answers_of(config, prompt.row, column) for prompt in prompts]
     with TemporaryDirectory() as scratch:
-        async with live.open_scorers(config, Path(scratch)) as rewards:
+        async with open_scorers(config, Path(scratch)) as rewards:
             audit = Audit(rewards, prompts, answers, load_tokenizer(config.model.path))
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -247,7 +249,7 @@ class RewardAudit:
             config = _scoring(config, judges=False)
         except ConfigError:
             return []
-        prompts = live.usable_prompts(live.training_prompts(config, config.run.seed), SHORT_ROWS)
+        prompts = usable_prompts(training_prompts(config), SHORT_ROWS)
         try:
             audit = clock.run(_audited(config, prompts, limit_s=SHORT_S), virtual=False)
         except TailraceError as why:
@@ -259,7 +261,7 @@ def check_reward(
     config: Path,
     /,
     *,
-    rows: int = live.CHECKED_ROWS,
+    rows: int = CHECKED_ROWS,
     answer: str | None = None,
     column: str | None = None,
     judges: bool = False,
@@ -279,9 +281,9 @@ def check_reward(
     if answer is not None and "{answer}" not in answer:
         raise ConfigError("--answer", answer, "the answer is not in it", "write {answer} where it belongs")
     loaded = _scoring(LiveConfig.of(load_config(config, overrides)), judges)
-    live.begin_start(loaded)
-    prompts = live.usable_prompts(live.training_prompts(loaded, loaded.run.seed), rows)
-    live.check_scorers(loaded, prompts)
+    begin_start(loaded)
+    prompts = usable_prompts(training_prompts(loaded), rows)
+    check_scorers(loaded, prompts)
     forms = [*FORMS, answer] if answer else FORMS
     audit = clock.run(_audited(loaded, prompts, forms, column), virtual=False)
     console, faults = open_console(), [*audit.faults()]

@@ -35,9 +35,10 @@ from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly import schedule as schedules_of
+from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.live import begin_start, check_live, rewind
-from tailrace.drivers.assembly.running import ComparedSchedule, SharedWorkers, run_trial
+from tailrace.drivers.assembly.resumption import rewind
+from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers, run_trial
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
 from tailrace.drivers.engine.proof import PREFIXES
 from tailrace.drivers.engine.supervised import SupervisedEngine
@@ -124,7 +125,7 @@ def _recorded(folder: RunFolder, config: RunConfig) -> str:
     return f"{said}; {later / max(1, every):.1%} of the trained tokens follow tokens of other weights"
 
 
-def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
+def _experiments(config: RunConfig, name: str) -> dict[str, BoundRun]:
     """The run of a schedule, and those that test its parts."""
     if config.engine.kind not in PREFIXES:
         raise _cannot_score(config, "such an engine")
@@ -143,7 +144,7 @@ def _experiments(config: RunConfig, name: str) -> dict[str, ComparedSchedule]:
         FROZEN: {"trainer": {"learning_rate": 0.0}},
     }
     configs = {what: config.changed(**change) for what, change in changes.items()}
-    return {what: ComparedSchedule(each, schedules_of.resolve(each)) for what, each in configs.items()}
+    return {what: BoundRun(each, schedules_of.resolve(each)) for what, each in configs.items()}
 
 
 def _cannot_score(config: RunConfig, name: str) -> ConfigError:
@@ -176,7 +177,7 @@ class ObservedTrainer:
 
 
 async def _diagnosed(
-    experiments: Mapping[str, Mapping[str, ComparedSchedule]],
+    experiments: Mapping[str, Mapping[str, BoundRun]],
     rounds: int,
     folder: Path,
     workers: SharedWorkers,
@@ -258,7 +259,7 @@ def kl_by_cause(parts: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _figures(
-    trial: ComparedSchedule, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
+    trial: BoundRun, ratios: NDArray[np.float64], floor: float, kls: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the figures to print and write. `floor`: mismatch of the KV cache with learning rate 0."""
     parts, tenth = ratios[:-1], (ratios[-1] * TENTHS).astype(int)
@@ -285,7 +286,7 @@ def _figures(
     }
 
 
-def _remedy(trial: ComparedSchedule, cause: str) -> str:
+def _remedy(trial: BoundRun, cause: str) -> str:
     corrected = 'algorithm.correction = "truncate"'
     if trial.config.algorithm.loss != "reinforce":
         corrected += ' with algorithm.old_policy = "recomputed"'

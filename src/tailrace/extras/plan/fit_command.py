@@ -11,11 +11,13 @@ from rich.table import Column, Table
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import LiveConfig
+from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_live, open_parts, usable_prompts
+from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.placement import tensor_parallel_sizes
 from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
+from tailrace.drivers.data.open import usable_prompts
 from tailrace.drivers.kinds.base import engine_kind
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit import Fit, fit

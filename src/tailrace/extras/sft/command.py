@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from signal import Signals
 from typing import cast
 
 import msgspec
@@ -25,9 +24,9 @@ from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
+from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.drivers.assembly.live import begin_start, check_own_trainer, dated, fitted_to_machine
-from tailrace.drivers.assembly.resumption import opened
+from tailrace.drivers.assembly.resumption import dated, go_on, opened
 from tailrace.drivers.assembly.running import RESUME, STOPPING
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.assembly.workers import open_trainer
@@ -46,7 +45,6 @@ from tailrace.record.display import Display, number
 from tailrace.record.events import RoundEnded, RoundStarted, Row
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows
-from tailrace.record.rewind import rewind_records
 from tailrace.types import Sample
 
 CROSS_ENTROPY = AlgorithmSettings(loss="reinforce", normalize="token_mean", old_policy="recorded")
@@ -91,7 +89,7 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
     if (signal := interruption.signal) is not None:
         saved = f"saved {newest}, its model in {folder.model}; --resume continues from there"
         said = saved if newest else "before the first step: there are no weights to save; start it again"
-        raise Interrupted(f"{Signals(signal).name}: {said}", signal)
+        raise Interrupted(f"{interruption.name}: {said}", signal)
     losses = [row["eval/loss"] for row in read_rows(folder.metrics) if "eval/loss" in row]
     if losses:
         print(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f} in {loaded.sft.steps} steps")
@@ -137,15 +135,12 @@ async def _train(
         trainer = cast(RemoteTrainer, opened_trainer)
         if newest:
             await trainer.restore(newest)
-        if store and start.life > 1:
-            store.commit(start.opening)
-            folder.config.write_text(config.toml(), encoding="utf-8")
-        rewind_records(folder.metrics, folder.samples, round=step, step=step)
+        go_on(config, folder, store, start)
         with closing(MetricsWriter(folder.metrics)) as metrics, closing(display):
             while True:
                 last = step == settings.steps or interruption.signal is not None
                 if interruption.signal is not None:
-                    display.stopping(STOPPING.format(Signals(interruption.signal).name))
+                    display.stopping(STOPPING.format(interruption.name))
                 if settings.eval_every and (step % settings.eval_every == 0 or step == settings.steps):
                     loss = await _held_out_loss(trainer, held_out)
                     metrics.append({**_place(step, step), "eval/loss": loss})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import load_config
-from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.check import check_live
 from tailrace.errors import ConfigError
 
 
