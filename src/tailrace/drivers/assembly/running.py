@@ -60,17 +60,13 @@ def train(
     interruption: Interruption | None = None,
     command: str = "train",
 ) -> RunSummary:
-    """Train to the last round, from the start or from the newest checkpoint. Raises as `api.train`.
+    """Train to the last round, from the start or from the newest checkpoint, as `api.train`.
 
     If a worker dies that cannot be replaced alone, the run is resumed from its newest checkpoint, at most
-    `host.restarts` times.
-
-    SIGINT, SIGTERM and SIGHUP end the run in order; a later SIGINT or SIGHUP ends the process at once.
+    `host.restarts` times. A later SIGINT or SIGHUP ends the process at once.
 
     Args:
-        resume: continue the run in the output directory, if one has begun there.
         schedule: in place of the schedule that the config names; checked by the caller.
-        reward: in place of the reward functions that the config names.
         interruption: lets another thread end the run in order.
         command: the one that the user gave. Another than `train` replaces its own earlier run.
     """
