@@ -9,7 +9,7 @@ import pytest
 
 from helpers.small_run import EXAMPLES
 from tailrace.api import load_config
-from tailrace.drivers.assembly.live import check_live
+from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.placement import check_placement, device_sharing
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.errors import ConfigError

@@ -1,5 +1,5 @@
-"""The beginning of a process of a run: its ledger is opened at a checkpoint that is whole, and its workers and
-files go back to it.
+"""The beginning of a process of a run: its ledger is opened at a checkpoint that is whole, and its workers
+and files go back to it.
 
 A run may be continued by several processes, which the ledger calls its lives. A resumed run reads all that it
 needs before it changes anything of an earlier life; its first change is one transaction of the ledger.
