@@ -6,7 +6,7 @@
 # make test-vllm      the tests that need vLLM, on a CPU, in an environment of its own: 40 minutes
 # make test-all       what CI runs: checks, the site, and every test but most of vLLM's and of Tinker's SDK
 # make check          ruff and mypy
-# make check-names  the names in logs of other frameworks, in the sources of requirements/names.txt; NEWEST=1 takes the newest
+# make check-names    the names in logs of other frameworks, in the sources of requirements/names.txt; NEWEST=1 takes the newest
 # make docs           docs/reference from the settings, figures and docstrings, and the pictures of the schedules
 # make site           README.md and docs/ as a site, in site/; a dead link fails
 # make release-check  wheel and sdist in fresh environments of PYTHONS: the commands of docs/start run, the quickstart learns
