@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tailrace.rollout.router import EngineLoads
+from tailrace.rollout.loads import EngineLoads
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
 

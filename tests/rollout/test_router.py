@@ -86,7 +86,7 @@ def test_an_engine_that_refuses_a_version_is_not_asked_for_it_again() -> None:
         settings = SimEngineSettings(slots=SLOTS, versions=2)
         engines = [SimEngine(name, settings, lambda sample: 100) for name in ("a", "b")]
         router = Router(engines, Recorder())
-        router.pinned = 2
+        router.versions.pinned = 2
         await engines[1].load(Weights(1), kv="keep")
         for number in range(2):
             router.loaded(number, 1)
@@ -97,20 +97,4 @@ def test_an_engine_that_refuses_a_version_is_not_asked_for_it_again() -> None:
 
     sample, router = clock.run(main(), virtual=True)
     assert (sample.engine, sample.spans) == ("b", [Span(1, 100)])
-    assert router.versions == [(0,), (0, 1)]
-
-
-def test_an_engine_that_was_away_serves_what_it_was_given_last_alone() -> None:
-    async def main() -> list[tuple[int, ...]]:
-        engine = SimEngine("a", SimEngineSettings(slots=SLOTS, versions=3), lambda sample: 100)
-        router, served = Router([engine], Recorder()), []
-        router.pinned = 3
-        for version, change in ((1, engine.die), (2, engine.revive), (3, lambda: None)):
-            await router.withdraw(0, version)
-            await engine.load(Weights(version), kv="keep")
-            router.loaded(0, version)
-            change()
-            served.append(router.versions[0])
-        return served
-
-    assert clock.run(main(), virtual=True) == [(1,), (2,), (2, 3)]
+    assert router.versions.served == [(0,), (0, 1)]

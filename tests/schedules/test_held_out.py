@@ -86,7 +86,7 @@ def test_held_out_samples_use_up_no_batch_of_an_engine(monkeypatch: pytest.Monke
     async def looking(run: Run) -> None:
         run.declare(staleness=0, pinned=1)
         async for _ in run.rounds():
-            begun.append([*run.router._num_begun])
+            begun.append([*run.router.versions.num_begun])
 
     evaluated(monkeypatch, looking)
     assert begun[0] == [0] * SIM.engines.count

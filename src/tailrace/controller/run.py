@@ -119,7 +119,7 @@ class WeightUpdate:
         """Begin to load a newer version. `kv`: whether engines keep the cache of requests in flight."""
         engines = self._router.engines
         self._weights, self._kv, self._is_pulled = weights, kv, to == "idle"
-        self._router.newest = weights.version
+        self._router.versions.newest = weights.version
         chosen = engines if to is None else () if to == "idle" else to
         self.pull(chosen)
         for engine in engines:
@@ -132,7 +132,7 @@ class WeightUpdate:
     def pull(self, engines: Collection[Engine]) -> None:
         """Begin to load the newest version into engines that do not serve it."""
         for number, engine in enumerate(self._router.engines):
-            is_behind = self._router.newest not in self._router.versions[number]
+            is_behind = self._router.versions.newest not in self._router.versions.served[number]
             if engine in engines and is_behind and number not in self._under_way:
                 self._begin_load(number)
 
@@ -165,7 +165,7 @@ class WeightUpdate:
         router, moves = self._router, self._router.moves.values()
         for number, engine in enumerate(router.engines if self._weights else ()):
             is_free = not router.serving[number] and number not in self._under_way and number not in moves
-            is_behind = router.newest not in router.versions[number]
+            is_behind = router.versions.newest not in router.versions.served[number]
             if is_free and is_behind and (self._is_pulled or engine.state != "open"):
                 self._begin_load(number)
 
@@ -285,7 +285,7 @@ class Run:
                     "serve more adapters (trainer.lora.versions, sim.engines.versions), or lower staleness"
                 )
                 raise ScheduleError(f"versions of the weights: {problem}; {remedy}")
-        self.declared, self.router.pinned = staleness, pinned
+        self.declared, self.router.versions.pinned = staleness, pinned
         self._bound, self.masks = staleness, stale == "mask" and staleness < inf
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
@@ -479,7 +479,7 @@ class Run:
 
     def served(self, engine: Engine) -> tuple[int, ...]:
         """The versions that an engine serves, the oldest first. Empty while it loads."""
-        return self.router.versions[self.engines.index(engine)]
+        return self.router.versions.served[self.engines.index(engine)]
 
     def move(self, sample: Sample, engine: Engine) -> None:
         """Let another engine of the same version go on with a request in flight, without prefill where
@@ -592,7 +592,7 @@ class Run:
                 raise ScheduleError(f"sample {sample.id} is to be trained twice; train each group once")
             self._accumulated[sample.id] = sample
             self._lags.add(sample, self.version, self._state.lag)
-            if self.router.pinned and len(sample.spans) > 1:
+            if self.router.versions.pinned and len(sample.spans) > 1:
                 raise StalenessError(f"sample {sample.id} is pinned and has tokens of {sample.spans}")
             age = max((self.version - span.version for span in sample.loss_spans), default=0)
             if age > self._bound:

@@ -442,7 +442,7 @@ class Pool:
         while (sample := self._next_request(slots)) and self.num_requests < slots and not self.is_held:
             if not self.admission.admits(sample.group, self):
                 break
-            if not self._router.has_room(sample, self.num_requests):
+            if not self._router.versions.has_room(sample, self.num_requests):
                 break
             self._frontier[sample.group] = None
             task = self._tasks.create_task(self._router.serve(sample))

@@ -53,7 +53,7 @@ async def dora(
             rebalance()
 
     run.declare(staleness=staleness, pinned=1)
-    run.router.oldest_to_begin = window.oldest
+    run.router.versions.oldest_to_begin = window.oldest
     with run.every(rebalance_s, rebalance), run.every(1.0, check):
         async for _ in run.rounds():
             groups_of_step = window.stream()

@@ -37,8 +37,8 @@ async def laminar(
     window = None if staleness is None else Window(run, groups_per_step, groups_in_flight, staleness)
     kv_before = dict[Engine, int]()
     run.declare(staleness=inf if staleness is None else staleness, pinned=1)
-    run.router.oldest_to_begin = window.oldest if window else lambda group: -inf
-    run.router.batch = groups_per_step * run.group_size / len(run.engines)
+    run.router.versions.oldest_to_begin = window.oldest if window else lambda group: -inf
+    run.router.versions.batch = groups_per_step * run.group_size / len(run.engines)
     with run.every(repack_s, partial(repack, run, kv_before)):
         async for _ in run.rounds():
             run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))

@@ -148,7 +148,7 @@ def test_a_pinned_sample_ends_on_its_own_adapter_beside_those_of_the_next_one(tm
     async def main() -> None:
         async with opened(tmp_path, 2) as (published, engine):
             router = Router([engine], Recorder())
-            router.pinned = 2
+            router.versions.pinned = 2
             waves = [fresh_samples(8) for _ in range(3)]
             served = []
             for version, wave in enumerate(waves):
@@ -157,7 +157,7 @@ def test_a_pinned_sample_ends_on_its_own_adapter_beside_those_of_the_next_one(tm
                     await router.withdraw(0, version)
                     await engine.load(weights, kv="keep")
                     router.loaded(0, version)
-                    router.newest = version
+                    router.versions.newest = version
                     beside = [each.num_tokens for each in waves[version - 1]]
                     assert max(beside) < NUM_TOKENS, "the wave before is still in flight"
                 served += [asyncio.ensure_future(router.serve(sample)) for sample in wave]
