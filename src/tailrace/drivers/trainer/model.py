@@ -14,7 +14,7 @@ of rows at a time, and computed again in the backward pass (activation checkpoin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -281,10 +281,6 @@ class PolicyModel:
         else:
             yield from ((name, gather(parameter)) for name, parameter in self._parameters.items())
         yield from buffers_of(self.model).items()
-
-    def adapter_off(self) -> AbstractContextManager[None]:
-        """Inside the block the model is the one that LoRA began with."""
-        return self.adapter.off() if self.adapter else nullcontext()
 
     def _exact_packing(self) -> Packing:
         """The fastest packing whose log-probs are the model's own. Raises a ConfigError if there is none, or

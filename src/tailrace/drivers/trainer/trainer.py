@@ -182,7 +182,8 @@ class TorchTrainer:
 
     def reference_logprobs(self, sample: TrainingSample) -> list[float]:
         """Compute log-probs without the adapter: under the model that training began with."""
-        with self._policy.adapter_off():
+        assert self._policy.adapter
+        with self._policy.adapter.off():
             return self.logprobs(sample)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -213,13 +213,10 @@ def signature_of(method: Callable[..., Any]) -> MethodTypes:
     if hasattr(method, "is_batched"):
         parameters, (result,) = list(get_args(parameters[0])), get_args(result)
         if get_origin(result) is UnionType:  # results or errors
-            (result,) = (kind for kind in get_args(result) if not _is_error(kind))
+            kinds = [each for each in get_args(result) if isinstance(each, type)]
+            (result,) = {*get_args(result)} - {each for each in kinds if issubclass(each, TailraceError)}
     arguments: Any = tuple[*parameters]  # type: ignore[valid-type]
     return MethodTypes(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
-
-
-def _is_error(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, TailraceError)
 
 
 def outcome_of(reply: MethodReply, method: Callable[..., Any]) -> Any:

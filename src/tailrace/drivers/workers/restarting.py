@@ -7,7 +7,6 @@ staleness allows. An engine that loads a version meanwhile waits until it is pub
 """
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from tailrace.contracts.weights import KEPT_VERSIONS, Weights
 from tailrace.drivers.weights.transfers import Transfers
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob
-from tailrace.errors import TransferFailed, WorkerDied
+from tailrace.errors import TransferFailed, WorkerDied, say
 from tailrace.types import Sample
 
 T = TypeVar("T")
@@ -154,6 +153,5 @@ class RestartingTrainer(RemoteTrainer):
                     await super().restore(self._checkpoint)
                 for call in self._calls:  # also those that are added meanwhile
                     call.results.append(await call.make())
-            with suppress(OSError, ValueError):  # the output may be closed
-                took = f"{self._num_restarts} of {limit}, after {now() - began_s:.1f} s"
-                print(f"tailrace: {why}\ntailrace: restart {took}", file=sys.stderr)
+            say(why)
+            say(f"restart {self._num_restarts} of {limit}, after {now() - began_s:.1f} s")

@@ -137,7 +137,8 @@ class Sglang(Dialect):
         """Take the memory back. The weights are lost and must be loaded."""
         await call(self.client, "POST", "/resume_memory_occupation", body={})
         if not self._loaded:
-            await self._load(str((await self._info())["model_path"]), label_of(0), flush=True)
+            info = await call(self.client, "GET", "/model_info") or {}
+            await self._load(str(info["model_path"]), label_of(0), flush=True)
         await self.resume()
 
     @override
@@ -150,10 +151,6 @@ class Sglang(Dialect):
         reply = await call(self.client, "POST", UPDATE, body=body)
         if not isinstance(reply, dict) or not reply.get("success"):
             raise ServerRefused(f"POST {self.client.base_url}{UPDATE}", 200, str(reply))
-
-    async def _info(self) -> Mapping[str, Any]:
-        info: Mapping[str, Any] = await call(self.client, "GET", "/model_info") or {}
-        return info
 
 
 async def detect(

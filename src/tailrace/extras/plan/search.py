@@ -87,7 +87,7 @@ def search(
     size = problem.steps * problem.samples_per_step
     num_finalists = len(sims) if whole else min(FINALISTS[1], max(FINALISTS[0], BUDGET // size))
     told, its, ranking = _Told(problem, num_finalists), None, list[Measured]()
-    known, judged = dict[Candidate, Measured](), set[Candidate]()
+    screening, judged = Screening(problem, sims, excluded, told), set[Candidate]()
 
     def is_within(measured: Measured) -> bool:
         if limit := problem.exceeded(measured):
@@ -97,7 +97,7 @@ def search(
 
     try:
         its = present and told.measured(*present, problem.steps, 1)
-        while order := [*sims] if whole else _promising(problem, sims, known, excluded, told):
+        while order := [*sims] if whole else screening.order():
             before = excluded.total()
             for candidate in [each for each in order if each not in judged]:
                 if len(ranking) == num_finalists:
@@ -124,7 +124,7 @@ def search(
                 if is_within(measured):
                     ranking.append(replace(measured, variants=each.variants))
     except Terminated as why:
-        ranking = ranking or [known[each] for each in known if each in sims]
+        ranking = ranking or screening.within()
         if not ranking:
             raise
         signal = why.signal
@@ -180,65 +180,79 @@ def _first_of_slices(ranking: Sequence[Measured]) -> Measured | None:
     return min(close, key=lambda each: each.step_s, default=None)
 
 
-def _promising(
-    problem: Problem,
-    sims: dict[Candidate, SimSettings],
-    known: dict[Candidate, Measured],
-    excluded: Counter[str],
-    told: _Told,
-) -> list[Candidate]:
-    """Measure the candidates over few steps that are predicted to be within the margin of the best.
+class Screening:
+    """Short runs of the candidates that are predicted to be within the margin of the best.
 
     The length bias is the schedule's, and not that of a division: one that is above the limit is not measured
     on the other divisions.
 
     Args:
         sims: loses the candidates above a limit.
-        known: measured before, and receives those that are measured.
         excluded: counts those above a limit.
-
-    Returns:
-        The candidates that were measured and are within the limits, the best first.
     """
-    size = problem.samples_per_step
-    steps = min(problem.steps // 2, max(FEWEST_STEPS, round(SHORT / size)))
-    excess_s: dict[object, float] = {}
-    estimates = {each: problem.estimate(each, sim, steps) for each, sim in sims.items()}
-    best_s = inf
 
-    def predicted(candidate: Candidate) -> float:
+    def __init__(
+        self, problem: Problem, sims: dict[Candidate, SimSettings], excluded: Counter[str], told: _Told
+    ) -> None:
+        self._problem, self._sims, self._excluded, self._told = problem, sims, excluded, told
+        size = problem.samples_per_step
+        self._steps = steps = min(problem.steps // 2, max(FEWEST_STEPS, round(SHORT / size)))
+        self._estimates = {each: problem.estimate(each, sim, steps) for each, sim in sims.items()}
+        self._excess_s: dict[object, float] = {}
+        self._measured: dict[Candidate, Measured] = {}
+
+    def within(self) -> list[Measured]:
+        """Those that were measured and are within the limits, the best first."""
+        found = [each for each in self._measured.values() if each.candidate in self._sims]
+        return sorted(found, key=lambda each: each.step_s)
+
+    def order(self) -> list[Candidate]:
+        """Measure candidates, also those that became promising since the last call. Returns those of
+        `within`."""
+        self._excess_s = {}
+        for each in self.within():
+            self.learn(each)
+        while found := self.next():
+            candidate, left = found
+            self._measured[candidate] = measured = self._told.measured(
+                candidate, self._sims[candidate], self._steps, left
+            )
+            self.learn(measured)
+            if limit := self._problem.exceeded(measured):
+                biased = self._problem.is_biased(measured) and candidate.work.name
+                for each in [each for each in self._waiting() if each.work.name == biased] + [candidate]:
+                    self._excluded[limit] += 1
+                    self._sims.pop(each)
+        return [each.candidate for each in self.within()]
+
+    def next(self) -> tuple[Candidate, int] | None:
+        """The candidate that is predicted to be the best, and how many may be measured at most; None: the
+        others are predicted to lose, or the budget is spent."""
+        if not (waiting := self._waiting()):
+            return None
+        size, within = self._problem.samples_per_step, self.within()
+        candidate, best_s = min(waiting, key=self.predict), min((each.step_s for each in within), default=inf)
+        spent = sum(size // each.slices for each in self._measured)
+        left = int((BUDGET / self._steps - spent) / (size // candidate.slices))
+        if len(within) >= LEAST and (self.predict(candidate) > MARGIN * best_s or left < 1):
+            return None
+        return candidate, min(len(waiting), max(1, left))
+
+    def predict(self, candidate: Candidate) -> float:
+        """The seconds of a step, by the estimate, and what like ones took longer than theirs."""
         work = candidate.work
-        alike_s = excess_s.get((work.schedule, work.lag, candidate.kind), 0.0) / 2
-        return estimates[candidate] + excess_s.get(work.name, alike_s)
+        alike_s = self._excess_s.get((work.schedule, work.lag, candidate.kind), 0.0) / 2
+        return self._estimates[candidate] + self._excess_s.get(work.name, alike_s)
 
-    def learn(measured: Measured) -> None:
-        candidate = measured.candidate
-        for key in (candidate.work.name, (candidate.work.schedule, candidate.work.lag, candidate.kind)):
-            excess = max(0.0, measured.step_s - estimates[candidate])
-            excess_s[key] = min(excess_s.get(key, inf), excess)
+    def learn(self, measured: Measured) -> None:
+        """Keep how much longer than its estimate a candidate took, the least of those that are like it."""
+        work, kind = measured.candidate.work, measured.candidate.kind
+        excess_s = max(0.0, measured.step_s - self._estimates[measured.candidate])
+        for key in (work.name, (work.schedule, work.lag, kind)):
+            self._excess_s[key] = min(self._excess_s.get(key, inf), excess_s)
 
-    for each in known:
-        if each in sims:
-            learn(known[each])
-            best_s = min(best_s, known[each].step_s)
-    while waiting := [each for each in sims if each not in known]:
-        candidate, num = min(waiting, key=predicted), len(known.keys() & sims.keys())
-        spent = sum(size // each.slices for each in known)
-        left = int((BUDGET / steps - spent) / (size // candidate.slices))
-        if num >= LEAST and (predicted(candidate) > MARGIN * best_s or left < 1):
-            break
-        measured = told.measured(candidate, sims[candidate], steps, min(len(waiting), max(1, left)))
-        known[candidate] = measured
-        learn(measured)
-        if limit := problem.exceeded(measured):
-            biased = problem.is_biased(measured) and candidate.work.name
-            for each in [each for each in waiting if each is candidate or each.work.name == biased]:
-                excluded[limit] += 1
-                sims.pop(each)
-        else:
-            best_s = min(best_s, measured.step_s)
-    within = [known[each] for each in known if each in sims]
-    return [each.candidate for each in sorted(within, key=lambda each: each.step_s)]
+    def _waiting(self) -> list[Candidate]:
+        return [each for each in self._sims if each not in self._measured]
 
 
 def reasons(problem: Problem, floors: Mapping[Candidate, float], measured: Sequence[Measured]) -> list[str]:

@@ -181,17 +181,15 @@ class SampleBook:
         if not ids:
             return view
         try:
-            self._texts = self._texts or TokenTexts(self._model_folders())
+            if self._texts is None:
+                model = self._config().model
+                self._texts = TokenTexts([self._folder / "model", *([model.path] if model else [])])
             texts = self._texts.of(ids)
         except ConfigError as why:
             texts = [f"<{each}>" for each in ids]
             view.note = f"token ids instead of text: {why.problem}; {why.remedy}"
         view.tokens = TokenTable(texts, logprobs)
         return view
-
-    def _model_folders(self) -> list[Path]:
-        model = self._config().model
-        return [self._folder / "model", *([model.path] if model else [])]
 
     def _config(self) -> RunConfig:
         return load_config(self._folder / "config.toml")
