@@ -202,7 +202,7 @@ class Screening:
         self._measured: dict[Candidate, Measured] = {}
 
     def within(self) -> list[Measured]:
-        """Those that were measured and are within the limits, the best first."""
+        """Measured candidates within the limits, the best first."""
         found = [each for each in self._measured.values() if each.candidate in self._sims]
         return sorted(found, key=lambda each: each.step_s)
 
