@@ -12,7 +12,7 @@ from tailrace.config import ModelSettings, RunConfig
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.controller.base import RunSettings
-from tailrace.drivers.assembly.workers import Workers, open_workers
+from tailrace.drivers.assembly.open import Workers, open_workers
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.reward.settings import RewardSettings

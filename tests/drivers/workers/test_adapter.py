@@ -10,7 +10,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.engine import GenerationOutput, GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.drivers.assembly.workers import Workers
+from tailrace.drivers.assembly.open import Workers
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.workers.trainer import AdapterOff

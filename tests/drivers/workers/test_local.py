@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from helpers.worker_cases import is_running, make_samples, pids_of, until_gone, workers
 from tailrace.contracts.trainer import StepStats
 from tailrace.contracts.weights import Weights
-from tailrace.drivers.assembly.workers import Workers, ended_by_death
+from tailrace.drivers.assembly.open import Workers, ended_by_death
 from tailrace.drivers.workers import calls
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, WorkerDied
 from tailrace.types import Sample

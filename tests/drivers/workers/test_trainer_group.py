@@ -15,7 +15,7 @@ from helpers.worker_cases import until_gone
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.drivers.assembly.workers import ended_by_death
+from tailrace.drivers.assembly.open import ended_by_death
 from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import LocalSpawner

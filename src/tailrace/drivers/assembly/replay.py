@@ -25,9 +25,9 @@ from tailrace.drivers.assembly.check import check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.environments import training_prompts
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.machine import Fitted
+from tailrace.drivers.assembly.open import open_trainer
 from tailrace.drivers.assembly.resumption import changed_files, dated, inputs_of
 from tailrace.drivers.assembly.schedule import BoundSchedule
-from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import ConfigError, say

@@ -19,8 +19,8 @@ from tailrace.contracts.mark import claim
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import check_device
 from tailrace.drivers.assembly.check import check_policy, fitted_to_machine
+from tailrace.drivers.assembly.open import open_workers
 from tailrace.drivers.assembly.signals import signals_received
-from tailrace.drivers.assembly.workers import open_workers
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
 from tailrace.drivers.kinds.native import check_served

@@ -26,10 +26,10 @@ from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.open import open_trainer
 from tailrace.drivers.assembly.resumption import dated, go_on, opened
 from tailrace.drivers.assembly.running import RESUME, STOPPING
 from tailrace.drivers.assembly.signals import signals_received
-from tailrace.drivers.assembly.workers import open_trainer
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
 from tailrace.drivers.trainer.batch import LossDatum, TokenLoss
 from tailrace.drivers.trainer.checksums import seal_model
