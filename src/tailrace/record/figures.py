@@ -138,6 +138,8 @@ class Figure(NamedTuple):
     kept: Mapping[str, str]
     """Its keys in sections of summary.json ("ages", "round") and in the figures of a trial ("trial")."""
     meaning: str
+    printed: tuple[str, str]
+    """Its label, and the format of its value, in printed tables; empty: it is in none."""
 
 
 TABLE = """
@@ -149,8 +151,8 @@ wall_time | s | - | - | Unix time; in virtual time, virtual seconds.
 # step
 num_tokens | tokens | - | - | Trained so far, prompts and completions, as TRL counts: cumulative.
 tokens/trained | tokens | summed | - | Completion tokens of the step in the loss.
-tokens/masked | tokens | of_batch | trial.masked_share | Those that are masked, because they are too old.
-    Left out without any, as is the next.
+tokens/masked | tokens | of_batch | trial.masked_share | masked tokens {:.1%} | Those that are masked, because
+    they are too old. Left out without any, as is the next.
 masked/tenth/ | share | - | - | Masked tokens of each tenth of the response.
 samples/trained | samples | summed | - | Samples of the step.
 reward | - | - | - | Mean over samples.
@@ -167,8 +169,8 @@ completions/p99_length | tokens | - | - | 99th percentile.
 completions/max_length | tokens | - | - | The longest completion.
 completions/std_length | tokens | - | - | Standard deviation of their lengths (APRIL, Fig. 5a).
 completions/std_length_in_group | tokens | - | - | The same within a group, mean over groups (Fig. 5b).
-completions/clipped_ratio | share | over_samples | trial.truncated_share | Samples that ended at the length
-    limit.
+completions/clipped_ratio | share | over_samples | trial.truncated_share | truncated samples {:.1%} | Samples
+    that ended at the length limit.
 num_turns/mean | turns | - | - | Turns of a sample, mean. Only where an environment takes part.
 num_turns/max | turns | - | - | The most.
 num_branches/mean | branches | - | - | Branches of a sample, mean: 1, and 1 more for each time that its
@@ -187,20 +189,24 @@ mismatch_kl | nats a token | over_tokens | trial.mismatch_kl | KL of the behavio
     current one (trainer). The age of the tokens is in it.
 engine_mismatch_kl | nats a token | - | - | The same over samples generated entirely by the weights that are
     trained: the numerical difference of engine and trainer. Left out if the step has no such samples.
-ess | share | over_steps | trial.ess_mean | Effective sample size of the trained tokens.
+ess | share | over_steps | trial.ess_mean | effective sample size {:.3f} | Effective sample size of the
+    trained tokens.
 ess/guard | share | - | - | The smallest effective sample size that the schedule asked for before this step.
 value_loss | - | - | - | Loss of the critic.
 skipped | - | - | - | 1 if the gradient was not finite and the weights stayed as they were.
 staleness/mean | publications | over_tokens | ages.staleness_mean trial.staleness_mean | Publications between
     the weights that produced a token and the published ones.
-staleness/max | publications | largest | ages.staleness_max trial.staleness_max | The largest of a token.
-lag/mean | optimizer steps | over_tokens | ages.lag_mean trial.lag_mean | Optimizer steps between the weights
-    that produced a token and those that were trained.
-lag/max | optimizer steps | largest | ages.lag_max trial.lag_max | The largest of a token.
+staleness/max | publications | largest | ages.staleness_max trial.staleness_max | staleness, max
+    (publications) {:.0f} | The largest of a token.
+lag/mean | optimizer steps | over_tokens | ages.lag_mean trial.lag_mean | lag, mean (optimizer steps) {:.2f} |
+    Optimizer steps between the weights that produced a token and those that were trained.
+lag/max | optimizer steps | largest | ages.lag_max trial.lag_max | lag, max (optimizer steps) {:.0f} | The
+    largest of a token.
 lag/tenth/ | optimizer steps | - | - | Mean lag of each tenth of the response, 0 to 9 (PipelineRL, Fig. 3a).
-carried/tokens | share | over_tokens | ages.carried_tokens trial.carried_tokens | Tokens that are older than
-    the published weights.
-carried/samples | share | over_samples | trial.carried_samples | Samples that have such a token.
+carried/tokens | share | over_tokens | ages.carried_tokens trial.carried_tokens | carried tokens {:.1%} |
+    Tokens that are older than the published weights.
+carried/samples | share | over_samples | trial.carried_samples | carried samples {:.1%} | Samples that have
+    such a token.
 versions/mean | versions | - | - | Versions of the weights that produced a sample, mean.
 versions/max | versions | largest | ages.versions_max | The most of a sample.
 deferrals/mean | - | - | - | How often a group was parked or deferred, mean over groups.
@@ -233,7 +239,8 @@ eval/ | - | - | - | avg@n and pass@k of each named data source; of `all` where a
 # count
 tokens/generated | tokens | summed | - | Tokens of training samples, counted when their request leaves an
     engine.
-tail/wasted_tokens/ | tokens | of_generated | trial.waste_share | Tokens that are never trained, by reason.
+tail/wasted_tokens/ | tokens | of_generated | trial.waste_share | wasted tokens {:.1%} | Tokens that are never
+    trained, by reason.
 completions/failed/ | samples | summed | - | Samples whose reward failed or timed out, by reason.
 groups/trained | groups | summed | - | Groups that were trained.
 groups/filtered/ | groups | summed | - | Groups that were filtered, by reason.
@@ -250,19 +257,20 @@ tokens/parked | tokens | summed | - | Tokens of these groups.
 # round
 round/end_s | s | - | - | End of the round on the run's clock.
 round/time_s | s | - | - | From its start to its end, publishing included.
-round/main_time_s | s | over_rounds | round.main_time_s trial.main_time_s | From the round's start to the end
-    of its last optimizer step, publishing left out.
-round/bound_s | s | over_rounds | trial.bound_s | Lower bound on main_time_s.
-round/rollout_time_s | s | over_rounds | round.rollout_time_s trial.rollout_time_s | From the round's start to
-    the end of the last request that started in it. Left out where requests outlive their round, as in
-    schedules that never stop generating.
-round/first_dispatch_s | s | over_rounds | round.first_dispatch_s trial.first_dispatch_s | From the round's
-    start to the start of the first accumulation.
-round/trainer_compute_s | s | over_rounds | round.trainer_compute_s trial.trainer_compute_s | Main time in
-    which the trainer computes.
+round/main_time_s | s | over_rounds | round.main_time_s trial.main_time_s | main time a round {:.2f} s | From
+    the round's start to the end of its last optimizer step, publishing left out.
+round/bound_s | s | over_rounds | trial.bound_s | bound of its own rounds {:.2f} s | Lower bound on
+    main_time_s.
+round/rollout_time_s | s | over_rounds | round.rollout_time_s trial.rollout_time_s | rollout {:.2f} s | From
+    the round's start to the end of the last request that started in it. Left out where requests outlive their
+    round, as in schedules that never stop generating.
+round/first_dispatch_s | s | over_rounds | round.first_dispatch_s trial.first_dispatch_s | first dispatch
+    {:.2f} s | From the round's start to the start of the first accumulation.
+round/trainer_compute_s | s | over_rounds | round.trainer_compute_s trial.trainer_compute_s | trainer compute
+    {:.2f} s | Main time in which the trainer computes.
 round/wait_s | s | - | round.wait_s | All other main time: wait_s + trainer_compute_s = main_time_s.
-round/waiting_ratio | share | over_rounds | round.waiting_ratio trial.waiting_ratio | wait_s over main_time_s:
-    the headline of RolloutPipe 5.1.
+round/waiting_ratio | share | over_rounds | round.waiting_ratio trial.waiting_ratio | waiting ratio {:.3f} |
+    wait_s over main_time_s: the headline of RolloutPipe 5.1.
 round/start_ratio | share | - | round.start_ratio | first_dispatch_s over main_time_s (RolloutPipe eq. 4). It
     leaves out the waits between two dispatches.
 round/publish_s | s | - | round.publish_s | Publishing of weights.
@@ -275,8 +283,8 @@ round/num_tokens | tokens | - | - | Completion tokens of the trained samples.
 round/num_generated | tokens | - | - | Gained by requests that left an engine in this round.
 round/generated_tokens_per_s | tokens/s | - | round.generated_tokens_per_s | num_generated over
     rollout_time_s; over the whole round where that is left out.
-round/cost | currency | over_rounds | trial.round_cost | Spent since the last round.
-round/reward | - | over_rounds | trial.reward | Mean over samples.
+round/cost | currency | over_rounds | trial.round_cost | cost a round {:,.4f} | Spent since the last round.
+round/reward | - | over_rounds | trial.reward | reward {:.3f} | Mean over samples.
 round/completions/mean_length | tokens | - | - | Of the round.
 round/completions/min_length | tokens | - | - | Of the round.
 round/completions/p50_length | tokens | - | - | Of the round.
@@ -288,26 +296,33 @@ round/first_step_length | tokens | - | - | Mean length of the first step's sampl
     completion takes the short ones first.
 round/last_step_length | tokens | - | - | Mean length of the last step's samples.
 # trial
-round/num_samples | samples/s | over_time | trial.samples_per_s | Trained samples over the whole time of the
-    rounds and of the time between them.
-round/num_tokens | tokens/s | over_time | trial.tokens_per_s | Trained tokens over the same time.
-round/num_tokens | tokens/s | over_rollouts | trial.rollout_tokens_per_s | Trained tokens over the time of the
-    rollouts; over the whole time if the rollout never stops.
-round/main_time_s | s | per_thousand_samples | trial.main_s_per_1000_samples | Main time of all rounds over
-    the thousands of trained samples.
-time/train | share | over_wall_time | trial.ettr | Effective training time ratio (RobustRL, 2512.22492) of
-    the steps that count, over the time on the clock.
-round/cost | currency | per_thousand_samples | trial.cost_per_1000_samples | Cost of trained samples.
-round/num_tokens | tokens | per_sample | trial.length_mean | Length of a trained sample.
-round/completions/max_length | tokens | largest | trial.length_max | The longest trained sample.
-control/mean_length | share | over_control | trial.length_bias | Mean trained length over the mean without
-    interruptions, minus 1. A run knows that of control groups; the planner and benchmarks/race know all.
-control/reward | - | less_control | trial.reward_bias | Mean reward less that of control groups.
+round/num_samples | samples/s | over_time | trial.samples_per_s | samples/s {:.1f} | Trained samples over the
+    whole time of the rounds and of the time between them.
+round/num_tokens | tokens/s | over_time | trial.tokens_per_s | tokens/s {:,.0f} | Trained tokens over the same
+    time.
+round/num_tokens | tokens/s | over_rollouts | trial.rollout_tokens_per_s | rollout tokens/s {:,.0f} | Trained
+    tokens over the time of the rollouts; over the whole time if the rollout never stops.
+round/main_time_s | s | per_thousand_samples | trial.main_s_per_1000_samples | per 1,000 samples {:.2f} s |
+    Main time of all rounds over the thousands of trained samples.
+time/train | share | over_wall_time | trial.ettr | Effective training time ratio (RobustRL, 2512.22492) of the
+    steps that count, over the time on the clock.
+round/cost | currency | per_thousand_samples | trial.cost_per_1000_samples | cost per 1,000 samples {:,.4f} |
+    Cost of trained samples.
+round/num_tokens | tokens | per_sample | trial.length_mean | length, mean (tokens) {:,.0f} | Length of a
+    trained sample.
+round/completions/max_length | tokens | largest | trial.length_max | length, max (tokens) {:,.0f} | The
+    longest trained sample.
+control/mean_length | share | over_control | trial.length_bias | length bias {:+.1%} | Mean trained length
+    over the mean without interruptions, minus 1. A run knows that of control groups; the planner and
+    benchmarks/race know all.
+control/reward | - | less_control | trial.reward_bias | reward bias {:+.3f} | Mean reward less that of control
+    groups.
 - | s | - | trial.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race
     measures it.
 """
 """name | unit | what it comes to over rows | its keys elsewhere | meaning
 
+Before the meaning of a figure that is printed stand its label and its format.
 A trial, which `tailrace compare --json` and the planner have, has what figures come to over its rows, and a
 comparison the median of trials. In summary.json, section "ages" has what figures come to over all rows, and
 section "round" has medians over rounds. Figures of the group "row" are in every row. Counts are of what
@@ -323,9 +338,10 @@ def _figures() -> Iterator[Figure]:
         if line.startswith("# "):
             group = line.removeprefix("# ")
             continue
-        name, unit, total, kept, meaning = (cell.strip("-") for cell in line.split(" | "))
-        keys = dict(key.split(".") for key in kept.split())
-        yield Figure(group, name, unit, TOTALS[total] if total else None, keys, meaning)
+        name, unit, total, kept, *printed, meaning = (cell * (cell != "-") for cell in line.split(" | "))
+        keys, total_of = dict(key.split(".") for key in kept.split()), TOTALS[total] if total else None
+        label, brace, form = "".join(printed).partition(" {")
+        yield Figure(group, name, unit, total_of, keys, meaning, (label, brace.strip() + form))
 
 
 LENGTHS = ("mean", "min", "p50", "p90", "p99", "max", "std")
@@ -342,36 +358,24 @@ FIGURES = [figure for figure in _ALL if figure.group != "trial"]
 TRIAL_FIGURES: Mapping[str, Figure] = {each.kept["trial"]: each for each in _ALL if "trial" in each.kept}
 """The figures of a trial by their key there."""
 
-TIMES = {
-    "main_time_s": ("main time a round", "{:.2f} s"),
-    "main_s_per_1000_samples": ("per 1,000 samples", "{:.2f} s"),
-    "bound_s": ("bound of its own rounds", "{:.2f} s"),
-    "waiting_ratio": ("waiting ratio", "{:.3f}"),
-    "first_dispatch_s": ("first dispatch", "{:.2f} s"),
-    "trainer_compute_s": ("trainer compute", "{:.2f} s"),
-    "rollout_time_s": ("rollout", "{:.2f} s"),
-    "reward": ("reward", "{:.3f}"),
-    "samples_per_s": ("samples/s", "{:.1f}"),
-    "tokens_per_s": ("tokens/s", "{:,.0f}"),
-    "rollout_tokens_per_s": ("rollout tokens/s", "{:,.0f}"),
-}
-COSTS = {"round_cost": "cost a round", "cost_per_1000_samples": "cost per 1,000 samples"}
-BIASES = {"length_bias": ("length bias", "{:+.1%}"), "reward_bias": ("reward bias", "{:+.3f}")}
-QUALITIES = {
-    "staleness_max": ("staleness, max (publications)", "{:.0f}"),
-    "lag_mean": ("lag, mean (optimizer steps)", "{:.2f}"),
-    "lag_max": ("lag, max (optimizer steps)", "{:.0f}"),
-    "ess_mean": ("effective sample size", "{:.3f}"),
-    "masked_share": ("masked tokens", "{:.1%}"),
-    "carried_tokens": ("carried tokens", "{:.1%}"),
-    "carried_samples": ("carried samples", "{:.1%}"),
-    "length_mean": ("length, mean (tokens)", "{:,.0f}"),
-    "length_max": ("length, max (tokens)", "{:,.0f}"),
-    "truncated_share": ("truncated samples", "{:.1%}"),
-    "waste_share": ("wasted tokens", "{:.1%}"),
-}
-"""Label and format of the figures of a trial in printed tables. Costs are in the user's currency, and a trial
-has them only if it had prices; biases only if it had control groups."""
+
+def _printed(keys: str) -> Mapping[str, tuple[str, str]]:
+    """Label and format of figures of a trial by their key."""
+    return {key: TRIAL_FIGURES[key].printed for key in keys.split()}
+
+
+TIMES = _printed(
+    "main_time_s main_s_per_1000_samples bound_s waiting_ratio first_dispatch_s trainer_compute_s "
+    "rollout_time_s reward samples_per_s tokens_per_s rollout_tokens_per_s"
+)
+COSTS = _printed("round_cost cost_per_1000_samples")
+BIASES = _printed("length_bias reward_bias")
+QUALITIES = _printed(
+    "staleness_max lag_mean lag_max ess_mean masked_share carried_tokens carried_samples length_mean "
+    "length_max truncated_share waste_share"
+)
+"""What printed tables have of a trial, in their order. Costs are in the user's currency, and a trial has them
+only if it had prices; biases only if it had control groups."""
 
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 

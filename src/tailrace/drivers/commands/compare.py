@@ -299,7 +299,7 @@ class Comparison:
         table = Table("medians [lowest - highest]", title=title, title_justify="left")
         for name in self.trials:
             table.add_column(name, justify="right")
-        costs = {figure: (label, f"{{:,.4f}} {currency}") for figure, label in COSTS.items() if currency}
+        costs = {key: (label, f"{form} {currency}") for key, (label, form) in COSTS.items() if currency}
         ruled = all("length_bias" in trial for trials in self.trials.values() for trial in trials)
         for figure, (label, form) in {**TIMES, **costs, **QUALITIES, **(BIASES if ruled else {})}.items():
             table.add_row(label, *(self._cell(name, figure, form) for name in self.trials))

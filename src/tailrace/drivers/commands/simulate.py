@@ -90,10 +90,7 @@ def _table(name: str, seconds: float, summary: RunSummary, figures: Row) -> Tabl
     table.add_row("samples/s", f"{figures['samples_per_s']:,.2f}")
     table.add_row("seconds per 1,000 samples", f"{1000 / figures['samples_per_s']:,.1f}")
     table.add_row("tokens/s", f"{figures['tokens_per_s']:,.0f}")
-    for key, label in COSTS.items():
-        if key in figures:
-            table.add_row(label, f"{figures[key]:,.4f}")
-    for key, (label, form) in {**QUALITIES, **BIASES}.items():
+    for key, (label, form) in {**COSTS, **QUALITIES, **BIASES}.items():
         if key in figures:
             table.add_row(label, form.format(figures[key]))
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")

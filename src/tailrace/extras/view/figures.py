@@ -83,7 +83,7 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "time": TIMES,
     "age": QUALITIES,
     "bias": BIASES,
-    "money": {key: (label, "{:,.4f}") for key, label in COSTS.items()},
+    "money": COSTS,
 }
 
 
