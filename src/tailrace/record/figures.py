@@ -374,8 +374,8 @@ QUALITIES = _printed(
     "staleness_max lag_mean lag_max ess_mean masked_share carried_tokens carried_samples length_mean "
     "length_max truncated_share waste_share"
 )
-"""What printed tables have of a trial, in their order. Costs are in the user's currency, and a trial has them
-only if it had prices; biases only if it had control groups."""
+"""The figures of a trial in printed tables, in their order. Costs are in the user's currency, and a trial has
+them only if it had prices; biases only if it had control groups."""
 
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 
