@@ -1,13 +1,13 @@
 """An engine over several lives, in virtual time, with lives that generate a token a second."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from helpers.engine_contract import fresh_samples
-from tailrace import clock
 from tailrace.clock import now
 from tailrace.contracts.engine import Arrival, Capabilities, TokenCounter, Usage
 from tailrace.contracts.weights import Weights
@@ -31,6 +31,7 @@ from tailrace.record.events import EngineStateChanged, Recorder
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Sample, Span
 
+pytestmark = pytest.mark.virtual
 START_S, LOAD_S, LENGTH, GIVE_UP_S = 3.0, 5.0, 10, 100.0
 CAUSE = "weights not loaded: it computes with version 7"
 
@@ -167,22 +168,19 @@ class World:
         return [at_s for at_s, state, _ in self.states if state == "open"]
 
 
-def drive(world: World, main: Callable[[], Awaitable[None]], *others: World) -> None:
-    """Run main with open engines under watch."""
-    engines = [each.engine for each in (world, *others)]
-
-    async def whole() -> None:
-        for engine in engines:
-            await engine.open()
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch_engines(engines, GIVE_UP_S))
-            await main()
-            watching.cancel()
-        for engine in engines:
-            await engine.close()
-
-    clock.run(whole(), virtual=True)
-    assert all(life.closed for each in (world, *others) for life in each.lives)
+@asynccontextmanager
+async def watched(*worlds: World) -> AsyncIterator[None]:
+    """The engines are open, under watch."""
+    engines = [each.engine for each in worlds]
+    for engine in engines:
+        await engine.open()
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch_engines(engines, GIVE_UP_S))
+        yield
+        watching.cancel()
+    for engine in engines:
+        await engine.close()
+    assert all(life.closed for each in worlds for life in each.lives)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -190,25 +188,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.125)
 
 
-def test_what_an_engine_can_do_is_known_of_its_present_life(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_engine_can_do_is_known_of_its_present_life(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World([Fate(lives_s=1.0)])
-
-    async def main() -> None:
+    async with watched(world):
         assert world.engine.capabilities.sleep
         monkeypatch.setattr(Life, "capabilities", Capabilities(scores=True))
         await until(lambda: len(world.opened_s) == 2)
         assert world.engine.capabilities == Capabilities(scores=True)
 
-    drive(world, main)
 
-
-def test_pauses_before_restarts_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> None:
+async def test_pauses_before_restarts_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> None:
     world = World([Fate(lives_s=0.5)] * 8 + [Fate(lives_s=WELL_S)])
-
-    async def main() -> None:
+    async with watched(world):
         await until(lambda: len(world.lives) == 10 and world.engine.state == "open")
-
-    drive(world, main)
     gaps = [later - earlier for earlier, later in zip(world.opened_s, world.opened_s[1:], strict=False)]
     lives_s = [0.5] * 8 + [WELL_S]
     pauses = [gap - START_S - life_s for gap, life_s in zip(gaps, lives_s, strict=True)]
@@ -216,10 +208,9 @@ def test_pauses_before_restarts_double_up_to_the_longest_and_begin_anew_after_a_
     assert world.states[1][1:] == ("dead", "life 0 ended")
 
 
-def test_a_restarted_engine_has_the_newest_weights_before_it_opens_also_those_of_the_meantime() -> None:
+async def test_a_restarted_engine_has_the_newest_weights_before_it_opens_also_those_of_the_meantime() -> None:
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         await world.engine.load(Weights(1), kv="keep")
         world.lives[0].die()
         await until(lambda: world.engine.state == "dead")
@@ -235,13 +226,10 @@ def test_a_restarted_engine_has_the_newest_weights_before_it_opens_also_those_of
         died_s = next(at_s for at_s, state, _ in world.states if state == "dead")
         assert world.opened_s[1] - died_s == FIRST_PAUSE_S + START_S + 2 * LOAD_S
 
-    drive(world, main)
 
-
-def test_weights_that_arrive_while_the_engine_dies_are_loaded_by_the_next_life() -> None:
+async def test_weights_that_arrive_while_the_engine_dies_are_loaded_by_the_next_life() -> None:
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         loading = asyncio.create_task(world.engine.load(Weights(1), kv="keep"))
         await asyncio.sleep(LOAD_S / 2)
         world.lives[0].die()
@@ -250,26 +238,20 @@ def test_weights_that_arrive_while_the_engine_dies_are_loaded_by_the_next_life()
         await until(lambda: world.engine.state == "open")
         assert world.lives[1].loaded == [1]
 
-    drive(world, main)
 
-
-def test_before_the_first_publication_a_restarted_engine_loads_nothing() -> None:
+async def test_before_the_first_publication_a_restarted_engine_loads_nothing() -> None:
     world = World([Fate(lives_s=1.0)])
-
-    async def main() -> None:
+    async with watched(world):
         await until(lambda: len(world.opened_s) == 2)
         assert world.lives[1].loaded == []
 
-    drive(world, main)
-
 
 @pytest.mark.parametrize("unnoticed_s", [0.0, 30.0])
-def test_a_death_evicts_every_request_with_its_tokens_and_no_request_goes_there_again(
+async def test_a_death_evicts_every_request_with_its_tokens_and_no_request_goes_there_again(
     unnoticed_s: float,
 ) -> None:
     world = World([Fate(lives_s=4.5, unnoticed_s=unnoticed_s)])
-
-    async def main() -> None:
+    async with watched(world):
         samples = fresh_samples(3)
         ended = await asyncio.gather(
             *(world.engine.generate(sample) for sample in samples), return_exceptions=True
@@ -284,13 +266,10 @@ def test_a_death_evicts_every_request_with_its_tokens_and_no_request_goes_there_
         assert [sample.spans for sample in samples] == [[Span(0, LENGTH)]] * 3
         assert world.opened_s[1] - world.states[1][0] == pytest.approx(FIRST_PAUSE_S + START_S)
 
-    drive(world, main)
 
-
-def test_counters_go_on_over_lives_and_tokens_that_were_never_reported_are_in_none() -> None:
+async def test_counters_go_on_over_lives_and_tokens_that_were_never_reported_are_in_none() -> None:
     world = World([Fate(lives_s=4.5), Fate(lives_s=3.5)])
-
-    async def main() -> None:
+    async with watched(world):
         (sample,) = fresh_samples(1)
         generated = []
         while sample.finish_reason is None:
@@ -304,16 +283,15 @@ def test_counters_go_on_over_lives_and_tokens_that_were_never_reported_are_in_no
         assert [usage.num_counted for usage in generated] == [4, 7, LENGTH]
         assert [usage.num_running for usage in generated] == [0, 0, 0]
 
-    drive(world, main)
-
 
 @pytest.mark.parametrize("cancelled_s", [2.25, 2.5, 2.75])
 @pytest.mark.parametrize("first", ["death", "cancellation"])
-def test_a_request_cancelled_while_its_engine_dies_ends_as_cancelled(first: str, cancelled_s: float) -> None:
+async def test_a_request_cancelled_while_its_engine_dies_ends_as_cancelled(
+    first: str, cancelled_s: float
+) -> None:
     """Before the death, so that the abort is under way, in the same instant, and afterwards."""
     world, other = World(), World()
-
-    async def main() -> None:
+    async with watched(world, other):
         (sample,) = fresh_samples(1)
         router = Router([world.engine, other.engine], Recorder())
         serving = asyncio.create_task(router.serve(sample))
@@ -327,13 +305,12 @@ def test_a_request_cancelled_while_its_engine_dies_ends_as_cancelled(first: str,
         assert sample.num_tokens == num_tokens in (2, 3)
         assert num_tokens == router.num_generated
 
-    drive(world, main, other)
 
-
-def test_a_request_is_cancelled_only_when_all_its_tokens_are_there_however_often_it_is_cancelled() -> None:
+async def test_a_request_is_cancelled_only_when_all_its_tokens_are_there_however_often_it_is_cancelled() -> (
+    None
+):
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         (sample,) = fresh_samples(1)
         generation = asyncio.create_task(world.engine.generate(sample))
         await asyncio.sleep(2.5)
@@ -344,13 +321,10 @@ def test_a_request_is_cancelled_only_when_all_its_tokens_are_there_however_often
         await asyncio.wait([generation])
         assert generation.cancelled() and sample.num_tokens == 3
 
-    drive(world, main)
 
-
-def test_a_transfer_that_fails_is_repeated_and_no_request_notices() -> None:
+async def test_a_transfer_that_fails_is_repeated_and_no_request_notices() -> None:
     world = World([Fate(failing=2)])
-
-    async def main() -> None:
+    async with watched(world):
         (sample,) = fresh_samples(1)
         generation = asyncio.create_task(world.engine.generate(sample))
         began_s = now()
@@ -359,14 +333,11 @@ def test_a_transfer_that_fails_is_repeated_and_no_request_notices() -> None:
         await generation
         assert world.lives[0].loaded == [1] and len(world.states) == 1
 
-    drive(world, main)
-
 
 @pytest.mark.parametrize("fate", [Fate(), Fate(failing=2), Fate(lost=1)], ids=["at once", "failing", "lost"])
-def test_a_request_that_follows_a_load_is_for_its_weights_also_if_a_transfer_fails(fate: Fate) -> None:
+async def test_a_request_that_follows_a_load_is_for_its_weights_also_if_a_transfer_fails(fate: Fate) -> None:
     world = World([fate])
-
-    async def main() -> None:
+    async with watched(world):
         before, after = fresh_samples(2)
         under_way = asyncio.create_task(world.engine.generate(before))
         await asyncio.sleep(1.5)
@@ -377,13 +348,10 @@ def test_a_request_that_follows_a_load_is_for_its_weights_also_if_a_transfer_fai
         await asyncio.gather(loading, under_way)
         assert before.spans[0].version == 0  # it went on with the old weights meanwhile
 
-    drive(world, main)
 
-
-def test_a_request_waits_for_the_weights_that_were_there_before_it_and_for_no_newer_ones() -> None:
+async def test_a_request_waits_for_the_weights_that_were_there_before_it_and_for_no_newer_ones() -> None:
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         first = asyncio.create_task(world.engine.load(Weights(1), kv="keep"))
         await asyncio.sleep(0)
         (sample,) = fresh_samples(1)
@@ -394,13 +362,10 @@ def test_a_request_waits_for_the_weights_that_were_there_before_it_and_for_no_ne
         await asyncio.gather(second, generation)
         assert sample.spans[0].version == 1
 
-    drive(world, main)
 
-
-def test_an_engine_that_cannot_be_given_the_newest_weights_is_ended_before_the_load_returns() -> None:
+async def test_an_engine_that_cannot_be_given_the_newest_weights_is_ended_before_the_load_returns() -> None:
     world = World([Fate(failing=3)])
-
-    async def main() -> None:
+    async with watched(world):
         samples = fresh_samples(2)
         for sample in samples:
             sample.grow(1, 0)
@@ -418,15 +383,12 @@ def test_an_engine_that_cannot_be_given_the_newest_weights_is_ended_before_the_l
         for num_tokens, sample in zip(had, samples, strict=True):
             assert sample.spans == [Span(0, num_tokens), Span(1, LENGTH - num_tokens)]
 
-    drive(world, main)
 
-
-def test_a_publication_that_has_not_arrived_is_sent_again_without_the_old_cache() -> None:
+async def test_a_publication_that_has_not_arrived_is_sent_again_without_the_old_cache() -> None:
     world = World([Fate(lost=2)])
     causes: list[str] = []
     world.engine.on_arrival = lambda arrival: causes.append(arrival.cause)
-
-    async def main() -> None:
+    async with watched(world):
         await world.engine.load(Weights(1), kv="keep")
         assert (world.lives[0].loaded, world.lives[0].kvs) == ([1, 1, 1], ["keep", "recompute", "recompute"])
         assert causes == [CAUSE, CAUSE, ""]
@@ -434,13 +396,10 @@ def test_a_publication_that_has_not_arrived_is_sent_again_without_the_old_cache(
         assert (world.lives[0].loaded[3:], world.lives[0].kvs[3:]) == ([2], ["keep"])
         assert len(world.lives) == 1 and world.engine.state == "open"
 
-    drive(world, main)
 
-
-def test_an_engine_at_which_nothing_arrives_is_restarted_with_the_cause_and_goes_on() -> None:
+async def test_an_engine_at_which_nothing_arrives_is_restarted_with_the_cause_and_goes_on() -> None:
     world = World([Fate(lost=3), Fate(lost=2)])
-
-    async def main() -> None:
+    async with watched(world):
         (sample,) = fresh_samples(1)
         await world.engine.load(Weights(1), kv="keep")
         assert world.states[-1][1:] == ("dead", f"one: version 1 has not arrived: {CAUSE}")
@@ -449,18 +408,16 @@ def test_an_engine_at_which_nothing_arrives_is_restarted_with_the_cause_and_goes
         await world.engine.generate(sample)
         assert sample.spans == [Span(1, LENGTH)]
 
-    drive(world, main)
 
-
-def test_a_publication_that_does_not_arrive_after_a_restart_either_ends_the_run_with_its_cause() -> None:
+async def test_a_publication_that_does_not_arrive_after_a_restart_either_ends_the_run_with_its_cause() -> (
+    None
+):
     world, other = World([Fate(lost=3), Fate(lost=3)]), World()
 
-    async def main() -> None:
-        await world.engine.load(Weights(1), kv="keep")
-        await asyncio.sleep(1e6)
-
     with pytest.raises(ExceptionGroup) as lost:
-        drive(world, main, other)
+        async with watched(world, other):
+            await world.engine.load(Weights(1), kv="keep")
+            await asyncio.sleep(1e6)
     error = first_cause(lost.value)
     assert isinstance(error, NotArrived)
     what = f"one: version 1 has not arrived: {CAUSE}"
@@ -468,7 +425,7 @@ def test_a_publication_that_does_not_arrive_after_a_restart_either_ends_the_run_
     assert len(world.lives) == 2 and all(life.closed for life in world.lives)
 
 
-def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record() -> None:
+async def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record() -> None:
     world = World(
         [
             Fate(lives_s=START_S + LOAD_S + 1),
@@ -481,16 +438,13 @@ def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record
     )
     other = World()
     causes: list[str] = []
-
-    async def main() -> None:
+    async with watched(world, other):
         await world.engine.load(Weights(1), kv="keep")
         await until(lambda: world.engine.state == "dead")
         while world.engine.state != "open" or len(world.lives) < 6:
             await asyncio.sleep(0.125)
             if world.engine.why_dead not in causes:
                 causes.append(world.engine.why_dead)
-
-    drive(world, main, other)
     assert causes == [
         "life 0 ended",
         "no memory",
@@ -501,17 +455,15 @@ def test_a_restart_that_fails_in_any_way_is_tried_again_with_the_cause_on_record
     assert [life.loaded for life in world.lives] == [[1], [], [], [], [], [1]]
 
 
-def test_the_run_ends_with_every_cause_once_no_engine_has_come_back_in_time() -> None:
+async def test_the_run_ends_with_every_cause_once_no_engine_has_come_back_in_time() -> None:
     worlds = [
         World([Fate(lives_s=20.0), *[Fate(unfit="no memory")] * 99]),
         World([Fate(lives_s=40.0), *[Fate(unfit="no device")] * 99]),
     ]
 
-    async def main() -> None:
-        await asyncio.sleep(1e6)
-
     with pytest.raises(ExceptionGroup) as lost:
-        drive(worlds[0], main, worlds[1])
+        async with watched(*worlds):
+            await asyncio.sleep(1e6)
     (error,) = lost.value.exceptions
     assert isinstance(error, ExceptionGroup)  # of the watch's own tasks
     assert isinstance(error.exceptions[0], EnginesLost)
@@ -523,21 +475,17 @@ def test_the_run_ends_with_every_cause_once_no_engine_has_come_back_in_time() ->
     assert all(life.closed for world in worlds for life in world.lives[:-1])
 
 
-def test_an_engine_that_comes_back_in_time_saves_the_run() -> None:
+async def test_an_engine_that_comes_back_in_time_saves_the_run() -> None:
     world = World([Fate(lives_s=1.0), *[Fate(unfit="no memory")] * 4])
-
-    async def main() -> None:
+    async with watched(world):
         await until(lambda: len(world.opened_s) == 2)
         await asyncio.sleep(3 * GIVE_UP_S)
-
-    drive(world, main)
     assert len(world.lives) == 6
 
 
-def test_an_engine_asleep_keeps_no_request_and_wakes_with_the_newest_weights() -> None:
+async def test_an_engine_asleep_keeps_no_request_and_wakes_with_the_newest_weights() -> None:
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         await world.engine.load(Weights(1), kv="keep")
         (sample,) = fresh_samples(1)
         generation = asyncio.create_task(world.engine.generate(sample))
@@ -552,16 +500,13 @@ def test_an_engine_asleep_keeps_no_request_and_wakes_with_the_newest_weights() -
         assert (world.engine.state, world.lives[0].loaded) == ("open", [1, 2])
         await world.engine.generate(sample)
         assert sample.spans == [Span(1, 3), Span(2, LENGTH - 3)]
-
-    drive(world, main)
     assert [state for _, state, _ in world.states] == ["open", "asleep", "open"]
 
 
 @pytest.mark.parametrize("when", ["before it sleeps", "asleep", "while it wakes"])
-def test_an_engine_whose_device_is_lent_is_not_restarted_before_it_is_back(when: str) -> None:
+async def test_an_engine_whose_device_is_lent_is_not_restarted_before_it_is_back(when: str) -> None:
     world = World()
-
-    async def main() -> None:
+    async with watched(world):
         if when == "before it sleeps":
             world.lives[0].die()
             await until(lambda: len(world.lives) == 2)  # the next one is starting
@@ -582,12 +527,10 @@ def test_an_engine_whose_device_is_lent_is_not_restarted_before_it_is_back(when:
         (sample,) = fresh_samples(1)
         await world.engine.generate(sample)
         assert sample.num_tokens == LENGTH
-
-    drive(world, main)
     assert [state for _, state, _ in world.states][-3:] == ["asleep", "dead", "open"]
 
 
-def test_states_are_recorded_with_their_reason() -> None:
+async def test_states_are_recorded_with_their_reason() -> None:
     world = World([Fate(lives_s=2.0)])
 
     class Sink:
@@ -601,23 +544,21 @@ def test_states_are_recorded_with_their_reason() -> None:
         def close(self) -> None: ...
 
     sink = Sink()
-
-    async def main() -> None:
+    async with watched(world):
         Router([world.engine], Recorder(sink))
         await until(lambda: len(sink.events) == 2)
-
-    drive(world, main)
     assert [(event.engine, event.state, event.why) for event in sink.events] == [
         ("one", "dead", "life 0 ended"),
         ("one", "open", "it was restarted"),
     ]
 
 
-def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_the_newest_weights() -> None:
+async def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_the_newest_weights() -> (
+    None
+):
     world = World()
     engine = world.engine
-
-    async def main() -> None:
+    async with watched(world):
         await engine.load(Weights(1), kv="keep")
         (sample,) = fresh_samples(1)
         request = asyncio.create_task(engine.generate(sample))
@@ -639,14 +580,11 @@ def test_a_change_of_the_tensor_parallel_size_ends_the_life_and_a_new_one_has_th
         await engine.generate(sample)
         assert sample.spans == [Span(1, 4), Span(2, 6)]
 
-    drive(world, main)
 
-
-def test_a_start_with_an_earlier_tensor_parallel_size_does_not_become_the_life() -> None:
+async def test_a_start_with_an_earlier_tensor_parallel_size_does_not_become_the_life() -> None:
     world = World()
     engine = world.engine
-
-    async def main() -> None:
+    async with watched(world):
         world.lives[0].die()
         await until(lambda: len(world.lives) == 2)  # the next one is starting
         await engine.resize(0)
@@ -654,17 +592,13 @@ def test_a_start_with_an_earlier_tensor_parallel_size_does_not_become_the_life()
         await until(lambda: engine.state == "open")
         assert [life.closed for life in world.lives] == [True, True, False]
 
-    drive(world, main)
 
-
-def test_an_engine_whose_devices_another_one_has_does_not_keep_a_lost_run_alive() -> None:
+async def test_an_engine_whose_devices_another_one_has_does_not_keep_a_lost_run_alive() -> None:
     world, joined = World([Fate(), *[Fate(unfit="no memory")] * 99]), World()
 
-    async def main() -> None:
-        await joined.engine.resize(0)
-        world.lives[0].die()
-        await asyncio.sleep(1e4)
-
     with pytest.raises(ExceptionGroup) as lost:
-        drive(world, main, joined)
+        async with watched(world, joined):
+            await joined.engine.resize(0)
+            world.lives[0].die()
+            await asyncio.sleep(1e4)
     assert lost.group_contains(EnginesLost, match="one: no memory", depth=2)
