@@ -1,5 +1,8 @@
 """The processes of a run."""
 
+import asyncio
+import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,3 +46,16 @@ def children_of(parent: int) -> list[int]:
         with suppress(FileNotFoundError):  # it has ended
             found += map(int, children.read_text().split())
     return found
+
+
+async def start_controller(script: str, *arguments: object) -> tuple[asyncio.subprocess.Process, list[str]]:
+    """Start a script beside the tests of workers. Returns it and the words of its first line."""
+    tests = Path(__file__).parents[1]
+    controller = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, *map(str, arguments)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=tests / "drivers" / "workers",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
+    )
+    assert controller.stdout is not None
+    return controller, (await controller.stdout.readline()).decode().split()

@@ -8,8 +8,11 @@
              10      12                14  15   16  17          20      22       24  25
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import pytest
 
 from tailrace.contracts.trainer import StepStats
 from tailrace.record.bounds import RoundBound
@@ -159,3 +162,35 @@ class Collector:
 def rows_of(events: list[Event]) -> list[Row]:
     play(events, collector := Collector())
     return collector.rows
+
+
+PIPELINED_FIGURES = {
+    "round/end_s": 25.0,
+    "round/time_s": 15.0,
+    "round/main_time_s": 14.0,
+    "round/bound_s": pytest.approx(9.0),
+    "round/rollout_time_s": 10.0,
+    "round/first_dispatch_s": 4.0,
+    "round/trainer_compute_s": 6.0,
+    "round/wait_s": 8.0,
+    "round/waiting_ratio": 8 / 14,
+    "round/start_ratio": 4 / 14,
+    "round/publish_s": 1.0,
+    "round/num_steps": 2,
+    "round/num_groups": 2,
+    "round/num_samples": 4,
+    "round/num_tokens": 40,
+    "round/num_generated": 40,
+    "round/generated_tokens_per_s": 4.0,
+    "round/reward": 0.75,
+    "round/completions/mean_length": 10.0,
+    "round/completions/min_length": 4,
+    "round/completions/p50_length": 6,
+    "round/completions/p90_length": 20,
+    "round/completions/p99_length": 20,
+    "round/completions/max_length": 20,
+    "round/completions/std_length": pytest.approx(math.sqrt((36 + 16 + 0 + 100) / 3)),
+    "round/first_step_length": 5.0,
+    "round/last_step_length": 15.0,
+}
+"""Those of the report of `pipelined_round`."""

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from helpers.record_story import WALL_TIME, Story, make_episode, make_group, pipelined_round, play, rows_of
+from helpers.record_story import (
+    PIPELINED_FIGURES,
+    WALL_TIME,
+    Story,
+    make_episode,
+    make_group,
+    pipelined_round,
+    play,
+    rows_of,
+)
 from tailrace.errors import ConfigError
 from tailrace.record.events import (
     BooksClosed,
@@ -93,35 +102,7 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
 def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
     _, last = write(pipelined_round(), tmp_path / "metrics.jsonl")
     figures = {key: value for key, value in last.items() if key.startswith("round/")}
-    assert figures == {
-        "round/end_s": 25.0,
-        "round/time_s": 15.0,
-        "round/main_time_s": 14.0,
-        "round/bound_s": pytest.approx(9.0),
-        "round/rollout_time_s": 10.0,
-        "round/first_dispatch_s": 4.0,
-        "round/trainer_compute_s": 6.0,
-        "round/wait_s": 8.0,
-        "round/waiting_ratio": 8 / 14,
-        "round/start_ratio": 4 / 14,
-        "round/publish_s": 1.0,
-        "round/num_steps": 2,
-        "round/num_groups": 2,
-        "round/num_samples": 4,
-        "round/num_tokens": 40,
-        "round/num_generated": 40,
-        "round/generated_tokens_per_s": 4.0,
-        "round/reward": 0.75,
-        "round/completions/mean_length": 10.0,
-        "round/completions/min_length": 4,
-        "round/completions/p50_length": 6,
-        "round/completions/p90_length": 20,
-        "round/completions/p99_length": 20,
-        "round/completions/max_length": 20,
-        "round/completions/std_length": pytest.approx(math.sqrt((36 + 16 + 0 + 100) / 3)),
-        "round/first_step_length": 5.0,
-        "round/last_step_length": 15.0,
-    }
+    assert figures == PIPELINED_FIGURES
     assert last["frac_reward_zero_std"] == 1.0
     assert last["completions/clipped_ratio"] == 0.5
 

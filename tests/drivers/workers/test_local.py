@@ -3,13 +3,13 @@
 import asyncio
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from helpers.processes import start_controller
 from helpers.worker_cases import is_running, make_samples, pids_of, until_gone, workers
 from tailrace.contracts.trainer import StepStats
 from tailrace.contracts.weights import Weights
@@ -123,14 +123,7 @@ async def test_nothing_is_left_of_the_workers_when_their_controller_is_killed(
     model_path: Path, tmp_path: Path
 ) -> None:
     """Neither processes nor shared memory, while the engine works and all others are stopped."""
-    controller = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", CONTROLLER, str(model_path), str(tmp_path)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert controller.stdout is not None
-    location, *words = (await controller.stdout.readline()).decode().split()
+    controller, (location, *words) = await start_controller(CONTROLLER, model_path, tmp_path)
     pids = [int(pid) for pid in words]
     assert all(is_running(pid) for pid in pids) and Path(location).exists()
     trainer, _, *scorers = pids

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import tells
 
+from helpers.processes import start_controller
 from helpers.stand_in import StandIn, StandInJob
 from helpers.worker_cases import is_running, until_gone, words_of
 from tailrace import clock
@@ -179,14 +180,8 @@ asyncio.run(main())
 @both_ways
 async def test_workers_end_when_their_controller_is_killed(tmp_path: Path, method: Method) -> None:
     """While they wait, work, are still starting, and while they are stopped."""
-    controller = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", CONTROLLER, tmp_path, method),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert controller.stdout is not None
-    pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
+    controller, words = await start_controller(CONTROLLER, tmp_path, method)
+    pids = [int(pid) for pid in words]
     assert len(pids) == 6 and all(is_running(pid) for pid in pids)
     for pid in pids[3:]:
         os.kill(pid, signal.SIGSTOP)

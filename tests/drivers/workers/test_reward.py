@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal
 import pytest
 
 from helpers.episodes import two_turns
+from helpers.processes import start_controller
 from helpers.worker_cases import Letters, is_running, make_samples, until_gone
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.reward.calls import Call, Scores
@@ -327,14 +327,8 @@ asyncio.run(main())
 async def test_all_processes_of_rewards_end_when_the_controller_is_killed(tmp_path: Path) -> None:
     """A call that holds the interpreter's lock, and a process with a session of its own that a call left.
     Half of them are stopped."""
-    controller = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", CONTROLLER, str(tmp_path)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert controller.stdout is not None
-    pids = [int(pid) for pid in (await controller.stdout.readline()).split()]
+    controller, words = await start_controller(CONTROLLER, tmp_path)
+    pids = [int(pid) for pid in words]
     assert len(pids) == 8
     await asyncio.sleep(0.3)
     assert all(is_running(pid) for pid in pids)
