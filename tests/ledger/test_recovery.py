@@ -373,22 +373,21 @@ async def test_engines_that_counted_less_than_the_ledger_knows_are_of_another_ru
         life.next(tmp_path, 3)
 
 
-def test_masked_tokens_are_a_fate_of_their_own_that_a_kill_undoes_with_the_training(tmp_path: Path) -> None:
+@pytest.mark.virtual
+async def test_masked_tokens_are_a_fate_of_their_own_that_a_kill_undoes_with_the_training(
+    tmp_path: Path,
+) -> None:
     """30 tokens are trained in step 1, of which 12 are masked; 5 masked ones after the checkpoint."""
-
-    async def story() -> StartingPoint:
-        life = Life(MemoryStore())
-        for step, (lengths, num_masked) in enumerate([((10, 20), 12), ((5,), 5)], 1):
-            group = life.draw(*lengths)
-            group.samples[-1].num_masked = num_masked
-            life.ledger.train(group.samples, step)
-            if step == 1:
-                await life.commit_checkpoint(tmp_path, round=1, step=1)
-        await life.journal.finish()
-        totals = totals_of(read_ledger(life.store))
-        assert (totals.trained_tokens, totals.masked_tokens) == (18, 17)
-        assert totals == life.ledger.totals and totals.num_known_tokens == 35
-        return life.next(tmp_path, 35)
-
-    totals = clock.run(story(), virtual=True).totals
+    life = Life(MemoryStore())
+    for step, (lengths, num_masked) in enumerate([((10, 20), 12), ((5,), 5)], 1):
+        group = life.draw(*lengths)
+        group.samples[-1].num_masked = num_masked
+        life.ledger.train(group.samples, step)
+        if step == 1:
+            await life.commit_checkpoint(tmp_path, round=1, step=1)
+    await life.journal.finish()
+    totals = totals_of(read_ledger(life.store))
+    assert (totals.trained_tokens, totals.masked_tokens) == (18, 17)
+    assert totals == life.ledger.totals and totals.num_known_tokens == 35
+    totals = life.next(tmp_path, 35).totals
     assert (totals.trained_tokens, totals.masked_tokens, totals.undone_tokens) == (18, 12, 5)

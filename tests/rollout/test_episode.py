@@ -195,16 +195,12 @@ def test_a_call_before_the_first_turn_is_an_error() -> None:
         asyncio.run(episode(new_sample(), Engine()).call(action))
 
 
-def test_halves_of_surrogate_pairs_in_messages_are_replaced() -> None:
+async def test_halves_of_surrogate_pairs_in_messages_are_replaced() -> None:
     """A policy can spell them in a tool call; neither tokenizers nor ledgers can encode them."""
     sample = new_sample()
-
-    async def play() -> None:
-        policy = episode(sample, Engine())
-        await policy.complete()
-        await policy.complete([{"role": "tool", "name": "\ud800", "content": "a\udc00"}])
-
-    asyncio.run(play())
+    policy = episode(sample, Engine())
+    await policy.complete()
+    await policy.complete([{"role": "tool", "name": "\ud800", "content": "a\udc00"}])
     assert sample.turns[0].messages == [{"role": "tool", "name": "?", "content": "a?"}]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace import clock
 from tailrace.errors import ConfigError
 from tailrace.rollout.profile import EngineProfile, ProfileRow, measure
 from tailrace.sim.engine import SimEngine
@@ -53,19 +52,16 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
         EngineProfile.read(tmp_path / "none.json")
 
 
-def test_a_batch_is_measured_at_each_size_until_it_is_preempted_as_often_as_it_has_requests() -> None:
+@pytest.mark.virtual
+async def test_a_batch_is_measured_at_each_size_until_it_is_preempted_as_often_as_it_has_requests() -> None:
     """A step of n requests takes n s on one device, and n/2 + 1 s on two. The cache has 24 positions for each
     device, and prompts have one: of three requests with 10 tokens, one is preempted, and of four two."""
     cost = SimEngineSettings(
         slots=8, base_s=1e-9, slope_s=1.0, kv_tokens=24, communication_s=1.0, prefill_tokens_per_s=1e30,
         regroup_s=5.0, abort_s=0.0,
     )  # fmt: skip
-
-    async def main() -> list[ProfileRow]:
-        engines = [SimEngine(f"engine-{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(2)]
-        return [row async for row in measure(engines, 2, [2, 4], [1, 4, 8], [10], SimPrompts(1))]
-
-    rows = clock.run(main(), virtual=True)
+    engines = [SimEngine(f"engine-{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(2)]
+    rows = [row async for row in measure(engines, 2, [2, 4], [1, 4, 8], [10], SimPrompts(1))]
     assert [(row.tensor_parallel_size, row.batch, row.length) for row in rows] == [
         (2, 1, 10), (2, 4, 10), (2, 8, 10), (4, 1, 10), (4, 4, 10), (4, 8, 10)
     ]  # fmt: skip
@@ -82,11 +78,9 @@ class Restarting(SimEngine):
         asyncio.get_running_loop().call_later(30.0, self.revive)
 
 
-def test_the_start_of_an_engine_counts_in_no_row() -> None:
+@pytest.mark.virtual
+async def test_the_start_of_an_engine_counts_in_no_row() -> None:
     cost = SimEngineSettings(base_s=1.0, slope_s=0.0, communication_s=0.0, prefill_tokens_per_s=1e30)
-
-    async def main() -> list[float]:
-        engines = [Restarting(f"engine-{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(2)]
-        return [row.step_s async for row in measure(engines, 1, [2], [1], [10], SimPrompts(1))]
-
-    assert clock.run(main(), virtual=True) == pytest.approx([0.5])
+    engines = [Restarting(f"engine-{n}", cost, lambda sample: int(sample.turn_limit)) for n in range(2)]
+    times = [row.step_s async for row in measure(engines, 1, [2], [1], [10], SimPrompts(1))]
+    assert times == pytest.approx([0.5])

@@ -126,20 +126,17 @@ def test_the_reward_of_a_sample_is_its_own_whatever_else_is_scored() -> None:
     assert set(forwards.values()) == {0.0, 1.0}
 
 
-def test_a_row_that_comes_again_keeps_its_solve_rate() -> None:
+@pytest.mark.virtual
+async def test_a_row_that_comes_again_keeps_its_solve_rate() -> None:
     """Three rows, each solved always or never, in five epochs."""
     prompts = SimPrompts(2, Epochs(3, seed=0))
-
-    async def main() -> dict[int | None, set[float]]:
-        costs = change(EXACT.rewards, solvable=(1e-3, 1e-3))
-        rewards, found = SimRewards(costs, seed=4), dict[int | None, set[float]]()
-        for index in range(15):
-            group = Group(prompts[index], 1, [])
-            scored = await rewards.score(Sample(SampleId(index, 0, 0), group))
-            found.setdefault(group.prompt.row_number, set()).add(scored)
-        return found
-
-    found = clock.run(main(), virtual=True)
+    costs = change(EXACT.rewards, solvable=(1e-3, 1e-3))
+    rewards, found = SimRewards(costs, seed=4), dict[int | None, set[float]]()
+    for index in range(15):
+        group = Group(prompts[index], 1, [])
+        scored = await rewards.score(Sample(SampleId(index, 0, 0), group))
+        found.setdefault(group.prompt.row_number, set()).add(scored)
+    found = found
     assert [len(rewards) for rewards in found.values()] == [1, 1, 1]
 
 

@@ -84,7 +84,7 @@ def test_a_loop_with_tools_is_one_token_exact_episode() -> None:
         ("mistral", "So [TOOL_CALLS]f{}[TOOL_CALLS]f{}", "So", 2),
     ],
 )
-def test_a_call_in_thinking_is_text_and_what_follows_is_read(
+async def test_a_call_in_thinking_is_text_and_what_follows_is_read(
     parser: ParserName, turn: str, content: str, num_calls: int
 ) -> None:
     class Policy(ScriptedPolicy):
@@ -94,13 +94,10 @@ def test_a_call_in_thinking_is_text_and_what_follows_is_read(
         async def complete(self, messages: Sequence[Message] = (), **options: object) -> Completion:
             return await super().complete(messages)
 
-    async def said() -> dict[str, Any]:
-        encoder = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), TOKENIZER, 512)
-        session = Session("1", "key", encoder.contexts(Prompt(0, [1]), "keep", 1), PARSERS[parser])
-        body = SessionRequest(model="policy", messages=[USER], tools=[TOOL])
-        return (await session.serve(session.ask(body), Policy(turn))).result().message()
-
-    message = asyncio.run(said())
+    encoder = RequestEncoder(RowsSettings(path=Path("unused.jsonl")), TOKENIZER, 512)
+    session = Session("1", "key", encoder.contexts(Prompt(0, [1]), "keep", 1), PARSERS[parser])
+    body = SessionRequest(model="policy", messages=[USER], tools=[TOOL])
+    message = (await session.serve(session.ask(body), Policy(turn))).result().message()
     assert message["content"] == content
     assert len(message.get("tool_calls", ())) == num_calls
 

@@ -120,21 +120,18 @@ def test_an_endpoint_that_stays_down_fails_the_sample() -> None:
         judged(ask_once, 503, retry_timeout_s=0.05)
 
 
-def test_a_connection_that_fails_is_retried_until_the_server_is_there() -> None:
-    async def main() -> Verdict:
-        async with serving("1") as endpoint:
-            url = endpoint.url
-        port = int(url.split(":")[2].partition("/")[0])
-        judge = EndpointJudge(settings(url), 30.0)
-        asking = asyncio.create_task(judge.judge(said("x")))
-        await asyncio.sleep(0.05)
-        assert not asking.done()
-        async with await asyncio.start_server(Endpoint(["1"]).serve, "127.0.0.1", port):
-            verdict = await asking
-        await judge.close()
-        return verdict
-
-    assert asyncio.run(main()) == Verdict(1.0, "1")
+async def test_a_connection_that_fails_is_retried_until_the_server_is_there() -> None:
+    async with serving("1") as endpoint:
+        url = endpoint.url
+    port = int(url.split(":")[2].partition("/")[0])
+    judge = EndpointJudge(settings(url), 30.0)
+    asking = asyncio.create_task(judge.judge(said("x")))
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    async with await asyncio.start_server(Endpoint(["1"]).serve, "127.0.0.1", port):
+        verdict = await asking
+    await judge.close()
+    assert verdict == Verdict(1.0, "1")
 
 
 def test_a_refused_question_is_not_retried_and_the_key_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +234,7 @@ def test_the_cache_in_memory_is_bounded_and_the_one_in_a_folder_is_not(tmp_path:
     assert not later._answers
 
 
-def test_a_later_run_takes_answers_from_the_folder(tmp_path: Path) -> None:
+async def test_a_later_run_takes_answers_from_the_folder(tmp_path: Path) -> None:
     changes: dict[str, object] = {"cache_folder": tmp_path, "url": "http://127.0.0.1:1/v1"}
 
     async def main(judge: EndpointJudge) -> Verdict:
@@ -249,10 +246,7 @@ def test_a_later_run_takes_answers_from_the_folder(tmp_path: Path) -> None:
         finally:
             await judge.close()
 
-    async def with_judge() -> Verdict:
-        return await main(EndpointJudge(settings(**changes), 1.0))
-
-    assert asyncio.run(with_judge()) == Verdict(0.5, "0.5")
+    assert await main(EndpointJudge(settings(**changes), 1.0)) == Verdict(0.5, "0.5")
 
 
 def checked(*answers: str | int, models: list[str] | None = None, timeout_s: float = 30.0) -> str | None:

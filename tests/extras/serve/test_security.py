@@ -265,22 +265,19 @@ def test_a_page_of_another_site_cannot_ask_without_asking_first(anonymous, kind,
             assert (reply.status_code, told) == (status, status == 400)
 
 
-def test_prompts_under_way_have_a_limit():
-    async def run():
-        requests = unstarted(Path())
-        request = GenerationRequest("", [1] * 1000, (), 0, False, SamplingParams(1))
-        requests.check_room(2 * MAX_OPEN_TOKENS)  # alone
-        arriving = requests.generate(frozenset(), [request])
-        waiting = asyncio.ensure_future(anext(arriving))
-        await asyncio.sleep(0)
-        with pytest.raises(HTTPException, match="too many requests are under way"):
-            requests.check_room(MAX_OPEN_TOKENS)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await arriving.aclose()
+async def test_prompts_under_way_have_a_limit():
+    requests = unstarted(Path())
+    request = GenerationRequest("", [1] * 1000, (), 0, False, SamplingParams(1))
+    requests.check_room(2 * MAX_OPEN_TOKENS)  # alone
+    arriving = requests.generate(frozenset(), [request])
+    waiting = asyncio.ensure_future(anext(arriving))
+    await asyncio.sleep(0)
+    with pytest.raises(HTTPException, match="too many requests are under way"):
         requests.check_room(MAX_OPEN_TOKENS)
-
-    asyncio.run(run())
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await arriving.aclose()
+    requests.check_room(MAX_OPEN_TOKENS)
 
 
 def test_the_server_listens_on_loopback_alone_unless_told_otherwise(url):

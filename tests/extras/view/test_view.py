@@ -1,6 +1,5 @@
 """`tailrace view`: what it refuses, what it writes, and to whom it answers."""
 
-import asyncio
 import json
 import os
 import re
@@ -114,72 +113,65 @@ def test_a_missing_package_is_named(
     assert install("view") in capsys.readouterr().err
 
 
-def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
+async def test_the_server_answers_get_only_and_this_machine_only(run: Path) -> None:
     from tailrace.extras.view.app import make_app
     from tailrace.extras.view.run import open_runs
 
-    async def ask() -> None:
-        transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
-            page = await client.get("/")
-            assert page.status_code == 200 and "<title>tailrace</title>" in page.text
-            assert "default-src 'none'" in page.headers["content-security-policy"]
-            for method in ("POST", "PUT", "DELETE", "PATCH"):
-                assert (await client.request(method, "/runs/0")).status_code == 405
-            for host in ("evil.example", "127.0.0.1.evil.example:1", "192.168.0.1"):
-                assert (await client.get("/", headers={"host": host})).status_code == 400
-            assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
-            assert (await client.get("/runs/7")).status_code == 404
-            for address in (
-                "/",
-                "/runs/0",
-                "/runs/0/samples",
-                f"/{TOKEN}x/",
-                f"/x{TOKEN}/runs/0",
-                "//runs/0",
-            ):
-                found = await client.get(f"http://127.0.0.1:1{address}")
-                assert (found.status_code, "view printed" in found.text) == (403, True), address
-            assert "unsafe-eval" not in page.headers["content-security-policy"]
-            assert (await client.get("/runs/0")).json()["y"]["loss"] == [[0.5]]
-            assert (await client.get("/runs/0/figure?name=loss")).json() == [[0.5]]
-            window = (await client.get("/runs/0/window?from=0&to=5&bins=10")).json()
-            assert [lane["name"] for lane in window["lanes"]] == ["trainer", "engine-0"]
-            for bad in ("from=0&to=5", "from=0&to=5&bins=x", "from=5&to=0&bins=9", "from=0&to=nan&bins=9"):
-                assert (await client.get(f"/runs/0/window?{bad}")).status_code == 400
-            (listed,) = (await client.get("/runs/0/samples")).json()["samples"]
-            assert (listed["id"], listed["reward"]) == ("0.0/0", 1.0)
-            found = (await client.get("/runs/0/sample?id=0.0/0")).json()
-            assert found["record"]["reward"] == 1.0
-            other = (await client.get("/runs/0/sample?id=../../config.toml")).json()
-            assert (other["source"], other["record"]) == ("", {})
-
-    asyncio.run(ask())
+    transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
+        page = await client.get("/")
+        assert page.status_code == 200 and "<title>tailrace</title>" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert (await client.request(method, "/runs/0")).status_code == 405
+        for host in ("evil.example", "127.0.0.1.evil.example:1", "192.168.0.1"):
+            assert (await client.get("/", headers={"host": host})).status_code == 400
+        assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
+        assert (await client.get("/runs/7")).status_code == 404
+        for address in (
+            "/",
+            "/runs/0",
+            "/runs/0/samples",
+            f"/{TOKEN}x/",
+            f"/x{TOKEN}/runs/0",
+            "//runs/0",
+        ):
+            found = await client.get(f"http://127.0.0.1:1{address}")
+            assert (found.status_code, "view printed" in found.text) == (403, True), address
+        assert "unsafe-eval" not in page.headers["content-security-policy"]
+        assert (await client.get("/runs/0")).json()["y"]["loss"] == [[0.5]]
+        assert (await client.get("/runs/0/figure?name=loss")).json() == [[0.5]]
+        window = (await client.get("/runs/0/window?from=0&to=5&bins=10")).json()
+        assert [lane["name"] for lane in window["lanes"]] == ["trainer", "engine-0"]
+        for bad in ("from=0&to=5", "from=0&to=5&bins=x", "from=5&to=0&bins=9", "from=0&to=nan&bins=9"):
+            assert (await client.get(f"/runs/0/window?{bad}")).status_code == 400
+        (listed,) = (await client.get("/runs/0/samples")).json()["samples"]
+        assert (listed["id"], listed["reward"]) == ("0.0/0", 1.0)
+        found = (await client.get("/runs/0/sample?id=0.0/0")).json()
+        assert found["record"]["reward"] == 1.0
+        other = (await client.get("/runs/0/sample?id=../../config.toml")).json()
+        assert (other["source"], other["record"]) == ("", {})
 
 
-def test_a_browser_that_has_the_page_is_sent_nothing(run: Path) -> None:
+async def test_a_browser_that_has_the_page_is_sent_nothing(run: Path) -> None:
     from tailrace.extras.view.app import make_app
     from tailrace.extras.view.run import open_runs
 
     os.utime(run / "metrics.jsonl", (1.0, 1.0))
     (run / "summary.json").write_text("{}")  # it has ended, so no text says how long it is silent
-
-    async def ask() -> None:
-        transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
-        async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
-            first = await client.get("/runs/0/record")
-            known = {"If-None-Match": first.headers["ETag"]}
-            again = await client.get("/runs/0/record", headers=known)
-            assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
-            log = (run / "events.jsonl").read_text().replace('{"event":"Samp', "")
-            (run / "events.jsonl").write_text(log)
-            assert (await client.get("/runs/0/record", headers=known)).json()["defects"] == []
-            with (run / "events.jsonl").open("a") as added:
-                added.write('{"event":"Sang"}\n')
-            (defect,) = (await client.get("/runs/0/record", headers=known)).json()["defects"]
-            assert "line 4 of events.jsonl" in defect["problem"]
-
-    asyncio.run(ask())
+    transport = httpx.ASGITransport(app=make_app(open_runs([run]), TOKEN))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:1/{TOKEN}") as client:
+        first = await client.get("/runs/0/record")
+        known = {"If-None-Match": first.headers["ETag"]}
+        again = await client.get("/runs/0/record", headers=known)
+        assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
+        log = (run / "events.jsonl").read_text().replace('{"event":"Samp', "")
+        (run / "events.jsonl").write_text(log)
+        assert (await client.get("/runs/0/record", headers=known)).json()["defects"] == []
+        with (run / "events.jsonl").open("a") as added:
+            added.write('{"event":"Sang"}\n')
+        (defect,) = (await client.get("/runs/0/record", headers=known)).json()["defects"]
+        assert "line 4 of events.jsonl" in defect["problem"]
 
 
 def test_it_serves_until_a_signal_comes(run: Path) -> None:
