@@ -1,5 +1,5 @@
-"""Which tests are slow, which files begin first, what was imported to collect them, what garbage collection
-skips, how many examples hypothesis draws, and the loop on which an async test runs.
+"""Which tests and parameters are slow, which files begin first, what was imported to collect them, what the
+garbage collector skips, how many examples hypothesis draws, and the loop on which an async test runs.
 
 Its presence lets the tests import the helpers that stand beside it.
 """
@@ -26,18 +26,72 @@ SLOW = (
     "drivers/commands/test_restarts.py",
     "drivers/commands/test_signals.py",
     "drivers/commands/test_slow_rewards.py",
+    "drivers/data/test_procedural.py::test_a_prompt_is_the_same_in_another_process",
+    "drivers/data/test_procedural.py::test_both_splits_have_the_same_distribution_of_lengths",
+    "drivers/engine/native/test_native_steps.py::test_in_bfloat16_a_late_read_changes_no_token_of",
     "drivers/trainer/test_fsdp.py",
+    "drivers/weights/test_filesystem.py::test_a_trainer_killed_while_it_writes_leaves_no_version",
+    "drivers/weights/test_shared_memory.py::test_what_a_killed_run_left_is_removed",
     "drivers/workers/test_resident_memory.py",
     "drivers/workers/test_trainer_group.py",
     "drivers/workers/test_transports.py",
+    "extras/agents/test_agent_training.py::test_an_agent_whose_turns_are_cut_trains_on",
+    "extras/agents/test_agents.py::test_what_a_program_has_started_ends_when_the_controller_is_killed",
     "extras/diagnose/test_diagnose.py",
     "extras/http/test_http_generations.py",
+    "extras/plan/test_plan.py::test_the_written_config_runs_in_virtual_time",
     "extras/plan/test_plan_from_a_run.py",
+    "extras/plan/test_planned.py::test_a_planned_run_passes_a_dry_run_on_a_machine_without_the_cluster",
     "extras/plan/test_search.py",
+    "extras/serve/test_control.py::test_a_trainer_without_this_package_makes_the_group_and_sends_weights",
+    "extras/serve/test_generate_route.py::test_256_streams_at_once_get_all_their_tokens",
     "extras/serve/test_served_contract.py",
+    "extras/trackers/test_trackers.py::test_wandb_stores_every_figure_offline",
+    "schedules/test_every_schedule.py::test_the_same_seed_gives_the_same_bytes_of_the_run_log",
+    "schedules/test_pipelinerl.py::test_slow_rewards_neither_pile_samples_up_nor_make_tokens_older",
+    "test_model_folder.py::test_a_model_that_the_hub_does_not_give_is_refused_with_the_other_ways",
 )
-"""Folders and files whose tests `make test` leaves to `make test-slow`: scripts beside the package, whole
+"""Folders, files and tests that `make test` leaves to `make test-slow`: scripts beside the package, whole
 runs with workers that fail, transfers, many ranks, the memory of processes, all candidates of the planner."""
+SCHEDULES = (
+    *("serial", "rolloutpipe_frontier", "april", "tailbatch_dapo", "rollpacker", "pipelinerl_hold"),
+    *("laminar", "trl_async", "tailrace_masked"),
+)
+"""One of each way to generate: a barrier, a frontier, parking, a race, a ring, pinned versions, a mask."""
+FEW = {
+    "controller/test_interruption.py::test_an_interrupted_run_saves_every_step": SCHEDULES,
+    "controller/test_run.py::test_a_run_killed_at_any_moment_and_resumed_trains": SCHEDULES,
+    "drivers/commands/test_readers.py::test_a_damaged_folder_is_shown": ("events.jsonl", "config.toml"),
+    "drivers/commands/test_simulate.py::test_the_cluster_runs_every_schedule": SCHEDULES,
+    "drivers/engine/native/test_native_adapters.py::test_an_adapter_is_added_to_the_layers": ("qwen3",),
+    "drivers/engine/native/test_native_cache.py::test_at_no_moment_does_the_cache_hold_more": ("1000",),
+    "drivers/engine/test_proof.py": ("an older adapter", "a dropped tensor"),
+    "drivers/trainer/test_architectures.py::test_an_architecture_is_exact_in_both_samples": (
+        *("llama", "qwen3", "gemma3_text", "gpt2", "mamba2", "qwen3_moe"),
+    ),
+    "drivers/trainer/test_architectures.py::test_gradients_are_those_of_transformers": ("gemma2", "lfm2"),
+    "drivers/trainer/test_checkpoint.py::test_a_checkpoint_has_the_state_at_its_beginning": ("{}",),
+    "drivers/trainer/test_checkpoint.py::test_weights_that_predict_several_tokens": ("llama",),
+    "drivers/trainer/test_offload.py::test_training_with_sleep_between_all_calls": ("all weights",),
+    "drivers/trainer/test_trl_equality.py::test_loss_and_gradients_equal_those_trl_gave": ("1000",),
+    "extras/cluster/test_join.py::test_a_run_that_does_not_listen_is_named": ("127.0.0.1:1",),
+    "extras/http/test_server_engines.py::test_a_started_server_gets_the_context": ("sglang",),
+    "extras/http/test_vllm_adapter.py::test_each_request_has_one_adapter": ("vllm-0.33",),
+    "extras/init/test_init.py::test_each_preset_passes_a_dry_run": ("RTX 4090",),
+    "extras/init/test_init.py::test_the_planner_finds_each_preset_within_its_limits": ("1xRTX 4090",),
+    "extras/plan/test_plan.py::test_a_signal_ends_the_search": ("15",),
+    "extras/serve/test_listening.py::test_a_flood_of_strangers": ("b''",),
+    "extras/sft/test_sft.py::test_a_resumed_run_notices_changed_inputs": ("rows.jsonl",),
+    "record/test_bounds.py::test_no_schedule_falls_below_its_bounds": SCHEDULES,
+    "rollout/test_reference_stage.py": SCHEDULES,
+    "schedules/test_engines_that_die.py::test_engines_killed_at_random_moments": SCHEDULES,
+    "schedules/test_errors_of_callbacks.py": SCHEDULES,
+    "schedules/test_every_schedule.py": SCHEDULES,
+    "schedules/test_held_out.py": SCHEDULES,
+    "schedules/test_pipelinerl.py::test_no_token_is_older_than_the_rings_imply": ("12",),
+    "test_model_folder.py::test_a_model_that_the_hub_refuses": ("our-lab/gated",),
+}
+"""Parameters that `make test` gives these tests; `make test-slow` gives the others."""
 LONG = (
     "ledger/test_books_close.py",
     "drivers/commands/test_train.py",
@@ -83,10 +137,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = {path: path.relative_to(TESTS).as_posix() for path in {item.path for item in items}}
     for item in items:
-        if names[item.path].startswith(SLOW):
+        if is_slow(f"{names[item.path]}::{item.name}", item):
             item.add_marker(pytest.mark.slow)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(names[item.path], len(LONG)))
+
+
+def is_slow(name: str, item: pytest.Item) -> bool:
+    """Whether a table above leaves a test to `make test-slow`."""
+    few = next((values for prefix, values in FEW.items() if name.startswith(prefix)), ())
+    given = {str(value) for value in item.callspec.params.values()} if hasattr(item, "callspec") else set()
+    return name.startswith(SLOW) or bool(few and given and not given & set(few))
 
 
 @pytest.hookimpl(tryfirst=True)

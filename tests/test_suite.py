@@ -1,10 +1,13 @@
 """How the tests themselves are run."""
 
-from tests.conftest import LONG, TESTS
+from tests.conftest import FEW, LONG, SLOW, TESTS
 
 
-def test_files_that_begin_first_exist() -> None:
-    assert [name for name in LONG if not (TESTS / name).exists()] == []
+def test_what_is_slow_or_begins_first_exists() -> None:
+    for name in (*LONG, *SLOW, *FEW):
+        file, _, test = name.partition("::")
+        assert (TESTS / file).exists(), name
+        assert not test or f"def {test}" in (TESTS / file).read_text(encoding="utf-8"), name
 
 
 def test_packages_that_only_slow_tests_use_are_not_imported_to_collect_them(

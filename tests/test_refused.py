@@ -1,4 +1,4 @@
-"""Configs that are refused before anything starts: refusals.txt has what each example is changed to, and the
+"""Configs that are refused before anything starts: refused.txt has what each example is changed to, and the
 message. What needs a server, a worker or a damaged folder is tested beside what refuses it."""
 
 import json
@@ -14,7 +14,7 @@ from tailrace.drivers.assembly.placement import check_placement, device_sharing
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.errors import ConfigError
 
-TABLE = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8").splitlines()
+TABLE = Path(__file__).with_name("refused.txt").read_text(encoding="utf-8").splitlines()
 ROWS = [row.split(maxsplit=2) for row in TABLE if row.startswith(("quickstart", "tools"))]
 MESSAGES = [row.strip() for row in TABLE if row.startswith("    ")]
 CHECKS = {
