@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import (
+    LiveConfig,
+    PolicyConfig,
     RunConfig,
     changed_keys,
     check_resumable,
@@ -296,3 +298,20 @@ def test_a_resumed_run_may_ask_its_judges_elsewhere_but_not_otherwise(tmp_path: 
     check_resumable(old, load(tmp_path, JUDGES.format(url="http://new/v1", template="x")))
     with pytest.raises(ConfigError, match=r"reward.judges.0.template = 'y': the run was begun with 'x'"):
         check_resumable(old, load(tmp_path, JUDGES.format(url="http://old/v1", template="y")))
+
+
+def test_a_mapping_changes_keys_of_a_section_and_replaces_a_table(tmp_path: Path) -> None:
+    config = load(tmp_path).changed(
+        run={"rounds": 5}, schedule={"name": "april"}, sim={"engines": {"count": 2}}
+    )
+    assert (config.run.rounds, config.run.group_size, config.sim.engines.count) == (5, 4, 2)
+    assert config.schedule == {"name": "april"} and config.run.model_fields_set == {"rounds", "group_size"}
+
+
+def test_the_config_of_a_run_here_has_its_sections_and_keeps_what_was_set(config_path: Path) -> None:
+    config = load_config(config_path)
+    live = LiveConfig.of(config.changed(sampling=None))
+    assert LiveConfig.of(live) is live and live.sampling.max_completion_tokens > 0
+    assert live.toml() == config.changed(sampling=live.sampling).toml()
+    with pytest.raises(ConfigError, match=r"data = None: this command needs the section; add \[data\]"):
+        LiveConfig.of(PolicyConfig.of(config.changed(data=None)))
