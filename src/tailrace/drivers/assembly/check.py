@@ -66,12 +66,7 @@ def check_live(
     """
     config = dated(LiveConfig.of(config))
     check_policy(config, machine)
-    for source in config.data.sources:
-        check_lengths(
-            config.sampling,
-            max_context_tokens=context_length(config.model.path),
-            max_prompt_tokens=source.max_prompt_tokens,
-        )
+    check_lengths(config.data, config.sampling, context_length(config.model.path))
     tokenizer = load_tokenizer(config.model.path, config.model.template_date)
     check_episodes(config, tokenizer)
     prompts = run_prompts(config, tokenizer, "train")

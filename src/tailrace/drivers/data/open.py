@@ -82,20 +82,17 @@ class MixtureData:
         return MixedPrompts(names, opened, weights, seed)
 
 
-def check_lengths(
-    sampling: SamplingSettings, *, max_context_tokens: int, max_prompt_tokens: int | None = None
-) -> None:
+def check_lengths(settings: DataSettings, sampling: SamplingSettings, context: int) -> None:
     """Check that prompts and completions of the configured lengths can fit the model's context at all. Raises
     a ConfigError if a completion, or a prompt, of the configured length fills the context alone.
-    `max_context_tokens`: positions of the model, prompt and completion together."""
-    remedy = f"choose at most {max_context_tokens - 1}, or a model with a longer context"
-    for key, tokens in (
-        ("sampling.max_completion_tokens", sampling.max_completion_tokens),
-        ("data.max_prompt_tokens", max_prompt_tokens),
-    ):
-        if tokens is not None and tokens >= max_context_tokens:
-            other = "prompt" if "completion" in key else "completion"
-            problem = f"the model's context is {max_context_tokens} tokens, which leaves none for the {other}"
+    `context`: positions of the model, prompt and completion together."""
+    lengths = [("sampling.max_completion_tokens", sampling.max_completion_tokens, "prompt")]
+    for source in settings.sources:
+        lengths.append(("data.max_prompt_tokens", source.max_prompt_tokens or 0, "completion"))
+    for key, tokens, other in lengths:
+        if tokens >= context:
+            problem = f"the model's context is {context} tokens, which leaves none for the {other}"
+            remedy = f"choose at most {context - 1}, or a model with a longer context"
             raise ConfigError(key, tokens, problem, remedy)
 
 
