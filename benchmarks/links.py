@@ -12,8 +12,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.drivers.workers.calls import WorkerConnection
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker
+from tailrace.drivers.workers.worker import WorkerConnection
 
 BRIDGE, TRAINER = "tailrace", "10.77.0.1"
 CLONE_NEWNET = 0x40000000

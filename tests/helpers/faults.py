@@ -23,10 +23,10 @@ from tailrace.drivers.engine.native import model as native_model
 from tailrace.drivers.engine.proof import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
-from tailrace.drivers.workers.calls import WorkerConnection
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
+from tailrace.drivers.workers.worker import WorkerConnection
 from tailrace.model_folder import context_length, read_config
 from tailrace.types import KV, Group, Prompt, Sample, SampleId
 

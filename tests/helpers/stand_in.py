@@ -3,7 +3,7 @@
 import time
 from typing import Literal
 
-from tailrace.drivers.workers.calls import Job, Worker, WorkerConnection, beside
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection, beside
 
 
 class StandInJob(Job):

@@ -7,16 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.drivers.workers.calls import (
-    EVENT,
-    UNANSWERED,
-    Frames,
-    Worker,
-    WorkerConnection,
-    decode_reply,
-    frame,
-    outcome_of,
-)
+from tailrace.drivers.workers.wire import EVENT, UNANSWERED, Frames, decode_reply, frame, outcome_of
+from tailrace.drivers.workers.worker import Worker, WorkerConnection
 from tailrace.errors import TailraceError
 
 

@@ -14,23 +14,9 @@ import pytest
 
 from helpers.wire import connected
 from tailrace import errors
-from tailrace.drivers.workers.calls import (
-    END,
-    HELLO_S,
-    START,
-    STARTED,
-    UNANSWERED,
-    BatchWorker,
-    Channel,
-    Hello,
-    Job,
-    RaisedError,
-    RemoteWorker,
-    Worker,
-    WorkerConnection,
-    batched,
-    frame,
-)
+from tailrace.drivers.workers.calls import HELLO_S, Channel, RemoteWorker
+from tailrace.drivers.workers.wire import END, START, STARTED, UNANSWERED, Hello, RaisedError, frame
+from tailrace.drivers.workers.worker import BatchWorker, Job, Worker, WorkerConnection, batched
 from tailrace.errors import ConfigError, RewardFailed, ServerRefused, TransferFailed, WorkerDied
 from tailrace.extras.cluster.join import JoinedProcess
 

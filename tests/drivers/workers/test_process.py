@@ -21,9 +21,10 @@ from tailrace import clock
 from tailrace.devices import Devices
 from tailrace.drivers.workers import calls
 from tailrace.drivers.workers import process as process_module
-from tailrace.drivers.workers.calls import Job, RemoteWorker
+from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import LocalSpawner, Method, environment, work
 from tailrace.drivers.workers.process_tree import parent_of
+from tailrace.drivers.workers.worker import Job
 from tailrace.errors import WorkerDied
 
 both_ways = pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 
 from helpers.flood import file_limit, flood, num_connections
 from helpers.stand_in import StandInJob
-from tailrace.drivers.workers.calls import HELLO_S, Hello, RemoteWorker, WorkerConnection
+from tailrace.drivers.workers.calls import HELLO_S, RemoteWorker
 from tailrace.drivers.workers.engine import EngineWorker
 from tailrace.drivers.workers.strangers import MAX_STRANGERS, Strangers, raise_file_limit
+from tailrace.drivers.workers.wire import Hello
+from tailrace.drivers.workers.worker import WorkerConnection
 from tailrace.extras.cluster.join import JoinedProcess
 
 

@@ -28,10 +28,11 @@ from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.drivers.weights.settings import ProcessGroupSettings
 from tailrace.drivers.workers.base import LocalHostSettings, Role
-from tailrace.drivers.workers.calls import Hello, WorkerConnection
 from tailrace.drivers.workers.engine import EngineWorker
 from tailrace.drivers.workers.process import LocalProcess, LocalSpawner, start_process
 from tailrace.drivers.workers.reward_process import RewardWorker
+from tailrace.drivers.workers.wire import Hello
+from tailrace.drivers.workers.worker import WorkerConnection
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.extras.cluster import join as join_module
 from tailrace.extras.cluster.join import TOKEN_VARIABLE, open_joining

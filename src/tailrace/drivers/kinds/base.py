@@ -20,8 +20,9 @@ from tailrace.drivers.engine.proof import probe_ids
 from tailrace.drivers.engine.settings import ReplicaSettings
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
-from tailrace.drivers.workers.calls import Job, RemoteWorker, Spawner, Worker
+from tailrace.drivers.workers.calls import RemoteWorker, Spawner
 from tailrace.drivers.workers.trainer import RemoteTrainer
+from tailrace.drivers.workers.worker import Job, Worker
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, read_config
 

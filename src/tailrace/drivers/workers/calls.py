@@ -8,459 +8,54 @@ A message is a method of the worker's class. The types of its arguments and of i
 signature. The first call is `START`, with the worker's job. Calls are executed and answered in order, but for
 those of a method that is `beside` the others.
 
-A frame is a length (4 bytes, little-endian) and a msgpack array:
-
-    first frame of a worker    token, role
-    to the worker              number of the call, name of the method, arguments
-    from the worker            number of the call, "", result
-                               number of the call, name of an error, its arguments
-                               EVENT, name of an event, the event
-
 The controller never blocks its event loop: what is sent in one tick is written in one system call.
 """
 
 import asyncio
 import hmac
 import itertools
-import os
-import queue
 import secrets
-import select
-import signal
 import socket
-import struct
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from errno import EDQUOT, EFBIG, ENOSPC
-from functools import cache, partial
-from inspect import signature
-from pathlib import Path
-from types import UnionType
-from typing import (
-    Any,
-    ClassVar,
-    NamedTuple,
-    Protocol,
-    Self,
-    TypeVar,
-    TypeVarTuple,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 from typing_extensions import override
 
-from tailrace import errors
 from tailrace.clock import waiting
 from tailrace.devices import Devices
-from tailrace.drivers.workers.process_tree import signal_on_parent_death
 from tailrace.drivers.workers.strangers import Door, Strangers
-from tailrace.errors import ConfigError, DiskFull, TailraceError, WorkerDied, disk_remedy
-from tailrace.settings import Settings
+from tailrace.drivers.workers.wire import (
+    END,
+    EVENT,
+    MAX_BYTES,
+    START,
+    STARTED,
+    UNANSWERED,
+    Frames,
+    Hello,
+    SocketAddress,
+    decode_hello,
+    decode_reply,
+    frame,
+    outcome_of,
+    set_options,
+    start,
+)
+from tailrace.drivers.workers.worker import Job, Worker
+from tailrace.errors import TailraceError, WorkerDied
 
-A = TypeVar("A")
 R = TypeVar("R")
-W = TypeVar("W")
 Ts = TypeVarTuple("Ts")
 
-START, END = "start", "end"
-"""Names of the first call, and of the one with which the controller lets a worker end."""
-STARTED, UNANSWERED, EVENT = 0, -1, -1
-"""Numbers: of the first call, of a call that is not answered, of a message that answers none."""
 HELLO_S, HELLO_GRACE_S, HELLO_BYTES = 10.0, 0.1, 1024
 """Limits of the frame with the token, which a worker sends at once."""
-DIAL_S = 60.0
-"""Seconds in which a worker dials again that was closed without an answer."""
 CLOSE_S = 5.0
 """Seconds that a worker may take to end before it is killed."""
 DRAIN_S = 1.0
 """Seconds in which the last messages of a process that has ended are read."""
-MAX_BYTES = 2**32 - 1
-"""Limit of the bytes of a frame."""
-_LENGTH = struct.Struct("<I")
-READ_BYTES = 1 << 18
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A host that is lost is noticed within 30 seconds."""
-
-encode = msgspec.msgpack.Encoder().encode
-
-
-SocketAddress = str | tuple[str, int]
-"""A Unix socket of this host, or host and port."""
-
-
-class Job(Settings):
-    """Settings of one worker process; the first message that it receives."""
-
-    health_key: ClassVar[str] = "host.health_timeout_s"
-    """The setting of `health_timeout_s`."""
-    threads: int = 1
-    """Threads that torch and BLAS libraries use."""
-    health_timeout_s: float | None = None
-    """Seconds that the worker may be stopped; None: as long as its owner waits."""
-
-    def folders(self) -> Mapping[str, Path]:
-        """Return the folders that the worker's host must have, by the key of the config that names each."""
-        return {}
-
-    def at(self, address: str) -> Self:
-        """Return the job for a worker of a host. `address`: under which the other hosts reach that host."""
-        return self
-
-
-J = TypeVar("J", bound=Job)
-
-
-class MethodCall(NamedTuple):
-    """A method that a worker was asked for."""
-
-    number: int
-    method: str
-    arguments: msgspec.Raw
-
-
-class MethodReply(NamedTuple):
-    """An answer or an event, as the worker sends it."""
-
-    number: int
-    kind: str
-    content: msgspec.Raw
-
-
-class Hello(NamedTuple):
-    """The first frame of a worker. `role`: of a worker that joins; empty for one that was started for its
-    token."""
-
-    token: str
-    role: str = ""
-
-
-class RaisedError(msgspec.Struct, array_like=True):
-    """The arguments of an error of errors.py."""
-
-    arguments: list[str | int | float | bool | None]
-    named: dict[str, str | int | float | bool | None]
-
-    @classmethod
-    def of(cls, error: TailraceError) -> "RaisedError":
-        return cls([_plain(each) for each in error.arguments], {k: _plain(v) for k, v in error.named.items()})
-
-    def error(self, kind: str) -> TailraceError:
-        error = getattr(errors, kind)(*self.arguments, **self.named)
-        assert isinstance(error, TailraceError), kind
-        return error
-
-
-def _plain(value: object) -> str | int | float | bool | None:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-_decode_call = msgspec.msgpack.Decoder(MethodCall).decode
-_decode_hello = msgspec.msgpack.Decoder(Hello).decode
-_decode_raised = msgspec.msgpack.Decoder(RaisedError).decode
-decode_reply = msgspec.msgpack.Decoder(MethodReply).decode
-
-
-class Frames:
-    """Cuts a stream of bytes into frames. `max_bytes`: of a frame."""
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self.max_bytes = max_bytes
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytearray]:
-        """Yield the frames that `data` completes. The caller must exhaust the iterator. Raises a ValueError
-        if a frame is too long."""
-        self._bytes += data
-        start = 0
-        while (body := start + _LENGTH.size) <= len(self._bytes):
-            (length,) = _LENGTH.unpack_from(self._bytes, start)
-            if length > self.max_bytes:
-                raise ValueError(f"a frame of {length} bytes")
-            if body + length > len(self._bytes):
-                break
-            yield self._bytes[body : body + length]
-            start = body + length
-        del self._bytes[:start]
-
-
-def frame(*parts: object) -> bytes:
-    """Return a frame with an array of values."""
-    payload = encode(parts)
-    return _LENGTH.pack(len(payload)) + payload
-
-
-class MethodTypes(NamedTuple):
-    """The types of a method, as decoders."""
-
-    arguments: msgspec.msgpack.Decoder[Any]
-    result: msgspec.msgpack.Decoder[Any]
-
-
-@cache
-def signature_of(method: Callable[..., Any]) -> MethodTypes:
-    """Return the types of one call of a method."""
-    hints = get_type_hints(method)
-    parameters = [hints[name] for name in signature(method).parameters if name != "self"]
-    result = hints["return"]
-    if hasattr(method, "is_batched"):
-        parameters, (result,) = list(get_args(parameters[0])), get_args(result)
-        if get_origin(result) is UnionType:  # results or errors
-            kinds = [each for each in get_args(result) if isinstance(each, type)]
-            (result,) = {*get_args(result)} - {each for each in kinds if issubclass(each, TailraceError)}
-    arguments: Any = tuple[*parameters]  # type: ignore[valid-type]
-    return MethodTypes(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
-
-
-def outcome_of(reply: MethodReply, method: Callable[..., Any]) -> Any:
-    """Return the result of a method, or the error that it raised."""
-    if reply.kind:
-        return _decode_raised(reply.content).error(reply.kind)
-    return signature_of(method).result.decode(reply.content)
-
-
-def start(job: str) -> None:
-    """The types of the first call."""
-
-
-def beside(method: R) -> R:
-    """Mark a method that is executed in a thread of its own as soon as it is called, beside other calls."""
-    method.is_beside = True  # type: ignore[attr-defined]
-    return method
-
-
-def batched(method: Callable[[W, list[A]], Iterable[R | TailraceError]]) -> Callable[[W, A], R]:
-    """Mark a method that executes all calls which have arrived together. It takes and gives an entry for each
-    call. An entry of the result may be an error of errors.py."""
-    method.is_batched = True  # type: ignore[attr-defined]
-    return cast(Callable[[W, A], R], method)
-
-
-class WorkerConnection:
-    """The worker's end of a connection. Any thread may send."""
-
-    def __init__(self, own: socket.socket) -> None:
-        own.setblocking(True)
-        self.socket = own
-        self._frames = Frames()
-        self._sending = threading.Lock()
-        self._held: list[MethodCall] = []
-        """Calls that have arrived together with the first one."""
-        self._is_over = self.is_let_go = False
-
-    @classmethod
-    def dial(cls, address: SocketAddress, hello: Hello, timeout_s: float | None = None) -> "WorkerConnection":
-        """Connect to a controller and show the token. Raises an OSError if nothing answers at the address."""
-        if isinstance(address, str):
-            own = socket.socket(socket.AF_UNIX)
-            own.connect(address)
-        else:
-            own = socket.create_connection(address, timeout_s)
-        _set_options(own)
-        own.sendall(frame(*hello))
-        return cls(own)
-
-    @classmethod
-    def employed(cls, address: SocketAddress, hello: Hello, kind: type[J]) -> "tuple[WorkerConnection, J]":
-        """Dial in and wait for the job; again if strangers crowd the port and the controller closes the
-        connection before it has read the token. Raises SystemExit if it has no use for this worker."""
-        ends_s = time.monotonic() + DIAL_S
-        while (left_s := ends_s - time.monotonic()) > 0:
-            with suppress(ConnectionResetError, BrokenPipeError):  # it is closed while it shows the token
-                connection = cls.dial(address, hello, left_s)
-                if job := connection.receive_job(kind):
-                    return connection, job
-                connection.socket.close()
-                if connection.is_let_go or isinstance(address, str):
-                    break
-            time.sleep(0.05)
-        raise SystemExit("the controller does not know the token, expects no such worker, or has ended")
-
-    def receive_job(self, kind: type[J]) -> J | None:
-        """Return the job, which is the first call; None if the controller has no use for this worker."""
-        if (calls := self.receive(wait=True)) is None:
-            return None
-        asked, *self._held = calls
-        (job,) = signature_of(start).arguments.decode(asked.arguments)
-        return kind.model_validate_json(job)
-
-    def receive(self, *, wait: bool) -> list[MethodCall] | None:
-        """Return the calls that have arrived; None when the controller lets the worker end, or is gone. With
-        `wait` there is at least one."""
-        if self._held:
-            held, self._held = self._held, []
-            return held
-        while not self._is_over:
-            try:
-                data = self.socket.recv(READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return []
-            except ConnectionError:
-                return None
-            calls = [_decode_call(each) for each in self._frames.feed(data)]
-            self._is_over = not data
-            while calls and calls[-1].method == END:  # a worker may be closed twice
-                self._is_over = self.is_let_go = True
-                del calls[-1]
-            if calls:
-                return calls
-        return None
-
-    def __iter__(self) -> Iterator[MethodCall]:
-        """Yield each call as it arrives, until the controller lets the worker end."""
-        while (calls := self.receive(wait=True)) is not None:
-            yield from calls
-
-    def in_turn(self, worker: "Worker") -> Iterator[MethodCall]:
-        """Yield the calls that are executed one after another. The others are executed when they arrive."""
-        others: queue.SimpleQueue[MethodCall | Exception | None] = queue.SimpleQueue()
-
-        def read() -> None:
-            end = None
-            try:
-                for call in self:
-                    if not self.execute_beside(worker, call):
-                        others.put(call)
-            except Exception as error:
-                end = error
-            others.put(end)
-
-        threading.Thread(target=read, name="calls", daemon=True).start()
-        while (call := others.get()) is not None:
-            if isinstance(call, Exception):
-                raise call
-            yield call
-
-    def execute_beside(self, worker: object, call: MethodCall) -> bool:
-        """Execute a call of a method that is `beside` others in a thread; else return False. An error that is
-        no answer ends the process, as in the main thread."""
-
-        def work() -> None:
-            try:
-                self.execute(worker, call)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-
-        if is_beside := hasattr(getattr(type(worker), call.method), "is_beside"):
-            threading.Thread(target=work, daemon=True).start()
-        return is_beside
-
-    def execute(self, worker: object, call: MethodCall) -> None:
-        """Execute a call and answer it. An error of errors.py is an answer; any other is raised."""
-        method = getattr(type(worker), call.method)
-        arguments = signature_of(method).arguments.decode(call.arguments)
-        try:
-            result = method(worker, *arguments)
-        except TailraceError as error:
-            result = error
-        self.answer(call.number, result)
-
-    def execute_batch(self, worker: object, calls: Sequence[MethodCall]) -> None:
-        """Execute calls of one method, which is `batched`, and answer them."""
-        method = getattr(type(worker), calls[0].method)
-        decode = signature_of(method).arguments.decode
-        results = method(worker, [argument for call in calls for argument in decode(call.arguments)])
-        for call, result in zip(calls, results, strict=True):
-            self.answer(call.number, result)
-
-    def answer(self, number: int, result: object) -> None:
-        """Send the result of a call, or its error."""
-        if number == UNANSWERED:
-            if isinstance(result, TailraceError):
-                raise result
-        elif isinstance(result, TailraceError):
-            self._send(frame(number, type(result).__name__, RaisedError.of(result)))
-        else:
-            self._send(frame(number, "", result))
-
-    def tell(self, event: msgspec.Struct) -> None:
-        """Send an event, which must be among the worker's `events`."""
-        self._send(frame(EVENT, type(event).__name__, event))
-
-    @contextmanager
-    def refusals(self) -> Iterator[None]:
-        """Answer START with the ConfigError of the block, or with a full disk, and exit."""
-        try:
-            yield
-        except (ConfigError, OSError) as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, OSError) and cause.errno in (ENOSPC, EDQUOT, EFBIG):
-                self.answer(STARTED, DiskFull(f"{cause}; {disk_remedy(cause)}, then --resume"))
-            elif isinstance(error, ConfigError):
-                self.answer(STARTED, error)
-            else:
-                raise
-            sys.exit(2)
-
-    def end_process_with_controller(self, clean_up: Callable[[], None] | None = None) -> None:
-        """Kill this process and its process group once the controller is gone, or what started the process,
-        such as `tailrace join`. `clean_up`: called before that."""
-        parent = os.pidfd_open(os.getppid()) if sys.platform == "linux" else None
-        if clean_up is not None:
-            signal_on_parent_death(signal.SIGCONT, os.getppid())
-
-        def watch() -> None:
-            ends = select.poll()
-            ends.register(self.socket, select.POLLRDHUP)
-            if parent is not None:
-                ends.register(parent, select.POLLIN)
-            ends.poll()
-            if clean_up is not None:
-                clean_up()
-            os.killpg(0, signal.SIGKILL)
-
-        threading.Thread(target=watch, name="end with controller", daemon=True).start()
-
-    def _send(self, data: bytes) -> None:
-        with self._sending:
-            self.socket.sendall(data)
-
-
-class Worker:
-    """Code of a worker process. The controller may call its public methods, except `run` and `serve`. The
-    file of a subclass imports torch in methods only: the controller reads it, too."""
-
-    job_type: ClassVar[type[Job]] = Job
-    role: ClassVar[str] = ""
-    """Role under which a worker of another host may join."""
-    events: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
-    """Events that it may send."""
-
-    @classmethod
-    def run(cls, job: Any, connection: WorkerConnection) -> None:
-        """Do a job until the controller lets the process end."""
-        connection.end_process_with_controller()
-        with connection.refusals():
-            worker = cls.load_job(job, connection)
-        connection.answer(STARTED, None)
-        worker.serve(connection)
-
-    @classmethod
-    def load_job(cls, job: Any, connection: WorkerConnection) -> Self:
-        """Load what the job names. Raises a ConfigError if it cannot be loaded."""
-        raise NotImplementedError
-
-    def serve(self, connection: WorkerConnection) -> None:
-        """Execute calls until the controller lets the process end."""
-        for call in connection:
-            connection.execute(self, call)
-
-
-class BatchWorker(Worker):
-    """A worker with one method, which is `batched`. What arrives while a batch is computed is the next."""
-
-    @override
-    def serve(self, connection: WorkerConnection) -> None:
-        while (calls := connection.receive(wait=True)) is not None:
-            connection.execute_batch(self, calls)
 
 
 class Process(Protocol):
@@ -774,7 +369,7 @@ class Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        _set_options(transport.get_extra_info("socket"))
+        set_options(transport.get_extra_info("socket"))
         self._strangers.add(transport)
         self._over.add_done_callback(self._abort_unattached)
 
@@ -789,7 +384,7 @@ class Channel(asyncio.Protocol):
                 else:
                     self._has_said_hello = True
                     self._strangers.remove(self.transport)
-                    self._on_hello(self, _decode_hello(each))
+                    self._on_hello(self, decode_hello(each))
         except Exception as defect:
             if self._worker is not None:
                 self._worker.give_up(defect)
@@ -828,13 +423,3 @@ def _listening(host: str | None) -> tuple[socket.socket, SocketAddress]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family)
     return listening, listening.getsockname()[:2]
-
-
-def _set_options(own: socket.socket) -> None:
-    """Send at once, and notice a host that is lost."""
-    if own.family == socket.AF_UNIX:
-        return
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE.items():
-        own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

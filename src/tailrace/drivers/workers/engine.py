@@ -33,8 +33,9 @@ from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import check_tensors, expected_tensors
 from tailrace.drivers.weights.transfers import Receiver, Transfers
-from tailrace.drivers.workers.calls import Job, RemoteWorker, Worker, WorkerConnection, beside
+from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import give_memory_back
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection, beside
 from tailrace.errors import EngineDied, NotWoken, TransferFailed, VersionGone, WeightsRefused, WorkerDied
 from tailrace.types import KV, Sample
 

@@ -43,16 +43,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from tailrace.devices import Devices
-from tailrace.drivers.workers.calls import (
-    Hello,
-    Job,
-    Process,
-    RemoteWorker,
-    SocketAddress,
-    Spawner,
-    Worker,
-    WorkerConnection,
-)
+from tailrace.drivers.workers.calls import Process, RemoteWorker, Spawner
 from tailrace.drivers.workers.process_tree import (
     CONTROLLER,
     exit_cause,
@@ -63,6 +54,8 @@ from tailrace.drivers.workers.process_tree import (
     signal_on_parent_death,
 )
 from tailrace.drivers.workers.strangers import raise_file_limit
+from tailrace.drivers.workers.wire import Hello, SocketAddress
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection
 from tailrace.errors import ConfigError, WorkerDied
 
 LOG_END_BYTES = 8192

@@ -8,7 +8,8 @@ from typing_extensions import override
 
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
-from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
+from tailrace.drivers.workers.calls import RemoteWorker
+from tailrace.drivers.workers.worker import BatchWorker, Job, WorkerConnection, batched
 from tailrace.types import Sample
 
 if TYPE_CHECKING:

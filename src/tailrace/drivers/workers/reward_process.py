@@ -31,18 +31,6 @@ from tailrace.drivers.data.settings import DataSettings
 from tailrace.drivers.reward.calls import Call, Scores
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.reward.settings import RewardSettings
-from tailrace.drivers.workers.calls import (
-    READ_BYTES,
-    STARTED,
-    Frames,
-    Job,
-    Worker,
-    WorkerConnection,
-    decode_reply,
-    frame,
-    outcome_of,
-    start,
-)
 from tailrace.drivers.workers.process_tree import (
     adopt_orphans,
     children_of,
@@ -53,6 +41,8 @@ from tailrace.drivers.workers.process_tree import (
     status_of,
     wait_for,
 )
+from tailrace.drivers.workers.wire import READ_BYTES, STARTED, Frames, decode_reply, frame, outcome_of, start
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection
 from tailrace.errors import RewardFailed
 
 MAX_LOG_BYTES = 10 * 2**20

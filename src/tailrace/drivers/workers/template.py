@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from tailrace.drivers.data.encoding import ChatTemplate, Then, load_tokenizer
-from tailrace.drivers.workers.calls import Job, Worker, WorkerConnection
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection
 from tailrace.errors import BadRow
 
 MAX_BYTES = 2**30

@@ -32,8 +32,10 @@ from tailrace.drivers.engine.proof import SCORED
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.weights.settings import WeightsSettings
 from tailrace.drivers.weights.transfers import Transfers
-from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Worker, WorkerConnection, beside
+from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import give_memory_back, return_freed_tensors
+from tailrace.drivers.workers.wire import STARTED
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection, beside
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied, say
 from tailrace.kinds import kind_of
 from tailrace.types import Sample, SampleId

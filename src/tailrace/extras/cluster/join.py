@@ -25,9 +25,11 @@ from tailrace.devices import Devices
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
-from tailrace.drivers.workers.calls import Channel, Hello, Job, Process, RemoteWorker, Spawner, Worker
+from tailrace.drivers.workers.calls import Channel, Process, RemoteWorker, Spawner
 from tailrace.drivers.workers.hosts import HostKind
 from tailrace.drivers.workers.process import LocalSpawner, start_process
+from tailrace.drivers.workers.wire import Hello
+from tailrace.drivers.workers.worker import Job, Worker
 from tailrace.errors import ConfigError, WorkerDied, say
 
 TOKEN_VARIABLE = "TAILRACE_JOIN_TOKEN"

@@ -20,8 +20,10 @@ from typing_extensions import override
 
 from tailrace.clock import waiting
 from tailrace.devices import Devices
-from tailrace.drivers.workers.calls import STARTED, Job, RemoteWorker, Spawner, Worker, WorkerConnection
+from tailrace.drivers.workers.calls import RemoteWorker, Spawner
 from tailrace.drivers.workers.process_tree import adopt_orphans, guard_group, kill_descendants
+from tailrace.drivers.workers.wire import STARTED
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection
 from tailrace.errors import WorkerDied
 from tailrace.extras.http.vllm import write_plugin
 

@@ -9,7 +9,8 @@ from tailrace.contracts.memory import ProcessMemory
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import JudgeKind, Verdict
 from tailrace.drivers.reward.settings import LocalJudgeSettings
-from tailrace.drivers.workers.calls import BatchWorker, Job, RemoteWorker, WorkerConnection, batched
+from tailrace.drivers.workers.calls import RemoteWorker
+from tailrace.drivers.workers.worker import BatchWorker, Job, WorkerConnection, batched
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.endpoint import check_template, messages_of, score_reader
 from tailrace.extras.judges.memory import check_folder, judge_memory
