@@ -52,7 +52,7 @@ test: env-dev
 	$(IN_TWO) --ignore tests/docs/test_your_own_run.py
 
 test-slow: env-dev
-	$(IN_TWO) -m "slow and not vllm and not ray and not peers and not tinker and not verifiers and not environments and not slurm and not launch"
+	$(IN_TWO) -m "slow and not elsewhere"
 
 test-real: env-dev $(SMOLLM2)
 	TAILRACE_SMOLLM2=$(abspath $(SMOLLM2)) $(BIN)/python -m pytest -k smollm2 tests/extras/serve/test_self_test.py tests/drivers/assembly/test_environments.py tests/extras/sft/test_learns_to_stop.py

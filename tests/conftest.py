@@ -126,6 +126,7 @@ with suppress(ModuleNotFoundError):  # `make release-check` has pytest alone
     settings.load_profile("few")
 
 
+ELSEWHERE = {"ray", "slurm", "launch", "verifiers", "environments", "tinker", "peers", "vllm"}
 IMPORTED = pytest.StashKey[frozenset[str]]()
 
 
@@ -139,6 +140,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(f"{names[item.path]}::{item.name}", item):
             item.add_marker(pytest.mark.slow)
+        if ELSEWHERE & {marker.name for marker in item.iter_markers()}:
+            item.add_marker(pytest.mark.elsewhere)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(names[item.path], len(LONG)))
 
