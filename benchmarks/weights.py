@@ -78,7 +78,7 @@ from tailrace.drivers.workers.engine import Alive, EngineJob, EngineWorker, Remo
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 from tailrace.extras.http.engine import HttpEngine
-from tailrace.extras.http.kinds import HttpEngines, VllmServers
+from tailrace.extras.http.kind import HttpEngines, VllmServers
 from tailrace.record.summary import RunSummary
 from tailrace.sim.cluster import rates
 from tailrace.sim.settings import SimClusterSettings, SimLengthSettings, SimSettings

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from tailrace.config import RunConfig
-from tailrace.kinds import sections_in
+from tailrace.kinds import import_all, sections_in
 from tailrace.rollout.admission import Admission
 from tailrace.schedules import SCHEDULES
 from tailrace.settings import CHOSEN, Settings
@@ -81,6 +81,7 @@ class Row(NamedTuple):
 
 def config_reference() -> tuple[str, str]:
     """Return two pages as Markdown: the sections of a run, and those of virtual time."""
+    import_all()
     page = _Page()
     parts = [*page.root(), *_schedules(), *page.kinds("schedule.admission", Admission, 3)]
     found: tuple[list[str], list[str]] = [INTRODUCTION], [SIMULATION]
@@ -101,8 +102,8 @@ class _Page:
 
     def root(self) -> Iterator[str]:
         for name, field in RunConfig.model_fields.items():
-            if sections_in(field.annotation):
-                yield from self.kinds(_key("", name, field), field.annotation, 2, field)
+            if sections_in(field):
+                yield from self.kinds(_key("", name, field), field, 2, field)
             else:
                 yield f"## [{name}]\n\n{_line(field.description or '')}"
 
@@ -144,8 +145,8 @@ class _Page:
     def _inner(self, key: str, section: type[Settings], level: int) -> Iterator[str]:
         known = self._known(section)
         for name, field in section.model_fields.items():
-            if name not in known and sections_in(field.annotation):
-                yield from self.kinds(_key(key, name, field), field.annotation, level, field)
+            if name not in known and sections_in(field):
+                yield from self.kinds(_key(key, name, field), field, level, field)
 
     def _rows(self, section: type[Settings]) -> list[Row]:
         """The keys that hold no sections, without the tag, and without those of a kind that it extends."""
@@ -156,7 +157,7 @@ class _Page:
             for name, field in section.model_fields.items()
             if name != tag
             and name not in known
-            and not sections_in(field.annotation)
+            and not sections_in(field)
             and not (field.description or "").startswith(TAKEN)
         ]
 

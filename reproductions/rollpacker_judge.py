@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from tailrace.contracts.memory import MIB
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget
+from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.engine import Steps
 from tailrace.sim.settings import SimEngineSettings, SimHostSettings, SimJudgeSettings

@@ -18,6 +18,7 @@ from tailrace.config import (
     sections_at,
 )
 from tailrace.errors import ConfigError
+from tailrace.kinds import import_all
 from tailrace.schedules import SCHEDULES
 
 BASE = """
@@ -50,6 +51,7 @@ def test_a_config_is_read_and_every_default_written_out(tmp_path: Path) -> None:
 
 
 def test_what_keys_of_other_systems_are_here_exists() -> None:
+    import_all()
     schedules = {name for schedule in SCHEDULES.values() for name in signature(schedule).parameters}
     for ours in (key for keys in counterparts() if ":" not in keys for key in keys.split(" and ")):
         *sections, name = ours.split(".")

@@ -10,20 +10,25 @@ from pydantic.fields import FieldInfo
 
 from tailrace.cli import main
 from tailrace.config import RunConfig, load_config
-from tailrace.kinds import sections_in
+from tailrace.kinds import import_all, sections_in
 from tailrace.settings import SHARED, Settings, marks_of
 
 PRIVATE = """
 contracts.reward reference_column
 controller.base replay
-drivers.data.settings system_prompt template answer prompt_column tools_column eval_path args verifiers agent
+drivers.data.settings system_prompt template answer prompt_column tools_column eval_path
 drivers.engine.settings urls python args env
-drivers.environments.settings functions environment arguments function command args verifiers agent url reset
-drivers.environments.settings observation
-drivers.reward.settings system pattern field values url model template api_key_env cache_folder labels rows
-drivers.reward.settings arguments column
+drivers.environments.settings functions environment arguments
+drivers.reward.settings system rows arguments column
 drivers.weights.settings folder host
-drivers.workers.base listen address engine trainer reward reference
+drivers.workers.base listen
+extras.agents.settings function command
+extras.cluster.settings address engine trainer reward reference
+extras.http.settings urls url model api_key_env
+extras.judges.settings pattern field values url model template api_key_env cache_folder labels
+extras.openenv.settings url reset observation
+extras.tinker.settings urls
+extras.verifiers.settings args verifiers agent
 record.base sinks trackers project
 rollout.placement profile
 sim.settings path
@@ -35,7 +40,7 @@ config schedules response_column schedule
 def fields(section: type[Settings] = RunConfig) -> Iterator[tuple[tuple[str, str], FieldInfo]]:
     """Each field of the sections that a config may have, with the module and the name of its definition."""
     for name, field in section.model_fields.items():
-        inner = sections_in(field.annotation)
+        inner = sections_in(field)
         owner = next(each for each in section.__mro__ if name in each.__annotations__)
         yield (owner.__module__.removeprefix("tailrace."), name), field
         for each in inner:
@@ -51,6 +56,7 @@ def holds_text(annotation: Any) -> bool:
 
 
 def test_each_field_with_texts_says_whether_they_leave_the_machine() -> None:
+    import_all()
     private = {(row.split()[0], name) for row in PRIVATE.strip().splitlines() for name in row.split()[1:]}
     found = {key: SHARED in marks_of(field) for key, field in fields() if holds_text(field.annotation)}
     assert {key for key, is_shared in found.items() if is_shared == (key in private)} == set()

@@ -8,6 +8,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
 from tailrace.contracts.sampling import SamplingSettings
@@ -27,7 +29,7 @@ from tailrace.drivers.reward.settings import RewardSettings, TeacherSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
-from tailrace.kinds import PlugIn, sections_in
+from tailrace.kinds import OneOf, import_all, sections_in
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
 from tailrace.model_folder import find_folder, is_hub_id, model_name
@@ -37,7 +39,6 @@ from tailrace.rollout.order import ORDERS
 from tailrace.rollout.placement import PlacementSettings
 from tailrace.settings import (
     CHOSEN,
-    PLUG_IN,
     RESUMABLE,
     SHARED,
     InFolder,
@@ -151,7 +152,7 @@ class RunConfig(Settings):
             problem = "a teacher needs a factor" if self.teacher else "there is no teacher"
             remedy = 'set algorithm.name = "distillation", and name the teacher in [teacher]'
             raise ConfigError("algorithm.distill_coef", self.algorithm.distill_coef, problem, remedy)
-        if (self.engine.kind == "tinker") != (self.trainer.kind == "tinker"):
+        if self.engine.of_service != self.trainer.of_service:
             problem, remedy = "engine and trainer are of one service", 'set both kinds to "tinker", or none'
             raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)
         return self
@@ -301,7 +302,8 @@ def validated(kind: Any, value: object, key: str = "") -> Any:
     try:  # pydantic takes JSON's lists and texts for tuples and paths, and is strict with everything else
         return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as why:
-        raise _joined([_explained(dict(detail), key) for detail in why.errors()]) from None
+        import_all()
+        raise _joined([_explained(dict(detail), key, sections_in(kind)) for detail in why.errors()]) from None
 
 
 def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +349,9 @@ def check_resumable(old: str, config: RunConfig) -> None:
     """Check that a run that began with an earlier config (`RunConfig.to_json`) can be resumed with this one.
     Raises a ConfigError if keys changed that must stay; the message names each with both values."""
     errors = []
-    for key, (before, after) in changed_keys(old, config).items():
+    if changed := changed_keys(old, config):
+        import_all()
+    for key, (before, after) in changed.items():
         if not may_change(key):
             begun = "without it" if before is None else f"with {before!r}"
             remedy = "change it back, or begin a new run in another --output-dir"
@@ -379,36 +383,30 @@ def _joined(errors: Sequence[ConfigError]) -> ConfigError:
     return errors[0]
 
 
-def _explained(detail: Mapping[str, Any], prefix: str) -> ConfigError:
-    parts = [*prefix.split("."), *_without_tags(detail["loc"])]
+def _explained(detail: Mapping[str, Any], prefix: str, sections: Sequence[type[Settings]]) -> ConfigError:
+    parts = [*prefix.split("."), *_without_tags(detail["loc"], sections)]
     key = ".".join(part for part in parts if part)
-    value, kind = detail.get("input"), detail["type"]
-    if kind == "extra_forbidden":
+    value, fault = detail.get("input"), detail["type"]
+    if fault == "extra_forbidden":
         return ConfigError(key, value, "there is no such key", _suggest(key.split(".")))
-    if kind == "missing":
+    if fault == "missing":
         return ConfigError(key, None, "it is missing", "set it")
     message, remedy = str(detail["msg"]).removeprefix("Value error, "), "change it"
-    *sections, name = [part for part in parts if part and not part.isdigit()] or [""]
-    if kind.startswith(("greater", "less")) and (fields := _fields(sections_at(sections), name)):
+    *places, name = [part for part in parts if part and not part.isdigit()] or [""]
+    if fault.startswith(("greater", "less")) and (fields := _fields(sections_at(places), name)):
         remedy += f": {' '.join((fields[0].description or '').split())}"  # it says how "off" is written
     return ConfigError(key, value, message[0].lower() + message[1:], remedy)
 
 
-def _without_tags(loc: Sequence[str | int]) -> Iterator[str]:
-    """Yield the parts of a path that users write. What follows a tag is a key, such as `engine.python`."""
-    is_tag, tags = False, _tags()
-    for part in loc:
-        is_tag = part in tags and not is_tag
-        if not is_tag:
-            yield str(part)
-
-
-def _tags(section: type[Settings] = Settings) -> set[str]:
-    """The tags of unions of sections: pydantic writes them into the path of a key, and users do not."""
-    fields = section.model_fields.values()
-    kinds = [get_args(field.annotation) for field in fields if get_origin(field.annotation) is Literal]
-    own = {PLUG_IN} | {kind for kind, *others in kinds if not others}
-    return own.union(*map(_tags, section.__subclasses__()))
+def _without_tags(loc: Sequence[str | int], sections: Sequence[type[Settings]]) -> Iterator[str]:
+    """Yield the parts of a path in sections that users write. pydantic adds the kind of a section of a union
+    of its own."""
+    for part in map(str, loc):
+        fields = _fields(sections, part)
+        if fields or part not in [each.default for each in _fields(sections, "kind")]:
+            yield part
+            if not part.isdigit():
+                sections = [inner for field in fields for inner in sections_in(field)]
 
 
 def counterparts() -> dict[str, list[str]]:
@@ -433,10 +431,10 @@ def _suggest(parts: Sequence[str]) -> str:
 
 
 def sections_at(parts: Sequence[str]) -> list[type[Settings]]:
-    """Return the sections that may stand at a dotted key, without the numbers of arrays."""
+    """Return the sections that may stand at a dotted key, without the numbers of arrays, as `sections_in`."""
     sections: list[type[Settings]] = [RunConfig]
     for part in parts:
-        sections = [inner for field in _fields(sections, part) for inner in sections_in(field.annotation)]
+        sections = [inner for field in _fields(sections, part) for inner in sections_in(field)]
     return sections
 
 
@@ -466,13 +464,16 @@ def _make_paths_absolute(table: Any, sections: Sequence[type[Settings]], folder:
     validation refuses them."""
     for name, value in table.items() if isinstance(table, dict) else ():
         for field in _fields(sections, name):
+            tables = value if isinstance(value, list) else [value]
             for mark in marks_of(field):
-                if isinstance(mark, PlugIn):
-                    mark.load(value)
+                if isinstance(mark, OneOf):
+                    for each in tables:
+                        with suppress(PydanticKnownError):
+                            mark.of_table(each)
                 if isinstance(mark, InFolder):
                     table[name] = _resolved(mark, value, folder)
-            for each in value if isinstance(value, list) else [value]:
-                _make_paths_absolute(each, sections_in(field.annotation), folder)
+            for each in tables:
+                _make_paths_absolute(each, sections_in(field), folder)
 
 
 def _resolved(mark: InFolder, value: Any, folder: Path) -> Any:

@@ -8,65 +8,68 @@ class has `interface`, too. The config takes only kinds of this package in the o
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import ValidationInfo
-from pydantic_core import CoreSchema, core_schema
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from tailrace.errors import ConfigError, did_you_mean
-from tailrace.importing import described, install
+from tailrace.importing import described
 from tailrace.settings import Settings
 
 INTERFACE = 1
 """The `interface` of kinds of other packages. It rises when what is asked of a kind changes."""
 BUILT_IN: Mapping[str, str] = {
-    "data.rows": "tailrace.drivers.data.open:RowsData",
     "data.reasoning_gym": "tailrace.drivers.data.procedural:ProceduralData",
-    "data.mixture": "tailrace.drivers.data.open:MixtureData",
+    "data.rows": "tailrace.drivers.data.open:RowsData",
     "data.verifiers": "tailrace.extras.verifiers.kind:TasksetData",
+    "data.mixture": "tailrace.drivers.data.open:MixtureData",
     "engine.native": "tailrace.drivers.kinds.native:Native",
-    "engine.vllm": "tailrace.extras.http.kinds:VllmServers",
-    "engine.sglang": "tailrace.extras.http.kinds:SglangServers",
-    "engine.pipelinerl": "tailrace.extras.http.kinds:PipelineRlEngines",
+    "engine.vllm": "tailrace.extras.http.kind:VllmServers",
+    "engine.sglang": "tailrace.extras.http.kind:SglangServers",
+    "engine.pipelinerl": "tailrace.extras.http.kind:PipelineRlEngines",
     "engine.tinker": "tailrace.extras.tinker.kind:ServiceEngines",
     "environment.single_turn": "tailrace.drivers.environments.open:EnvironmentKind",
     "environment.tools": "tailrace.drivers.environments.open:ToolsEnvironments",
     "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
     "environment.agent": "tailrace.extras.agents.kind:Agents",
-    "environment.openenv": "tailrace.extras.openenv.kind:OpenEnvEnvironments",
     "environment.verifiers": "tailrace.extras.verifiers.kind:TasksetEnvironments",
+    "environment.openenv": "tailrace.extras.openenv.kind:OpenEnvEnvironments",
     "host.local": "tailrace.drivers.workers.hosts:HostKind",
-    "host.join": "tailrace.extras.cluster.join:JoinHost",
+    "hosts.join": "tailrace.extras.cluster.join:JoinHost",
     "host.ray": "tailrace.extras.cluster.kind:RayHost",
-    "judge.endpoint": "tailrace.extras.judges.endpoint:EndpointJudges",
-    "judge.local": "tailrace.extras.judges.worker:LocalJudges",
+    "judge.endpoint": "tailrace.extras.judges.kind:EndpointJudges",
+    "judge.local": "tailrace.extras.judges.kind:LocalJudges",
+    "serve.tinker": "tailrace.extras.tinker.command:TinkerApi",
     "sim.fitted": "tailrace.extras.plan.fit_command:FittedSim",
+    "sim.judges": "tailrace.extras.judges.kind:SimJudges",
     "weights.shared_memory": "tailrace.drivers.weights.transports:SharedMemory",
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.transports:ProcessGroup",
-    "reward.audit": "tailrace.extras.audit.command:RewardAudit",
+    "reward.audit": "tailrace.extras.audit.command:ShortAudit",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
     "teacher.folder": "tailrace.drivers.kinds.teacher:FolderTeacher",
     "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",
-    "tracker.mlflow": "tailrace.extras.trackers.kinds:MLflow",
-    "tracker.swanlab": "tailrace.extras.trackers.kinds:SwanLab",
-    "tracker.tensorboard": "tailrace.extras.trackers.kinds:TensorBoard",
-    "tracker.trackio": "tailrace.extras.trackers.kinds:Trackio",
-    "tracker.wandb": "tailrace.extras.trackers.kinds:Wandb",
+    "tracker.mlflow": "tailrace.extras.trackers.kind:MLflow",
+    "tracker.swanlab": "tailrace.extras.trackers.kind:SwanLab",
+    "tracker.tensorboard": "tailrace.extras.trackers.kind:TensorBoard",
+    "tracker.trackio": "tailrace.extras.trackers.kind:Trackio",
+    "tracker.wandb": "tailrace.extras.trackers.kind:Wandb",
     "trainer.torch": "tailrace.drivers.kinds.torch:Torch",
     "trainer.tinker": "tailrace.extras.tinker.kind:ServiceTrainer",
+    "workers.judge": "tailrace.extras.judges.local:ModelJudge",
+    "workers.server": "tailrace.extras.http.server:ServerWorker",
 }
-"""The class of each kind of this package."""
-EXTRAS: Mapping[str, str] = {"engine.tinker": "tinker", "trainer.tinker": "tinker"}
-"""The extra of the installation that a kind needs."""
+"""The class of each kind of this package; and hooks, which are asked for something else than a section (a
+protocol of the module that asks), or imported by the fork server of the workers (`workers`)."""
 
 
-def built_in(section: str) -> set[str]:
+def built_in(section: str) -> list[str]:
     """Return the names of the kinds of this package."""
-    return {name for of, _, name in (each.partition(".") for each in BUILT_IN) if of == section}
+    return [name for of, _, name in (each.partition(".") for each in BUILT_IN) if of == section]
 
 
 @cache
@@ -85,12 +88,7 @@ def kind_of(section: str, name: str, key: str = "") -> Any:
         known = [other for of, _, other in there if of == section]
         raise ConfigError(key, name, "nothing that is installed has such a kind", did_you_mean(name, known))
     place, _, attribute = BUILT_IN[full].partition(":")
-    try:
-        return getattr(importlib.import_module(place), attribute)()
-    except ImportError as why:
-        if full not in EXTRAS:
-            raise
-        raise ConfigError(key, name, f"{why.name} is not installed", install(EXTRAS[full])) from why
+    return getattr(importlib.import_module(place), attribute)()
 
 
 def registered(group: str, name: str, key: str, built_in: Mapping[str, object]) -> metadata.EntryPoint | None:
@@ -125,43 +123,79 @@ def package_of(entry: metadata.EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
-@dataclass(frozen=True)
-class PlugIn:
-    """Mark of a section of a kind of another package."""
+_SECTIONS: "list[OneOf]" = []
 
-    section: str
-    found: dict[str, type[Settings]] = field(default_factory=dict, compare=False)
-    """The classes of those that were named."""
+
+class OneOf:
+    """Mark of a section that is of one of several kinds, each with a class of settings of its own.
+
+    Args:
+        section: its name in BUILT_IN.
+        own: classes that need not be found by name, because the room that has the section defines them.
+        default: the kind of a table that names none; None: it must name one.
+        key: that names the kind.
+        is_open: whether kinds of other packages are taken.
+    """
+
+    def __init__(
+        self,
+        section: str,
+        *own: type[Settings],
+        default: str | None = None,
+        key: str = "kind",
+        is_open: bool = False,
+    ) -> None:
+        self._section, self._default, self._key, self._is_open = section, default, key, is_open
+        self.known = built_in(section)
+        self.found = {str(each.model_fields[key].default): each for each in own}
+        _SECTIONS.append(self)
 
     def of(self, name: str) -> type[Settings]:
         """Return the class of the settings of a kind. Raises as `kind_of`."""
-        self.found[name] = kind_of(self.section, name).settings
+        if name not in self.found:
+            self.found[name] = kind_of(self._section, name).settings
         return self.found[name]
 
-    def load(self, table: object) -> None:
-        """Import the kind that the table of a section names. Raises as `kind_of`."""
-        name = table.get("kind") if isinstance(table, dict) else None
-        if isinstance(name, str) and f"{self.section}.{name}" not in BUILT_IN:
-            self.of(name)
+    def of_table(self, table: Any) -> type[Settings]:
+        """Return the class that a table names. Raises as `kind_of`, or as a union of pydantic."""
+        is_table = isinstance(table, dict)
+        name = table.get(self._key, self._default) if is_table else getattr(table, self._key, self._default)
+        by = "tag()" if self._default else f"'{self._key}'"
+        if name is None and not is_table:
+            return Settings  # it says that this is no table
+        if name is None and not self._is_open:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": by})
+        if str(name) not in self.known and not self._is_open:
+            tags = ", ".join(map(repr, self.known))
+            context = {"discriminator": by, "tag": str(name), "expected_tags": tags}
+            raise PydanticKnownError("union_tag_invalid", context)
+        return self.of(str(name))
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
-        def validated(value: Any, info: ValidationInfo) -> Settings:
-            if isinstance(value, Settings):
-                return value
-            settings = self.of(str(value["kind"]))
-            if info.mode == "json":
-                return settings.model_validate_json(json.dumps(value), strict=True)
-            return settings.model_validate(value)
-
         as_it_is = core_schema.any_schema()
-        return core_schema.with_info_plain_validator_function(validated, serialization=as_it_is)
+        return core_schema.with_info_plain_validator_function(self._validated, serialization=as_it_is)
+
+    def _validated(self, value: Any, info: ValidationInfo) -> Settings:
+        settings = self.of_table(value)
+        if info.mode == "json":
+            return settings.model_validate_json(json.dumps(value), strict=True)
+        return settings.model_validate(value)
+
+
+def import_all() -> None:
+    """Import the settings of all kinds of this package. Until then `sections_in` has those that a config
+    named."""
+    for section in _SECTIONS:
+        section.found = {name: section.of(name) for name in section.known} | section.found
 
 
 def sections_in(annotation: Any) -> list[type[Settings]]:
-    """Return the sections that the type of a field may hold; of other packages, those that were named."""
+    """Return the sections that a field or a type may hold; of those of several kinds, what was imported."""
+    is_field = isinstance(annotation, FieldInfo)
+    for mark in annotation.metadata if is_field else getattr(annotation, "__metadata__", ()):
+        if isinstance(mark, OneOf):
+            return [*mark.found.values()]
+    annotation = annotation.annotation if is_field else annotation
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
-    for mark in annotation.__metadata__ if get_origin(annotation) is Annotated else ():
-        if isinstance(mark, PlugIn):
-            return list(mark.found.values())
     return [section for part in get_args(annotation) for section in sections_in(part)]

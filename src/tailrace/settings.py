@@ -4,12 +4,12 @@ A section is defined in the folder that it configures, in `base.py` or `settings
 sections. None of these modules imports torch, so a config is checked before torch is loaded.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -61,21 +61,6 @@ FolderOrName = Annotated[
     Shared[str], InFolder(lambda folder, text: _absolute(folder, text) if (folder / text).is_dir() else text)
 ]
 """A name, unless there is such a folder beside the config file."""
-
-
-def default_tag(default: str, key: str = "kind", known: Collection[str] = ()) -> Discriminator:
-    """Discriminator of a union of sections by a key that may be left out. `known`: the tags, where
-    every other one is PLUG_IN."""
-
-    def tag(value: Any) -> str:
-        name = str(value.get(key, default) if isinstance(value, dict) else getattr(value, key, default))
-        return PLUG_IN if known and name not in known else name
-
-    return Discriminator(tag)
-
-
-PLUG_IN = "plug-in"
-"""The tag of kinds of other packages."""
 
 
 class Settings(BaseModel):

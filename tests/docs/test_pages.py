@@ -14,6 +14,7 @@ from tailrace.cli import main
 from tailrace.config import RunConfig, config_of, sections_at
 from tailrace.controller.run import Run
 from tailrace.drivers.engine.native.support import MODEL_TYPES
+from tailrace.kinds import import_all
 from tailrace.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,7 @@ def test_the_loop_of_the_readme_is_the_one_of_the_example() -> None:
 
 def keys_of(section: str, rest: list[str]) -> Iterator[bool]:
     """Whether each part of a dotted key exists below a section of the config."""
+    import_all()
     for number, part in enumerate(rest):
         sections = sections_at([section, *rest[:number]])  # none: a table of anything, such as [schedule]
         yield not sections or any(part in each.model_fields for each in sections)

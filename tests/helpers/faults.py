@@ -27,6 +27,7 @@ from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngin
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
 from tailrace.drivers.workers.worker import WorkerConnection
+from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, read_config
 from tailrace.types import KV, Group, Prompt, Sample, SampleId
 
@@ -158,7 +159,7 @@ async def publications(
         sampling=SAMPLING,
         weights=weights or SharedMemorySettings(),
         published_dtype="float32" if lora else dtype,
-        probe=probe_ids(kind, vocabulary, context_length(model)) if probed else (),
+        probe=probe_ids(kind_of("engine", kind).prefix, vocabulary, context_length(model)) if probed else (),
         probe_dtype=dtype,
     )
     trainer = RemoteTrainer([await LocalSpawner(folder / "logs").start("trainer", TrainerWorker, job)], job)

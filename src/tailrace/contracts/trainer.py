@@ -130,6 +130,11 @@ class TrainerSettings(Settings):
         return self.min_tokens_per_microbatch or of_device
 
     @property
+    def of_service(self) -> bool:
+        """Whether a service trains, which generates, too."""
+        return self.kind == "tinker"
+
+    @property
     def adapter(self) -> LoraSettings | None:
         """The adapter that is published in place of whole weights; None: whole weights are."""
         return self.lora if self.lora and self.lora.publish == "adapter" else None

@@ -50,6 +50,11 @@ class LedgerSettings(Settings):
     keep_tokens: bool = False
     """Whether tokens of trained samples stay when checkpoints cover them, for `tailrace train --replay`."""
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether it outlives the process of the run."""
+        return self.kind == "sqlite"
+
 
 class LedgerRow(msgspec.Struct, frozen=True, array_like=True):
     """A row of one table. Its first `num_keys` fields are the key."""

@@ -197,7 +197,7 @@ def create_store(settings: LedgerSettings, folder: Path) -> Store | None:
 
     The store of a run that trained nothing is replaced. Raises a LedgerError if the store holds a run that
     trained something, or cannot be written."""
-    if settings.kind == "memory":
+    if not settings.is_stored:
         return None
     path = folder / LEDGER_FILE
     if not _holds(settings, folder, _trained):
@@ -213,7 +213,7 @@ def open_store(settings: LedgerSettings, folder: Path, *, only_read: bool = Fals
         ConfigError: the run was not stored.
         LedgerError: the store is missing or damaged.
     """
-    if settings.kind == "memory":
+    if not settings.is_stored:
         problem = "the ledger of the run ended with its process"
         raise ConfigError("ledger.kind", "memory", problem, "begin a new run")
     return Store.open(folder / LEDGER_FILE, only_read=only_read)
@@ -235,7 +235,7 @@ def has_trained(settings: LedgerSettings, folder: Path, checkpoints: Path) -> bo
 
 
 def _holds(settings: LedgerSettings, folder: Path, holds: Callable[[Store], bool]) -> bool:
-    if settings.kind == "memory" or not (folder / LEDGER_FILE).exists():
+    if not settings.is_stored or not (folder / LEDGER_FILE).exists():
         return False
     with closing(Store.open(folder / LEDGER_FILE)) as store:
         return store.has_tables and holds(store)

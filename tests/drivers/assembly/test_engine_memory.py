@@ -6,9 +6,10 @@ import pytest
 
 from tailrace.config import config_of
 from tailrace.contracts.memory import ModelShape
-from tailrace.drivers.engine.settings import NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.native import engine_memory
-from tailrace.extras.http.kinds import server_memory
+from tailrace.extras.http.kind import server_memory
+from tailrace.extras.http.settings import VllmEngineSettings
 
 SHAPE = ModelShape(
     num_parameters=1000,

@@ -159,23 +159,19 @@ def test_the_published_tensors_are_those_that_the_folder_predicts(
 
 
 @pytest.mark.parametrize(
-    ("settings", "engine", "transport", "words"),
+    ("settings", "words"),
     [
-        ({"target_modules": ["q_proj", "lm_head"]}, "native", "shared_memory",
+        ({"target_modules": ["q_proj", "lm_head"]},
          r"trainer\.lora\.target_modules = .*lm_head: no linear layer.*choose from down_proj, gate_proj"),
-        ({"publish": "adapter"}, "vllm", "shared_memory",
-         r"publish = 'adapter': vLLM reads an adapter from a folder.*weights\.transport = .filesystem"),
-        ({"publish": "adapter"}, "native", "filesystem",
-         r"the embedded engine reads a version in a folder as a whole model"),
-        ({"versions": 2}, "native", "shared_memory",
+        ({"versions": 2},
          r"versions = 2: merged weights replace each other; set it to 1, or publish = .adapter"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_remedy(
-    model_path: Path, settings: dict[str, object], engine: str, transport: str, words: str
+    model_path: Path, settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_lora(model_path, LoraSettings.model_validate(settings), engine=engine, transport=transport)
+        check_lora(model_path, LoraSettings.model_validate(settings))
 
 
 def test_layers_that_the_model_lacks_are_refused_by_the_trainer_too(make_trainer: Make) -> None:
@@ -261,7 +257,7 @@ def test_layers_of_experts_are_left_out_and_refused_by_name(
 ) -> None:
     random_model("qwen3_moe", SHAPES["qwen3_moe"]).save_pretrained(tmp_path)
     capsys.readouterr()
-    check_lora(tmp_path, LoraSettings(), engine="native", transport="shared_memory")
+    check_lora(tmp_path, LoraSettings())
     said = (
         "the adapter leaves the experts out, and other layers of their names: down_proj, gate_proj, up_proj"
     )

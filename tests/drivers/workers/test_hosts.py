@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings, TrainerSettings
-from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings, VllmEngineSettings
+from tailrace.drivers.engine.settings import EngineSettings, NativeEngineSettings
 from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.weights.settings import (
     FilesystemSettings,
@@ -19,12 +19,14 @@ from tailrace.drivers.weights.settings import (
     SharedMemorySettings,
     WeightsSettings,
 )
-from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings, RayHostSettings, RoleResources
+from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.drivers.workers.engine import EngineJob
 from tailrace.drivers.workers.hosts import check_host, host_kind
 from tailrace.drivers.workers.trainer import TrainerJob, process_names, trainer_jobs
 from tailrace.errors import ConfigError
+from tailrace.extras.cluster.settings import RayHostSettings, RoleResources
 from tailrace.extras.http.server import ServerJob
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.importing import install
 
 pytest.importorskip("ray")

@@ -11,7 +11,7 @@ from tailrace.drivers.data.encoding import load_tokenizer, text_of
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.history import Chat, RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
-from tailrace.drivers.environments.settings import AgentSettings
+from tailrace.extras.agents.settings import AgentSettings
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
 

@@ -21,10 +21,11 @@ from tailrace.contracts.environments import Completion, EpisodeOver, Message, Ou
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.history import RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
-from tailrace.drivers.environments.settings import AgentSettings, ParserName
+from tailrace.drivers.environments.settings import ParserName
 from tailrace.drivers.environments.tools import PARSERS
 from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.extras.agents.session import Session, SessionRequest
+from tailrace.extras.agents.settings import AgentSettings
 from tailrace.types import Prompt, Sample, Turn
 
 USER = {"role": "user", "content": QUESTION}

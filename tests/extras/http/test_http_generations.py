@@ -32,11 +32,11 @@ from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import TensorInfo, Weights
 from tailrace.drivers.engine import supervised as supervision
-from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.errors import ConfigError, EngineDied, Evicted, ServerRefused, TransferFailed, WeightsRefused
 from tailrace.extras.http import engine as http
 from tailrace.extras.http.self_test import Expected, check_policy
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Sample, Span

@@ -9,9 +9,10 @@ import pytest
 from tailrace.api import load_config, train
 from tailrace.contracts.engine import Capabilities, EngineProcess, TokenCounter
 from tailrace.drivers.assembly.open import _check_capabilities
-from tailrace.drivers.engine.proof import PREFIXES, SCORED
+from tailrace.drivers.engine.proof import SCORED
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied
+from tailrace.extras.http.vllm import PREFIX
 from tailrace.model_folder import context_length
 
 STAND_IN = f"""#!{sys.executable}
@@ -29,7 +30,7 @@ TOOLS = Path(__file__).parents[3] / "examples" / "tools.toml"
 @pytest.mark.parametrize(
     ("kind", "flag", "config", "max_prompt_tokens", "context"),
     [
-        ("vllm", "--max-model-len", None, 20, PREFIXES["vllm"] + SCORED + 1),
+        ("vllm", "--max-model-len", None, 20, PREFIX + SCORED + 1),
         ("vllm", "--max-model-len", None, None, None),
         ("vllm", "--max-model-len", TOOLS, 20, None),
         ("sglang", "--context-length", None, 20, 32),

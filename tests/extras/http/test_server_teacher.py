@@ -16,10 +16,10 @@ from helpers.served import served_here
 from helpers.small_run import train_here, write_small_run
 from helpers.tiny_models import letter_tokenizer, save_tiny_model
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import RewardFailed, ServerRefused
+from tailrace.extras.http.settings import ServerTeacherSettings
 from tailrace.extras.http.teacher import ScoringClient
 from tailrace.extras.serve.app import make_app
 from tailrace.types import Group, Prompt, Sample, SampleId

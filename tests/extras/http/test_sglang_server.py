@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.drivers.engine.settings import SglangEngineSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.http.dialect import find_interpreter
+from tailrace.extras.http.settings import SglangEngineSettings
 from tailrace.extras.http.sglang import launch
 
 

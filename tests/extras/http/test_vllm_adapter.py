@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from helpers.fakes.connect import NUM_TOKENS, compare_with_records, connected, distinct_samples
 from helpers.fakes.vllm import FakeVllm
 from helpers.tiny_models import save_tiny_model
+from tailrace.config import config_of
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Weights
 from tailrace.drivers.engine import supervised as supervision
-from tailrace.drivers.trainer.adapter import adapter_tensors, check_lora, peft_config
+from tailrace.drivers.kinds.base import engine_kind
+from tailrace.drivers.trainer.adapter import adapter_tensors, peft_config
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.errors import ConfigError, VersionGone
 from tailrace.extras.http import engine as http
@@ -165,14 +167,18 @@ def test_the_least_highest_rank_of_vllm_is_chosen() -> None:
         ("sglang", "filesystem", 4, "'sglang' take whole weights only"),
     ],
 )
-def test_what_takes_no_adapter_is_refused(
-    model: Path, engine: str, transport: str, rank: int, problem: str
-) -> None:
+def test_what_takes_no_adapter_is_refused(engine: str, transport: str, rank: int, problem: str) -> None:
     lora = LORA.model_copy(update={"rank": rank})
     with pytest.raises(ConfigError, match=problem):
-        check_lora(model, lora, engine=engine, transport=transport)
-    check_lora(model, LORA, engine="vllm", transport="filesystem")
-    check_lora(model, LORA, engine="native", transport="shared_memory")
+        _check_adapter(lora, engine, transport)
+    _check_adapter(LORA, "vllm", "filesystem")
+    _check_adapter(LORA, "native", "shared_memory")
+
+
+def _check_adapter(lora: LoraSettings, engine: str, transport: str) -> None:
+    sections = {"engine": {"kind": engine}, "weights": {"transport": transport}}
+    config = config_of({"run": {"rounds": 1, "group_size": 2}, "schedule": {"name": "serial"}, **sections})
+    engine_kind(config).check_adapter(lora, config)
 
 
 def test_a_server_of_another_environment_can_import_the_plugin(tmp_path: Path) -> None:

@@ -10,14 +10,10 @@ import pytest
 from helpers.episodes import answer
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import NoFunctions, Verdict, WithJudges
-from tailrace.drivers.reward.settings import (
-    EndpointJudgeSettings,
-    LocalJudgeSettings,
-    RewardSettings,
-    check_sources,
-)
+from tailrace.drivers.reward.settings import RewardSettings, check_sources
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.endpoint import check_template, messages_of, render
+from tailrace.extras.judges.settings import EndpointJudgeSettings, LocalJudgeSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 

@@ -10,10 +10,10 @@ from judge_cases import SILENCE, Endpoint, serving
 
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import Verdict
-from tailrace.drivers.reward.settings import EndpointJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges import endpoint as judge
 from tailrace.extras.judges.endpoint import AnswerCache, EndpointJudge, check_endpoint, score_reader
+from tailrace.extras.judges.settings import EndpointJudgeSettings
 
 
 def settings(url: str = "http://127.0.0.1:1/v1", **changes: object) -> EndpointJudgeSettings:

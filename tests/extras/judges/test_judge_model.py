@@ -11,10 +11,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from helpers.attention import WITHOUT_PLANS, AttentionCalls
 from helpers.tiny_models import LETTERS, letter_tokenizer, save_tiny_model, tiny_config
 from tailrace.contracts.memory import TRANSFORMERS_BYTES, ModelShape
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.local import ModelJudge, StreamedLayers
 from tailrace.extras.judges.memory import LayerBudget, batches, check_folder, judge_memory
+from tailrace.extras.judges.settings import LocalJudgeSettings
 
 LAYERS = 5
 TEXTS = ["ABC", "ABCDEFGHIJ", "Z", "ABD", "XYZXYZ"]

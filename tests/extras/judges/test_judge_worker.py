@@ -6,10 +6,10 @@ from pathlib import Path
 from helpers.tiny_models import LETTERS, save_tiny_model
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import Verdict
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.errors import RewardFailed
-from tailrace.extras.judges.worker import JudgeJob, JudgeWorker, RemoteJudge
+from tailrace.extras.judges.kind import JudgeJob, JudgeWorker, RemoteJudge
+from tailrace.extras.judges.settings import LocalJudgeSettings
 
 
 def test_a_written_answer_is_read_and_one_that_cannot_be_read_fails_its_sample(tmp_path: Path) -> None:

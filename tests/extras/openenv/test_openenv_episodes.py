@@ -16,9 +16,9 @@ from tailrace.drivers.data.encoding import text_of
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.drivers.environments.history import Chat, RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
-from tailrace.drivers.environments.settings import OpenEnvSettings
 from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.extras.openenv.environment import action_of
+from tailrace.extras.openenv.settings import OpenEnvSettings
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
 

@@ -12,7 +12,7 @@ from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.extras.plan.candidates import Candidate, Work
 from tailrace.extras.plan.command import problem_of, with_candidate
-from tailrace.extras.plan.planned import SLEEP, changes_of
+from tailrace.extras.plan.planned import changes_of
 from tailrace.rollout.placement import Kind
 
 CLUSTER = """
@@ -108,7 +108,7 @@ def test_in_turn_all_devices_train_and_servers_can_sleep(cluster: Path) -> None:
     made = planned(cluster, "colocated", None, 1)
     assert made.placement.engines == ((0,), (1,), (2,), (3,))
     assert made.placement.trainer == ((0, 1, 2, 3),)
-    assert getattr(made.engine, "args", ()) == (SLEEP,)
+    assert getattr(made.engine, "args", ()) == ("--enable-sleep-mode",)
 
 
 def test_the_replica_that_trains_early_has_the_devices_of_the_last_engines(cluster: Path) -> None:

@@ -18,7 +18,7 @@ from tailrace.cli import main
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
-from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.workers.engine import EngineJob
 from tailrace.errors import WeightsRefused
@@ -29,6 +29,7 @@ from tailrace.extras.serve.control import OfferedWeights
 from tailrace.extras.serve.formats import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from tailrace.extras.serve.generation import MAX_OPEN_TOKENS, ServedEngine, ServedModel
 from tailrace.extras.serve.listening import HttpServer
+from tailrace.extras.serve.settings import ServeSettings
 from tailrace.types import SamplingParams
 
 JSON = {"content-type": "application/json"}

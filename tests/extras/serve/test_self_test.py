@@ -19,7 +19,6 @@ from helpers.tiny_models import letter_tokenizer, tiny_model
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.contracts.weights import DTYPE, Link, Weights
-from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.weights.manifest import expected_tensors
@@ -28,6 +27,7 @@ from tailrace.errors import ConfigError
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import JoinedServer
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.extras.http.vllm import detect
 from tailrace.model_folder import read_config
 from tailrace.types import Sample

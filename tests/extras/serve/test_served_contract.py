@@ -21,13 +21,13 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 from tailrace.contracts.engine import Engine, TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.weights.transfers import Transfers
 from tailrace.extras.http.engine import TOKEN_VARIABLE, HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import JoinedServer
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.extras.http.vllm import Vllm, detect
 from tailrace.types import Sample
 

@@ -9,9 +9,9 @@ from helpers.tiny_models import LETTERS
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import Verdict
-from tailrace.drivers.reward.settings import EndpointJudgeSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.endpoint import EndpointJudge, check_endpoint
+from tailrace.extras.judges.settings import EndpointJudgeSettings
 
 CALL = Call("", "ABC", [], "stop", {"answer": "DE"})
 

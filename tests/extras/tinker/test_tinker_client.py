@@ -22,8 +22,8 @@ from tailrace.api import load_config, train
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
-from tailrace.drivers.engine.settings import TinkerEngineSettings
 from tailrace.errors import ConfigError, VersionGone, WorkerDied
+from tailrace.extras.tinker.settings import TinkerEngineSettings
 from tailrace.types import Prompt, Sample, SampleId
 
 pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("ignore")]

@@ -8,8 +8,8 @@ import pytest
 from helpers.chatty_model import chatty_tokenizer
 from tailrace.config import load_config
 from tailrace.drivers.data.open import open_prompts
-from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.errors import ConfigError
+from tailrace.extras.verifiers.taskset import TasksetSettings
 
 pytestmark = pytest.mark.verifiers
 

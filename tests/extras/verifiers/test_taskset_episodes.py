@@ -10,12 +10,10 @@ import pytest
 from helpers.chatty_model import CALLS, END, chatty_tokenizer
 from tailrace.contracts.environments import Environment, Outcome
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.drivers.environments.history import Chat, RequestEncoder
 from tailrace.drivers.environments.open import environment_kind
-from tailrace.drivers.environments.settings import VerifiersSettings
 from tailrace.errors import EnvironmentFailed
-from tailrace.extras.verifiers.taskset import Taskset
+from tailrace.extras.verifiers.taskset import Taskset, TasksetSettings, VerifiersSettings
 from tailrace.rollout.episode import Episode
 from tailrace.types import Group, Prompt, Sample, SampleId
 

@@ -18,7 +18,6 @@ from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.settings import SglangEngineSettings, VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import expected_tensors
@@ -27,6 +26,7 @@ from tailrace.extras.http import sglang, vllm
 from tailrace.extras.http.engine import HttpEngine
 from tailrace.extras.http.self_test import Expected, check_server
 from tailrace.extras.http.server import JoinedServer
+from tailrace.extras.http.settings import SglangEngineSettings, VllmEngineSettings
 from tailrace.types import Group, Prompt, Sample, SampleId
 
 NUM_TOKENS = 128

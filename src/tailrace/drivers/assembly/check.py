@@ -22,6 +22,7 @@ from tailrace.drivers.assembly.simulation import most_groups
 from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, load_tokenizer
 from tailrace.drivers.data.open import CHECKED_ROWS, check_lengths, usable_prompts
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind
+from tailrace.drivers.kinds.hooks import ProgramRewards
 from tailrace.drivers.kinds.teacher import check_teachers
 from tailrace.drivers.kinds.tracker import check_trackers
 from tailrace.drivers.reward.functions import Scorer
@@ -47,7 +48,7 @@ SMALL_MODEL = 20_000_000
 def begin_start(config: RunConfig) -> None:
     """Say that a command starts, and let the modules of its workers be imported beside its checks."""
     say("loads the tokenizer, the data and the reward, and the modules of the workers beside them")
-    if config.host.kind == "local":
+    if not config.host.gives_devices:
         preload()
 
 
@@ -152,7 +153,7 @@ def fitted_to_machine(
 ) -> Fitted[Policy]:
     """Choose what a checked config leaves to its machine, where the workers are on it. Raises as `fit`.
     `machine`: as in `check_live`."""
-    if config.host.kind != "local" or not trainer_kind(config).is_local:
+    if config.host.gives_devices or not trainer_kind(config).is_local:
         return Fitted(config)
     machine = machine or Machine.read(uses_gpu=uses_gpu(config))
     fitted = fit(config, machine, prompt_tokens=prompt_tokens, overlaps=overlaps)
@@ -179,7 +180,8 @@ def _check_rewards(config: LiveConfig, rows: Mapping[int, Mapping[str, object]])
         if reward.named():
             say(f"reward: {scorer.describe()}")
     if reward.code:
-        kind_of("reward", "code").check(reward, rows, others=calls_functions or bool(reward.judges))
+        programs: ProgramRewards = kind_of("reward", "code", "reward.code")
+        programs.check(reward, rows, others=calls_functions or bool(reward.judges))
 
 
 def _check_judges(config: LiveConfig, prompts: Sequence[Prompt]) -> None:
@@ -190,5 +192,5 @@ def _check_judges(config: LiveConfig, prompts: Sequence[Prompt]) -> None:
     check_sources("judge", reward.judges, sources, complete=alone)
     for judge in reward.judges:
         scored = [prompt for prompt in prompts if judge.applies_to(prompt.source)]
-        if warning := judge_kind(judge).check(judge, reward, config.host.kind, scored):
+        if warning := judge_kind(judge).check(judge, reward, config.host, scored):
             say(f"warning: {warning}")

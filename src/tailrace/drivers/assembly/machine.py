@@ -110,7 +110,7 @@ class Machine:
 def uses_gpu(config: RunConfig) -> bool:
     """Whether workers that the run starts on its machine compute on a GPU."""
     on_gpus = config.engines_on_gpu or config.placement.devices == "gpus"
-    return config.host.kind == "local" and (
+    return not config.host.gives_devices and (
         on_gpus or any(device != "cpu" for _, device in _named_devices(config))
     )
 

@@ -19,6 +19,7 @@ from tailrace.drivers.assembly.placement import device_map, device_sharing, pric
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import first_of_each_source
 from tailrace.drivers.kinds.base import Opening, engine_kind, trainer_kind
+from tailrace.drivers.kinds.hooks import ProgramRewards
 from tailrace.drivers.kinds.teacher import begin_teachers
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.functions import Scorer
@@ -149,7 +150,7 @@ async def _opening(
     config: PolicyConfig, folder: Path, tokenizer: Tokenizer, devices: DeviceMap, life: int | None = None
 ) -> AsyncIterator[Opening]:
     """Open the host of workers of a run, and close them with the block."""
-    async with host_kind(config.host).open(config, folder) as spawner:
+    async with host_kind(config.host).open(config.host, config, folder) as spawner:
         opening = Opening(config, folder, life, tokenizer, spawner, devices)
         try:
             yield opening
@@ -192,7 +193,8 @@ async def _scorers(
     scorers: Rewards = functions or NoFunctions()
     if code:
         others = scorers if functions or config.reward.judges else None
-        scorers = await kind_of("reward", "code").open(config.reward, anchors, text, others)
+        programs: ProgramRewards = kind_of("reward", "code")
+        scorers = await programs.open(config.reward, anchors, text, others)
     if judges:
         scorers = WithJudges(scorers, judges, text, drop_timeouts=config.reward.on_timeout == "drop")
     return scorers

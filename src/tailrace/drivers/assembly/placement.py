@@ -9,6 +9,7 @@ from statistics import NormalDist
 from tailrace import clock
 from tailrace.config import PolicyConfig, RunConfig
 from tailrace.devices import DeviceMap, Devices
+from tailrace.drivers.workers.hosts import host_kind
 from tailrace.errors import ConfigError
 from tailrace.ledger.prices import Prices
 from tailrace.model_folder import read_config
@@ -28,12 +29,7 @@ def device_map(config: RunConfig) -> DeviceMap:
     placement, num_engines = config.placement, config.engine.num_engines
     ranks, replicas = config.trainer.ranks, config.trainer.replicas
     engines, trainers = placement.engines, placement.trainer
-    if config.host.kind == "ray":
-        for name, listed in (("engines", engines), ("trainer", trainers)):
-            if listed:
-                problem = "Ray chooses nodes and devices (host.kind = 'ray')"
-                remedy = "remove it, and name amounts in [host.resources]"
-                raise ConfigError(f"placement.{name}", listed, problem, remedy)
+    host_kind(config.host).check_placement(placement)
     _check_lists("placement.engines", engines, num_engines, "engines", config.engine.num_devices)
     _check_lists("placement.trainer", trainers, replicas, "replicas of the trainer", ranks)
     if not placement.takes_turns and (both := _numbers(engines) & _numbers(trainers)):
@@ -121,9 +117,6 @@ def check_placement(config: PolicyConfig) -> None:
     if largest and not (config.engine.can_regroup and config.engine.resources):
         problem = "only vLLM servers that the run starts can be restarted with another size"
         raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
-    if largest and config.host.kind == "ray":
-        problem = "Ray gives each server its devices once, and two servers cannot be joined"
-        raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
     device_map(config)
     device_sharing(config)
     _check_reference(config)
@@ -143,7 +136,7 @@ def _check_gpus_of_ranks(config: RunConfig) -> None:
     """NCCL refuses two ranks on one GPU. Without a list of GPUs all processes would use the same one."""
     trainer, placement = config.trainer, config.placement
     num = trainer.ranks * trainer.replicas
-    has_own = config.host.kind == "ray" or (placement.devices == "gpus" and placement.trainer)
+    has_own = config.host.gives_devices or (placement.devices == "gpus" and placement.trainer)
     if num > 1 and trainer.device != "cpu" and not has_own:
         problem = f"the {num} processes of the trainer would all use {trainer.device}"
         remedy = 'set placement.devices = "gpus", and list the GPUs of each replica'
@@ -164,13 +157,13 @@ def _check_numbers(config: RunConfig) -> None:
 
 
 def _check_nccl(config: RunConfig) -> None:
-    """NCCL sends from one GPU to another. Ray gives each process GPUs of its own."""
+    """NCCL sends from one GPU to another."""
     placement = config.placement
     if not config.weights.on_devices:
         return
     named = [device for device in (config.trainer.device, config.engine.torch_device) if device]
     used = ["cuda:0" if device == "cuda" else device for device in named]
-    is_one = len(set(used)) < len(used) and config.host.kind != "ray"
+    is_one = len(set(used)) < len(used) and not config.host.gives_devices
     if placement.engines or placement.trainer:  # a process with a list sees no other GPUs
         is_one = not {gpus[0] for gpus in placement.trainer[:1]}.isdisjoint(chain(*placement.engines))
     if is_one or "cpu" in used:

@@ -13,6 +13,7 @@ from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.drivers.assembly.folder import recorder_of
 from tailrace.drivers.assembly.placement import device_sharing, prices_of
+from tailrace.drivers.kinds.hooks import SimulatedJudges
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.ledger.prices import Prices
@@ -25,7 +26,7 @@ from tailrace.schedules import Schedule
 from tailrace.sim.cluster import rates
 from tailrace.sim.engine import SimEngine, let_die
 from tailrace.sim.host import Host
-from tailrace.sim.reward import rewards_of
+from tailrace.sim.reward import SharedJudge, rewards_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, DEFAULT_MEDIAN_TOKENS, SimEngineSettings, SimSettings
 from tailrace.sim.trainer import SimReference, SimTrainer
 from tailrace.sim.world import Lengths, SimPrompts, law_of
@@ -139,7 +140,7 @@ def simulated_parts(
         _engine(f"engine-{number}", settings.engines, lengths, max_tokens, host)
         for number, host in enumerate(hosts)
     ]
-    anchors, judge, host = Anchors(), settings.rewards.judge, None if settings.rewards.judge else hosts[0]
+    anchors, host = Anchors(), None if settings.rewards.judge else hosts[0]
     trainer = SimTrainer(settings.trainer, replicas, host, asleep=sharing.takes_turns)
     if (faults := settings.faults) and faults.mean_life_s:
         for number, engine in enumerate(engines):
@@ -148,7 +149,10 @@ def simulated_parts(
         trainer.checkpoint_steps = faults.trainer_checkpoint_steps
         die = partial(trainer.die, faults.trainer_restart_s, () if faults.trainer_alone else engines)
         let_die(die, faults.trainer_mean_life_s, seed, number=-1)
-    judges = kind_of("judge", "local").simulated(settings, hosts) if judge else ()
+    judges: Sequence[SharedJudge] = ()
+    if settings.rewards.judge:
+        simulated: SimulatedJudges = kind_of("sim", "judges", "sim.rewards.judge")
+        judges = simulated.simulated(settings, hosts)
     return RunComponents(
         engines=engines,
         trainer=trainer,

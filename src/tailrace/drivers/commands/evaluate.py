@@ -161,7 +161,7 @@ def _checkpoint(folder: RunFolder, name: str) -> Path | None:
 def _check_config(folder: RunFolder) -> None:
     """Raises a ConfigError if the config of a run is not the one that its ledger has."""
     config = folder.read_config()
-    if config.ledger.kind == "memory" or not (folder.path / LEDGER_FILE).exists():
+    if not config.ledger.is_stored or not (folder.path / LEDGER_FILE).exists():
         return
     with closing(open_store(config.ledger, folder.path, only_read=True)) as store:
         *_, last = store.rows(LifeRow)

@@ -16,6 +16,7 @@ from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import run_virtual, sim_settings, sources
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
+from tailrace.drivers.kinds.hooks import FittedCosts
 from tailrace.drivers.kinds.tracker import TrackedRun, check_trackers, open_trackers
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
@@ -52,7 +53,8 @@ def simulate(
         for key in (key for key in overrides if key.startswith("sim.")):
             remedy = f"remove it, or use the [sim] that tailrace fit {like} prints"
             raise ConfigError(f"--{key}", overrides[key], "--like replaces all of [sim]", remedy)
-        loaded = loaded.changed(sim=kind_of("sim", "fitted").sim(like))
+        fitted: FittedCosts = kind_of("sim", "fitted", "--like")
+        loaded = loaded.changed(sim=fitted.sim(like))
     schedule, name = resolve(loaded), str(loaded.schedule["name"])
     loaded = with_published_defaults(loaded)
     sim = sim_settings(loaded)

@@ -11,8 +11,9 @@ from tailrace.drivers.assembly.machine import Machine, uses_gpu
 from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import resolve
+from tailrace.drivers.kinds.hooks import RewardAudit
 from tailrace.errors import say
-from tailrace.kinds import kind_of
+from tailrace.kinds import built_in, kind_of
 
 
 def run(
@@ -50,7 +51,9 @@ def run(
         if machine:
             say(f"devices and memory are judged on {machine.name}, not on this machine")
         fitted = check_live(loaded, resolve(loaded), machine=machine)
-        for fault in kind_of("reward", "audit").faults(fitted.config):
-            say(f"warning: {fault}")
+        if "audit" in built_in("reward"):
+            audit: RewardAudit = kind_of("reward", "audit")
+            for fault in audit.faults(fitted.config):
+                say(f"warning: {fault}")
     print(fitted.config.toml(), end="")
     print(textwrap.indent(fitted.table, "# "))

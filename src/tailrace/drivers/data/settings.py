@@ -1,11 +1,11 @@
 """The [data] section."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from tailrace.contracts.sampling import SamplingSettings
+from tailrace.kinds import OneOf
 from tailrace.settings import RunPath, Settings, Shared
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -44,6 +44,8 @@ class PromptSettings(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
     the model's context leaves no room for one completion token."""
+    kind: str
+    """Selects a kind of data."""
 
     @property
     def sources(self) -> tuple[Self]:
@@ -128,24 +130,6 @@ class RowsSettings(PromptSettings):
     `validation`."""
 
 
-class TasksetSettings(PromptSettings):
-    """The tasks of a taskset of verifiers. [environment] with kind "verifiers" names the taskset."""
-
-    kind: Literal["verifiers"] = "verifiers"
-    """Selects this kind of data. It is the default where [environment] has this kind."""
-    num_tasks: int | None = Field(default=None, ge=2)
-    """The first tasks, which are used; at least 2. Without it all are. One sixteenth is held out for
-    evaluation."""
-    taskset: Shared[str] = Field(min_length=1)
-    """Set from environment.taskset."""
-    args: Mapping[str, Any] = {}
-    """Set from environment.args."""
-    verifiers: Mapping[str, Any] = {}
-    """Set from environment.verifiers."""
-    agent: str = ""
-    """Set from environment.agent."""
-
-
 class MixedSettings(Settings):
     """Settings of a source of a mixture besides those of its kind."""
 
@@ -188,7 +172,7 @@ class MixtureSettings(Settings):
 
 
 DataSettings = Annotated[
-    ProceduralSettings | RowsSettings | TasksetSettings | MixtureSettings, Field(discriminator="kind")
+    PromptSettings | MixtureSettings, OneOf("data", ProceduralSettings, RowsSettings, MixtureSettings)
 ]
 
 

@@ -34,9 +34,6 @@ MOVED: Mapping[DTYPE, float] = {"float32": 1e-4, "bfloat16": 0.01}
 """Nats a token: when the trainer's log-probs have moved so far, an exact engine gives other bits."""
 SCORED = 12
 """Tokens of a probe that are scored: the last ones."""
-PREFIXES = {"native": 8, "vllm": 276}
-"""Tokens before them, by the kind of the engine: prefix caches of servers count in blocks, of up to 256
-tokens. Engines of other kinds answer no probe."""
 NOT_FINITE = 1e9
 """The difference of log-probs one of which is not finite. JSON has no infinity."""
 _COPIES = "older copies: each tensor has arrived, and it computes with others"
@@ -145,10 +142,10 @@ def _off(one: Sequence[float], other: Sequence[float]) -> float:
     return off if isfinite(off) else NOT_FINITE
 
 
-def probe_ids(kind: str, vocabulary: int, max_tokens: int) -> tuple[int, ...]:
+def probe_ids(prefix: int | None, vocabulary: int, max_tokens: int) -> tuple[int, ...]:
     """Return the fixed sequence for engines of a kind; empty if they answer no probe, or one is longer than
-    the context of the model, `max_tokens`."""
-    length = PREFIXES.get(kind, max_tokens) + SCORED
+    the context of the model, `max_tokens`. `prefix`: as in EngineKind."""
+    length = (max_tokens if prefix is None else prefix) + SCORED
     return tuple(spread(length, vocabulary)) if length < max_tokens else ()
 
 

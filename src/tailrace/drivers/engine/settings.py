@@ -1,15 +1,14 @@
 """Settings of the rollout engines."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tailrace.devices import Device
-from tailrace.kinds import PlugIn, built_in
-from tailrace.settings import CHOSEN, PLUG_IN, Settings, Shared, default_tag
+from tailrace.kinds import OneOf
+from tailrace.settings import CHOSEN, Settings, Shared
 
 
 class ReplicaSettings(Settings):
@@ -19,6 +18,12 @@ class ReplicaSettings(Settings):
     """Whether a worker of another host can be one (`tailrace join`)."""
     can_regroup: ClassVar[bool] = False
     """Whether those that the run starts can be started again over the devices of several."""
+    of_service: ClassVar[bool] = False
+    """Whether they are of a service that trains, too."""
+    own_sampling: ClassVar[bool] = False
+    """Whether each request may have sampling of its own."""
+    sleep_args: ClassVar[tuple[str, ...]] = ()
+    """Arguments without which those that the run starts cannot sleep."""
     kind: Shared[str]
     """Selects a kind of engine."""
     replicas: int = Field(default=1, ge=1, le=1024)
@@ -58,7 +63,7 @@ class ReplicaSettings(Settings):
 class NativeEngineSettings(ReplicaSettings):
     """The embedded engine."""
 
-    can_join = True
+    can_join, own_sampling = True, True
     kind: Literal["native"] = "native"
     """Selects this kind of engine."""
     threads: int = Field(default=1, ge=1, le=1024, json_schema_extra=CHOSEN)
@@ -85,6 +90,8 @@ class NativeEngineSettings(ReplicaSettings):
 class ServerEngineSettings(ReplicaSettings):
     """An inference server that is reached over HTTP: started and supervised by the run, or joined."""
 
+    server: ClassVar[str] = ""
+    """Its name, where the run can start it."""
     urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = ()
     """Addresses of running servers to join, for example `http://10.0.0.7:8000`; one engine each. Without them
     the run starts `replicas` servers itself. They may also be of `tailrace serve`. Where they need a bearer
@@ -128,70 +135,6 @@ class ServerEngineSettings(ReplicaSettings):
         return self
 
 
-class VllmEngineSettings(ServerEngineSettings):
-    """vLLM."""
-
-    can_regroup = True
-    kind: Literal["vllm"] = "vllm"
-    """Selects this kind of engine."""
-
-
-class SglangEngineSettings(ServerEngineSettings):
-    """SGLang."""
-
-    kind: Literal["sglang"] = "sglang"
-    """Selects this kind of engine."""
-
-
-class PipelineRlEngineSettings(ServerEngineSettings):
-    """Any engine with the three routes that PipelineRL needs (extras/http/pipelinerl.py)."""
-
-    kind: Literal["pipelinerl"] = "pipelinerl"
-    """Selects this kind of engine."""
-
-    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1)
-    """Addresses of running engines, one each: the run starts none of this kind."""
-
-
-class TinkerEngineSettings(ServerEngineSettings):
-    """The samplers of a service with Tinker's API (extras/tinker/client.py). Its key: $TINKER_API_KEY."""
-
-    kind: Literal["tinker"] = "tinker"
-    """Selects this kind of engine."""
-
-    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(min_length=1, max_length=1)
-    """The address of the service."""
-    base_model: Shared[str] = Field(min_length=1)
-    """The service's name of the model."""
-    chunk_tokens: int = Field(default=256, ge=0)
-    """Tokens that are asked for at once; 0 or greater. A response that is parked loses those of one chunk at
-    most, and takes new weights between two chunks. 0: whole responses."""
-
-
 EngineSettings = Annotated[
-    Annotated[NativeEngineSettings, Tag("native")]
-    | Annotated[VllmEngineSettings, Tag("vllm")]
-    | Annotated[SglangEngineSettings, Tag("sglang")]
-    | Annotated[PipelineRlEngineSettings, Tag("pipelinerl")]
-    | Annotated[TinkerEngineSettings, Tag("tinker")]
-    | Annotated[ReplicaSettings, PlugIn("engine"), Tag(PLUG_IN)],
-    default_tag("native", known=built_in("engine")),
+    ReplicaSettings, OneOf("engine", NativeEngineSettings, default="native", is_open=True)
 ]
-
-
-class ServeSettings(Settings):
-    """Address and limits of `tailrace serve`."""
-
-    host: str = "127.0.0.1"
-    """The address to listen on. On one that is not loopback every route but /health needs the token."""
-    port: int = Field(default=8000, ge=0, le=65_535)
-    """0 to 65,535. 0: a free port."""
-    served_model_name: str = ""
-    """The model's name in requests and replies. Empty: its folder."""
-    weights_folder: Path | None = None
-    """New weights are read from files below it. None: the server takes no new weights from files."""
-    max_body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**40)
-    """The largest request body, in bytes; 1,024 to 2^40."""
-    own_stable_reinforce: bool = False
-    """With --tinker: the loss stable_reinforce is a form of this project (losses.token_loss). The formula of
-    Tinker's is not public; without this option the loss is refused."""

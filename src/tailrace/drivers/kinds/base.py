@@ -13,7 +13,7 @@ from tailrace.config import PolicyConfig, RunConfig
 from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineProcess, TokenCounter
 from tailrace.contracts.memory import ProcessMemory
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.contracts.trainer import Reference, Trainer
+from tailrace.contracts.trainer import LoraSettings, Reference, Trainer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.engine.proof import probe_ids
@@ -23,6 +23,7 @@ from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.workers.calls import RemoteWorker, Spawner
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.drivers.workers.worker import Job, Worker
+from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, read_config
 
@@ -76,7 +77,7 @@ class Opening:
         if not self.config.weights.probe_every:
             return ()
         vocabulary = read_config(self.model)["vocab_size"]
-        return probe_ids(self.config.engine.kind, vocabulary, context_length(self.model))
+        return probe_ids(engine_kind(self.config).prefix, vocabulary, context_length(self.model))
 
     async def start(
         self, kind: type[Worker], name: str, job: Job, devices: Devices | None = None, *, watched: bool = True
@@ -118,9 +119,16 @@ class EngineKind:
     settings: type[ReplicaSettings]
     settle_s = 0.0
     """Seconds after which `usage` is up to date."""
+    prefix: int | None = None
+    """Tokens of a probe before those that are scored; None: such an engine answers no probe."""
 
     def check(self, config: PolicyConfig) -> None:
         """Check the settings against the other sections before anything starts. Raises a ConfigError."""
+
+    def check_adapter(self, lora: LoraSettings, config: PolicyConfig) -> None:
+        """Check that it takes published adapters. Raises a ConfigError."""
+        problem = f"engines of the kind {config.engine.kind!r} take whole weights only"
+        raise ConfigError("trainer.lora.publish", lora.publish, problem, 'write "merged"')
 
     def check_installed(self, settings: Any) -> None:
         """Check that this machine has the programs of its processes. Raises a ConfigError."""

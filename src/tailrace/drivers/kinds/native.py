@@ -8,6 +8,7 @@ from typing_extensions import override
 from tailrace.config import PolicyConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
+from tailrace.contracts.trainer import LoraSettings
 from tailrace.drivers.engine.native.support import GRAPH_ROWS, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
@@ -22,6 +23,7 @@ class Native(EngineKind):
     """The embedded engine."""
 
     settings = NativeEngineSettings
+    prefix = 8
 
     @override
     def check(self, config: PolicyConfig) -> None:
@@ -30,6 +32,13 @@ class Native(EngineKind):
             problem = f"the embedded engine serves no adapters of a model with {feature}"
             remedy = 'write "merged", or engine.kind = "vllm"'
             raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
+
+    @override
+    def check_adapter(self, lora: LoraSettings, config: PolicyConfig) -> None:
+        if config.weights.in_folders:
+            problem = "the embedded engine reads a version in a folder as a whole model"
+            remedy = 'choose another weights.transport, or write "merged"'
+            raise ConfigError("trainer.lora.publish", lora.publish, problem, remedy)
 
     @override
     def memory(self, config: PolicyConfig, longest: int, adapters: int) -> Iterable[ProcessMemory]:

@@ -7,7 +7,7 @@ which they are scored, and `algorithm.distill_coef` makes advantages of them.
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from typing_extensions import override
 
@@ -19,6 +19,7 @@ from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
 from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherSettings
 from tailrace.drivers.trainer.logits import reference_memory
+from tailrace.drivers.workers.base import Role
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.kinds import kind_of
@@ -46,7 +47,7 @@ class FolderTeacher(TeacherKind):
 
     @override
     def check(self, teacher: FolderTeacherSettings, config: LiveConfig) -> None:
-        if config.host.kind != "local" or config.host.join:
+        if not all(map(config.host.starts, get_args(Role))):
             problem = "a process of this host loads a teacher, and the run has workers on others"
             raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
         check_vocabulary("teacher.path", teacher.path, config.model.path)

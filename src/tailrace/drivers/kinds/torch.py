@@ -7,7 +7,7 @@ from typing_extensions import override
 from tailrace.config import PolicyConfig, RunConfig
 from tailrace.contracts.memory import STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import FILE_BYTES, Reference, TrainerSettings
-from tailrace.drivers.kinds.base import Opening, TrainerKind
+from tailrace.drivers.kinds.base import Opening, TrainerKind, engine_kind
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
 from tailrace.drivers.trainer.logits import logit_bytes, reference_memory
 from tailrace.drivers.workers.calls import RemoteWorker
@@ -34,9 +34,10 @@ class Torch(TrainerKind):
         if drafts := draft_tensors(config.model.path):
             say(f"checkpoints have {len(drafts)} untrained weights of the base: {min(drafts)}, ...")
         if config.trainer.lora:
-            kinds = {"engine": config.engine.kind, "transport": config.weights.transport}
-            check_lora(config.model.path, config.trainer.lora, **kinds)
-        apart = not config.placement.takes_turns and config.weights.transport != "process_group"
+            check_lora(config.model.path, config.trainer.lora)
+        if adapter := config.trainer.adapter:
+            engine_kind(config).check_adapter(adapter, config)
+        apart = not config.placement.takes_turns and not config.weights.is_streamed
         if config.trainer.restarts and not apart:
             problem = 'it needs placement.kind = "disaggregated", and no weights.transport = "process_group"'
             remedy = "change them, or set host.restarts, with which all workers start again"

@@ -112,9 +112,9 @@ class JudgeKind(ABC):
     """A kind of judge. The settings are always those of this kind."""
 
     @abstractmethod
-    def check(self, judge: Any, reward: RewardSettings, host: str, prompts: Sequence[Prompt]) -> str | None:
+    def check(self, judge: Any, reward: RewardSettings, host: Any, prompts: Sequence[Prompt]) -> str | None:
         """Check a judge before anything starts; return a warning or None. Raises a ConfigError if it cannot
-        score completions of these prompts. `host`: the kind of [host]."""
+        score completions of these prompts. `host`: its settings."""
 
     def memory(self, judge: Any) -> Iterable[ProcessMemory]:
         """Estimate the memory of its processes on this machine, after `check`."""
@@ -125,7 +125,7 @@ class JudgeKind(ABC):
         """Return a judge; begin the start of its worker, if it has one, with `start` (kind, name, job)."""
 
 
-def judge_kind(judge: JudgeSettings) -> JudgeKind:
+def judge_kind(judge: Any) -> JudgeKind:
     """Return the kind of a judge."""
     kind: JudgeKind = kind_of("judge", judge.kind, "reward.judges.kind")
     return kind

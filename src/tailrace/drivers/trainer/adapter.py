@@ -19,8 +19,6 @@ _NOT_ADAPTED = re.compile(r"(^|\.)(\w*embed\w*|w[tp]e|lm_head|gate|router(\.laye
 _EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 """An expert's layer in files. transformers keeps all experts of a block in one tensor, which is no layer."""
 _KEY = "trainer.lora"
-VLLM_MAX_RANK = 512
-"""The largest rank that vLLM takes, as in extras/http/vllm.py."""
 
 
 def adapted_modules(model: Path, lora: LoraSettings) -> dict[str, tuple[int, int]]:
@@ -58,39 +56,19 @@ def adapter_parameters(model: Path, lora: LoraSettings | None) -> int:
     return sum(map(sum, adapted_modules(model, lora).values())) * lora.rank if lora else 0
 
 
-def check_lora(model: Path, lora: LoraSettings, *, engine: str, transport: str) -> None:
-    """Check what can be checked without loading the model, against `engine.kind` and `weights.transport`.
-    Raises a ConfigError if peft is not installed, a layer does not exist, or the engine or the transport
-    takes no adapters."""
+def check_lora(model: Path, lora: LoraSettings) -> None:
+    """Check what can be checked without loading the model. Raises a ConfigError if peft is not installed, or
+    a layer does not exist."""
     if find_spec("peft") is None:
         raise ConfigError(f"{_KEY}.rank", lora.rank, "it needs peft, which is not installed", install("lora"))
     if lora.versions > 1 and lora.publish != "adapter":
         problem, remedy = "merged weights replace each other", 'set it to 1, or publish = "adapter"'
         raise ConfigError(f"{_KEY}.versions", lora.versions, problem, remedy)
-    if lora.publish == "adapter":
-        _check_taker(lora, engine, transport)
     if not adapted_modules(model, lora):
         problem = "the model has no linear layer of these names"
         raise ConfigError(f"{_KEY}.target_modules", str(lora.target_modules), problem, "name at least one")
     if experts := expert_layers(model) if lora.target_modules == "all-linear" else []:
         say(f"the adapter leaves the experts out, and other layers of their names: {', '.join(experts)}")
-
-
-def _check_taker(lora: LoraSettings, engine: str, transport: str) -> None:
-    key, value, in_files = f"{_KEY}.publish", lora.publish, transport == "filesystem"
-    if engine == "native" and in_files:
-        problem = "the embedded engine reads a version in a folder as a whole model"
-        raise ConfigError(key, value, problem, 'choose another weights.transport, or write "merged"')
-    if engine == "vllm" and not in_files:
-        problem = f"vLLM reads an adapter from a folder, and weights.transport is {transport!r}"
-        remedy = 'set weights.transport = "filesystem", or write "merged"'
-        raise ConfigError(key, value, problem, remedy)
-    if engine == "vllm" and lora.rank > VLLM_MAX_RANK:
-        problem = f"vLLM takes adapters of a rank of {VLLM_MAX_RANK} at most"
-        raise ConfigError(f"{_KEY}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
-    if engine not in ("native", "vllm"):
-        problem = f"engines of the kind {engine!r} take whole weights only"
-        raise ConfigError(key, value, problem, 'write "merged"')
 
 
 def peft_config(model: Path, lora: LoraSettings) -> dict[str, object]:

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import Field
 from typing_extensions import override
 
 from tailrace.contracts.mark import claim
 from tailrace.contracts.weights import KEPT_VERSIONS
-from tailrace.settings import RunPath, Settings, default_tag
+from tailrace.kinds import OneOf
+from tailrace.settings import RunPath, Settings
 
 VERSION, PARTIAL, LOCK = "version-", "partial-", ".lock"
 VERSIONS = (f"{VERSION}[0-9]*", f"{PARTIAL}[0-9]*", LOCK)
@@ -28,11 +29,17 @@ class ProbeSettings(Settings):
     probe_every: int = Field(default=1, ge=0)
     """Every so many publications each engine proves that it has the new weights, by checksums and log-probs
     of a fixed sequence. 0: never. The embedded engine can, and vLLM with `sampling.temperature = 1`."""
+    transport: str
+    """Selects a transport."""
 
     one_host: ClassVar[bool] = False
     """Whether trainer and engines must be on one host."""
     kept: ClassVar[int] = 0
     """Publications in the memory of the trainer's host."""
+    in_folders: ClassVar[bool] = False
+    """Whether a version is a folder that stays, with a whole model or an adapter."""
+    is_streamed: ClassVar[bool] = False
+    """Whether the trainer sends tensors, and writes no files."""
 
     @property
     def shares_transfers(self) -> bool:
@@ -69,6 +76,7 @@ class FilesystemSettings(ProbeSettings):
 
     transport: Literal["filesystem"] = "filesystem"
     """Selects this transport."""
+    in_folders: ClassVar[bool] = True
     folder: RunPath | None = None
     """The folder that the versions are written to. It has the same path on all hosts, for example on NFS.
     Without it: `weights` in the run's folder."""
@@ -87,6 +95,7 @@ class ProcessGroupSettings(ProbeSettings):
 
     transport: Literal["process_group"] = "process_group"
     """Selects this transport."""
+    is_streamed: ClassVar[bool] = True
     kept: ClassVar[int] = KEPT_VERSIONS
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: host memory and TCP. nccl: from CUDA device to CUDA device, not shared by trainer and engine."""
@@ -113,9 +122,7 @@ class ProcessGroupSettings(ProbeSettings):
         return self.backend == "nccl"
 
 
+_TRANSPORTS = SharedMemorySettings, FilesystemSettings, ProcessGroupSettings
 WeightsSettings = Annotated[
-    Annotated[SharedMemorySettings, Tag("shared_memory")]
-    | Annotated[FilesystemSettings, Tag("filesystem")]
-    | Annotated[ProcessGroupSettings, Tag("process_group")],
-    default_tag("shared_memory", "transport"),
+    ProbeSettings, OneOf("weights", *_TRANSPORTS, default="shared_memory", key="transport")
 ]

@@ -21,8 +21,11 @@ class HostKind:
     def check(self, host: Any, engine: EngineSettings) -> None:
         """Check the settings before anything starts. Does not look for a cluster. Raises a ConfigError."""
 
+    def check_placement(self, placement: Any) -> None:
+        """Check the PlacementSettings of a run before anything starts. Raises a ConfigError."""
+
     @asynccontextmanager
-    async def open(self, config: Any, folder: Path) -> AsyncIterator[Spawner]:
+    async def open(self, host: Any, config: Any, folder: Path) -> AsyncIterator[Spawner]:
         """Open what starts the workers of a run of a RunConfig; they must have ended before the block ends.
         Raises a ConfigError if the cluster cannot be reached, or a worker cannot be placed."""
         yield LocalSpawner(folder / "logs")
@@ -34,7 +37,8 @@ class HostKind:
 
 def host_kind(host: AnyHostSettings) -> HostKind:
     """Return the kind of a host."""
-    kind: HostKind = kind_of("host", "join" if getattr(host, "join", ()) else host.kind)
+    joins = bool(getattr(host, "join", ()))
+    kind: HostKind = kind_of("hosts", "join", "host.join") if joins else kind_of("host", host.kind)
     return kind
 
 
@@ -42,7 +46,7 @@ def check_host(host: AnyHostSettings, *, engine: EngineSettings, weights: Weight
     """Check that the other settings can be honoured on other hosts, as `HostKind.check`."""
     host_kind(host).check(host, engine)
     if weights.one_host and not (host.starts("trainer") and host.starts("engine")):
-        key = "host.join" if host.kind == "local" else f"host.kind = {host.kind!r}"
+        key = f"host.kind = {host.kind!r}" if host.gives_devices else "host.join"
         problem = f"engines and trainer may be on different hosts ({key})"
         remedy = 'write "process_group" or "filesystem"'
         raise ConfigError("weights.transport", weights.transport, problem, remedy)

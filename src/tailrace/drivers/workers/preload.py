@@ -12,19 +12,18 @@ import threading
 from contextlib import suppress
 
 from tailrace.drivers.workers.process_tree import CONTROLLER, signal_on_parent_death
+from tailrace.kinds import BUILT_IN, built_in
 
 MODULES = (
     "tailrace.drivers.engine.native.engine",
-    "tailrace.extras.judges.local",
     "tailrace.drivers.trainer.trainer",
     "tailrace.drivers.weights.transports",
     "tailrace.drivers.workers.engine",
-    "tailrace.extras.judges.worker",
     "tailrace.drivers.workers.reference",
     "tailrace.drivers.workers.reward_process",
-    "tailrace.extras.http.server",
     "tailrace.drivers.workers.trainer",
     "transformers.models.auto.modeling_auto",  # the first config of a model loads it
+    *(BUILT_IN[f"workers.{name}"].partition(":")[0] for name in built_in("workers")),
 )
 
 _SERVER = os.getpid()

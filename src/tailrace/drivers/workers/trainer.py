@@ -542,8 +542,8 @@ class RemoteTrainer:
         try:
             await asyncio.gather(*(each.close() for each in self.workers))
         finally:
-            # A process that was killed did not remove its folder.
-            if self._published is not None and self._job.weights.transport == "shared_memory":
+            # A process that was killed did not remove its folder in shared memory.
+            if self._published is not None and self._job.weights.one_host:
                 shutil.rmtree(Path(self._published.location).parent, ignore_errors=True)
 
     def _divide(

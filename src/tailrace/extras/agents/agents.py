@@ -24,12 +24,13 @@ from typing_extensions import override
 
 from tailrace.contracts.environments import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.drivers.environments.history import RequestEncoder, opening_messages
-from tailrace.drivers.environments.settings import MODEL, AgentSettings
+from tailrace.drivers.environments.settings import MODEL
 from tailrace.drivers.environments.tools import PARSERS, in_thread
 from tailrace.drivers.workers import process_tree
 from tailrace.errors import ConfigError, EnvironmentFailed
 from tailrace.extras.agents.loop_thread import LoopThread
 from tailrace.extras.agents.session import Session, SessionServer
+from tailrace.extras.agents.settings import AgentSettings
 from tailrace.importing import import_function
 from tailrace.types import Prompt
 

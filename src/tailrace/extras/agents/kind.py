@@ -13,9 +13,9 @@ from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import AgentPrompts, RequestEncoder
 from tailrace.drivers.environments.open import EnvironmentKind
-from tailrace.drivers.environments.settings import AgentSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.agents.loop_thread import LoopThread
+from tailrace.extras.agents.settings import AgentSettings
 from tailrace.importing import import_function, install
 
 if TYPE_CHECKING:  # it needs packages that `check` looks for
@@ -54,6 +54,8 @@ class Programs(EnvironmentKind):
 
 class Agents(Programs):
     """Agents: functions or programs."""
+
+    settings = AgentSettings
 
     unrewarded = "episodes that end because no room is left"
 

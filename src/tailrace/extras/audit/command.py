@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from tailrace import clock
 from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.reward import Rewards
@@ -25,6 +27,7 @@ from tailrace.drivers.assembly.open import open_scorers
 from tailrace.drivers.commands.tables import open_console
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import CHECKED_ROWS, usable_prompts
+from tailrace.drivers.kinds.hooks import RewardAudit
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.checkers import TRUTH_COLUMNS
 from tailrace.drivers.reward.kinds import NOT_APPLICABLE
@@ -240,11 +243,11 @@ async def _audited(
     return audit
 
 
-class RewardAudit:
+class ShortAudit(RewardAudit):
     """The short form, for a dry run."""
 
+    @override
     def faults(self, config: LiveConfig) -> list[str]:
-        """Score few rows of a checked config, without judges, for a few seconds. Return the faults."""
         try:
             config = _scoring(config, judges=False)
         except ConfigError:

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.config import RunConfig
 from tailrace.devices import Devices
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.engine.settings import EngineSettings
-from tailrace.drivers.workers.base import HostSettings, LocalHostSettings, Role
+from tailrace.drivers.workers.base import LocalHostSettings, Role
 from tailrace.drivers.workers.calls import Channel, Process, RemoteWorker, Spawner
 from tailrace.drivers.workers.hosts import HostKind
 from tailrace.drivers.workers.process import LocalSpawner, start_process
@@ -72,7 +71,7 @@ def join(role: Role, address: str, /, *, token: str | None = None) -> None:
 async def _work(role: Role, address: tuple[str, int], token: str) -> None:
     module, name = _KINDS[role]
     kind = getattr(import_module(f"tailrace.drivers.workers.{module}"), name)
-    job = Job(health_timeout_s=HostSettings().health_timeout_s)  # the true one comes from the controller
+    job = Job(health_timeout_s=LocalHostSettings().health_timeout_s)  # the true one comes from the controller
     process = await start_process(role, kind, job, address, Hello(token, role), logs=None, method="spawn")
     reason = await process.ended()
     if process.exit_code:
@@ -164,9 +163,8 @@ class JoinHost(HostKind):
 
     @override
     @asynccontextmanager
-    async def open(self, config: RunConfig, folder: Path) -> AsyncIterator[Spawner]:
-        assert config.host.kind == "local"
-        async with open_joining(config.host, LocalSpawner(folder / "logs")) as spawner:
+    async def open(self, host: LocalHostSettings, config: object, folder: Path) -> AsyncIterator[Spawner]:
+        async with open_joining(host, LocalSpawner(folder / "logs")) as spawner:
             yield spawner
 
 

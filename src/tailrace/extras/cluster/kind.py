@@ -10,15 +10,18 @@ from typing_extensions import override
 from tailrace.config import RunConfig
 from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.reward.settings import RewardSettings
-from tailrace.drivers.workers.base import RayHostSettings
 from tailrace.drivers.workers.calls import Spawner
 from tailrace.drivers.workers.hosts import HostKind
 from tailrace.errors import ConfigError
+from tailrace.extras.cluster.settings import RayHostSettings
 from tailrace.importing import install
+from tailrace.rollout.placement import PlacementSettings
 
 
 class RayHost(HostKind):
     """The nodes of a Ray cluster."""
+
+    settings = RayHostSettings
 
     @override
     def check(self, host: RayHostSettings, engine: EngineSettings) -> None:
@@ -26,16 +29,26 @@ class RayHost(HostKind):
             raise ConfigError("host.kind", "ray", "Ray is not installed", install("ray"))
 
     @override
+    def check_placement(self, placement: PlacementSettings) -> None:
+        for name, listed in (("engines", placement.engines), ("trainer", placement.trainer)):
+            if listed:
+                problem = "Ray chooses nodes and devices (host.kind = 'ray')"
+                remedy = "remove it, and name amounts in [host.resources]"
+                raise ConfigError(f"placement.{name}", listed, problem, remedy)
+        if largest := placement.max_tensor_parallel_size:
+            problem = "Ray gives each server its devices once, and two servers cannot be joined"
+            raise ConfigError("placement.max_tensor_parallel_size", largest, problem, "remove it")
+
+    @override
     @asynccontextmanager
-    async def open(self, config: RunConfig, folder: Path) -> AsyncIterator[Spawner]:
+    async def open(self, host: RayHostSettings, config: RunConfig, folder: Path) -> AsyncIterator[Spawner]:
         from tailrace.extras.cluster.ray import open_ray, plan_bundles
 
-        assert config.host.kind == "ray"
         reward, needs_reference = config.reward, config.algorithm.kl_coef > 0
-        bundles = plan_bundles(config.host, config.engine, config.trainer, reward, needs_reference)
+        bundles = plan_bundles(host, config.engine, config.trainer, reward, needs_reference)
         functions = [reward.function or "", *(each.function for each in reward.functions)]
         files = [file for function in functions if (file := _file_of(function))]
-        async with open_ray(config.host, bundles, run=folder, files=files) as placed:
+        async with open_ray(host, bundles, run=folder, files=files) as placed:
             yield placed
 
     @override

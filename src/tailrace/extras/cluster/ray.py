@@ -32,13 +32,14 @@ from tailrace.contracts.trainer import TrainerSettings
 from tailrace.devices import Devices
 from tailrace.drivers.engine.settings import EngineSettings
 from tailrace.drivers.reward.settings import RewardSettings
-from tailrace.drivers.workers.base import RayHostSettings, Role
+from tailrace.drivers.workers.base import Role
 from tailrace.drivers.workers.calls import Process, RemoteWorker, Spawner
 from tailrace.drivers.workers.process import LocalProcess, start_process
 from tailrace.drivers.workers.trainer import process_names
 from tailrace.drivers.workers.wire import Hello, SocketAddress
 from tailrace.drivers.workers.worker import Job, Worker
 from tailrace.errors import ConfigError, WorkerDied
+from tailrace.extras.cluster.settings import RayHostSettings
 
 REACH_S = 5.0
 """Seconds in which the cluster's address must answer."""

@@ -40,8 +40,8 @@ from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.resumption import rewind
 from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers, run_trial
 from tailrace.drivers.commands.tables import check_output, open_console, print_table
-from tailrace.drivers.engine.proof import PREFIXES
 from tailrace.drivers.engine.supervised import SupervisedEngine
+from tailrace.drivers.kinds.base import engine_kind
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError
@@ -127,7 +127,7 @@ def _recorded(folder: RunFolder, config: RunConfig) -> str:
 
 def _experiments(config: RunConfig, name: str) -> dict[str, BoundRun]:
     """The run of a schedule, and those that test its parts."""
-    if config.engine.kind not in PREFIXES:
+    if engine_kind(config).prefix is None:
         raise _cannot_score(config, "such an engine")
     own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
     config = config.changed(schedule=own, schedules={})

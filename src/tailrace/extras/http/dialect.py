@@ -197,9 +197,6 @@ def describe(error: httpx.HTTPError) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-_SERVERS = {"vllm": ("vLLM", "VLLM_PYTHON"), "sglang": ("SGLang", "SGLANG_PYTHON")}
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The start of a server, with environment variables beside those of this process."""
@@ -211,7 +208,7 @@ class Launch:
 def find_interpreter(settings: ServerEngineSettings) -> str:
     """Return the Python interpreter that the settings, or $VLLM_PYTHON or $SGLANG_PYTHON, name. Raises a
     ConfigError if none is named, it cannot be started, or its environment lacks the server."""
-    server, variable = _SERVERS[settings.kind]
+    server, variable = settings.server, f"{settings.kind.upper()}_PYTHON"
     python = settings.python or os.environ.get(variable)
     remedy = f"name the interpreter of an environment with {server} here or in ${variable}"
     if not python:

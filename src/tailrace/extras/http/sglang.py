@@ -12,7 +12,6 @@ from typing_extensions import override
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.settings import SglangEngineSettings
 from tailrace.errors import ServerRefused, TransferFailed
 from tailrace.extras.http.dialect import (
     Attempt,
@@ -25,6 +24,7 @@ from tailrace.extras.http.dialect import (
     label_of,
     spans_of,
 )
+from tailrace.extras.http.settings import SglangEngineSettings
 from tailrace.types import KV
 
 GENERATE = "/generate"

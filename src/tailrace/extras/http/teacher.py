@@ -15,9 +15,9 @@ from tailrace.drivers.data.encoding import Tokenizer, vocabulary_digest
 from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
 from tailrace.drivers.kinds.teacher import SAME_TOKENIZER, TeacherKind, check_context, check_vocabulary
-from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.errors import ConfigError, EngineDied, RewardFailed, ServerRefused
 from tailrace.extras.http.dialect import call
+from tailrace.extras.http.settings import ServerTeacherSettings
 from tailrace.model_folder import context_length
 from tailrace.types import Sample
 
@@ -32,13 +32,15 @@ NO_ROUTE = {404, 405, 501}  # statuses of a server that lacks a route
 class ServerTeacher(TeacherKind):
     """A server, which gives log-probs at temperature 1."""
 
+    settings = ServerTeacherSettings
+
     @override
     def check(self, teacher: ServerTeacherSettings, config: LiveConfig) -> None:
         sampling = config.sampling
         if sampling and sampling.temperature != 1:
             problem = "a server gives log-probs of a prompt at temperature 1"
             raise ConfigError("sampling.temperature", sampling.temperature, problem, "set it to 1")
-        if config.environment.kind != "single_turn":
+        if config.environment.has_turns:
             problem = "a server reads a prompt and one completion, and an episode may have several contexts"
             raise ConfigError("teacher.kind", "server", problem, 'use a "folder"')
         if teacher.tokenizer and config.model:

@@ -24,8 +24,7 @@ import tailrace
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.proof import PREFIXES, SCORED
-from tailrace.drivers.engine.settings import VllmEngineSettings
+from tailrace.drivers.engine.proof import SCORED
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.extras.http.dialect import (
     Attempt,
@@ -38,10 +37,13 @@ from tailrace.extras.http.dialect import (
     label_of,
     spans_of,
 )
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.extras.http.vllm_plugin import BACKEND
 from tailrace.importing import source
 from tailrace.types import KV
 
+PREFIX = 276
+"""Tokens of a probe before those that are scored: its prefix cache counts in blocks, of up to 256 tokens."""
 OLDEST = (0, 32)
 """The oldest version: it says which weights generated each token."""
 GENERATE, ABORT = "/inference/v1/generate", "/abort_requests"
@@ -220,7 +222,7 @@ async def detect(
     config = await _config(client) if "/server_info" in paths else {}
     model_config = config.get("model_config") or {}
     dtype, raw = model_config.get("dtype"), model_config.get("logprobs_mode") == "raw_logprobs"
-    fits = (card.get("max_model_len") or inf) > PREFIXES["vllm"] + SCORED
+    fits = (card.get("max_model_len") or inf) > PREFIX + SCORED
     dialect = kind(
         client=client,
         sampling=sampling,
@@ -287,13 +289,13 @@ async def _config(client: httpx.AsyncClient) -> Mapping[str, Any]:
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADAPTERS = f"start the server with {RUNTIME_ADAPTERS}=1, --enable-lora and --max-lora-rank"
-_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM allows as the highest rank."""
 
 
 def max_rank(rank: int) -> int | None:
     """Return the least highest rank of a server that takes adapters of a rank; None: there is none."""
-    return next((limit for limit in _MAX_RANKS if rank <= limit), None)
+    return next((limit for limit in MAX_RANKS if rank <= limit), None)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,20 +17,12 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import httpx
-from typing_extensions import override
 
-from tailrace import clock
 from tailrace.clock import now
 from tailrace.drivers.reward.calls import Call, column_of
-from tailrace.drivers.reward.kinds import JudgeKind, Verdict
-from tailrace.drivers.reward.settings import (
-    AnswerSettings,
-    EndpointJudgeSettings,
-    JudgeSettings,
-    RewardSettings,
-)
+from tailrace.drivers.reward.kinds import Verdict
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.types import Prompt
+from tailrace.extras.judges.settings import AnswerSettings, AnyJudgeSettings, EndpointJudgeSettings
 
 OWN_NAMES = ("prompt", "completion")
 """Names that a template may use besides the columns of the data."""
@@ -65,7 +57,7 @@ def transcript(call: Call) -> str:
     return "\n\n".join(f"{role}: {content}" for role, content in zip(roles, contents, strict=True))
 
 
-def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
+def messages_of(settings: AnyJudgeSettings, call: Call) -> list[dict[str, str]]:
     """Return what the judge reads: the template filled in, or without one the conversation. Raises a
     RewardFailed if the row lacks a column, or holds text that is not Unicode."""
     system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
@@ -84,7 +76,7 @@ def messages_of(settings: JudgeSettings, call: Call) -> list[dict[str, str]]:
     return messages
 
 
-def check_template(judge: JudgeSettings, rows: Sequence[Mapping[str, object]]) -> None:
+def check_template(judge: AnyJudgeSettings, rows: Sequence[Mapping[str, object]]) -> None:
     """Match the template to the columns of the data before anything starts. Raises a ConfigError if it names
     a column that the data lack."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -355,21 +347,3 @@ def _retry_after_s(reply: httpx.Response) -> float:
         return min(max(float(reply.headers["retry-after"]), 0.0), MAX_PAUSE_S)
     except (LookupError, ValueError):
         return 0.0
-
-
-class EndpointJudges(JudgeKind):
-    """Models behind an endpoint."""
-
-    @override
-    def check(
-        self, judge: EndpointJudgeSettings, reward: RewardSettings, host: str, prompts: Sequence[Prompt]
-    ) -> str | None:
-        check_template(judge, [prompt.row for prompt in prompts])
-        for prompt in prompts[:1]:
-            call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
-            return clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False)
-        return None
-
-    @override
-    async def begin(self, judge: EndpointJudgeSettings, start: object, timeout_s: float) -> EndpointJudge:
-        return EndpointJudge(judge, timeout_s)

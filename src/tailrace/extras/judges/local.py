@@ -27,9 +27,9 @@ from tailrace.contracts.memory import ModelShape
 from tailrace.devices import attention_kernels
 from tailrace.drivers.data.encoding import ChatTemplate, encode_text
 from tailrace.drivers.models.causal_lm import FILES_ALONE
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, is_reward_model, kept_layers
+from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.model_folder import context_length, read_config, tensor_headers, weight_files
 
 ALIGNMENT = 256

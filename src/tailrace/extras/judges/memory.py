@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace.contracts.memory import MIB, TRANSFORMERS_BYTES, ModelShape, ProcessMemory, gib
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError
+from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.model_folder import check_files, read_config
 from tailrace.types import ITEM_BYTES
 

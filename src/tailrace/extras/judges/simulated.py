@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.contracts.memory import gib
-from tailrace.drivers.reward.settings import LocalJudgeSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, kept_layers
+from tailrace.extras.judges.settings import LocalJudgeSettings
 from tailrace.sim.cluster import device_of, model_of, multiplied_parameters
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings

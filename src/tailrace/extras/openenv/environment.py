@@ -16,8 +16,8 @@ from websockets.exceptions import WebSocketException
 
 from tailrace.contracts.environments import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.drivers.environments.history import RequestEncoder, TooManyBranches, opening_messages
-from tailrace.drivers.environments.settings import OpenEnvSettings
 from tailrace.errors import BadRow, EnvironmentFailed
+from tailrace.extras.openenv.settings import OpenEnvSettings
 from tailrace.types import Prompt
 
 FENCED = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)

@@ -13,12 +13,14 @@ from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import AgentPrompts, RequestEncoder
 from tailrace.drivers.environments.open import EnvironmentKind
-from tailrace.drivers.environments.settings import OpenEnvSettings
 from tailrace.errors import ConfigError
+from tailrace.extras.openenv.settings import OpenEnvSettings
 
 
 class OpenEnvEnvironments(EnvironmentKind):
     """Environments behind servers of OpenEnv. Each episode has a session of its own."""
+
+    settings = OpenEnvSettings
 
     sends_new = False
 

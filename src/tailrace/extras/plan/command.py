@@ -229,10 +229,10 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> dict[str, Any]:
 
 def _with_table(sim: SimSettings) -> SimSettings:
     """Lengths of a run as a table, so that its files are read once."""
-    distribution = sim.lengths.distribution
-    if distribution is None or distribution.kind not in ("empirical", "recorded"):
+    path = getattr(sim.lengths.distribution, "path", None)
+    if path is None:
         return sim
-    counts = sorted(Counter(read_lengths(distribution.path)).items())
+    counts = sorted(Counter(read_lengths(path)).items())
     table = TableSettings(
         tokens=tuple(tokens for tokens, _ in counts), shares=tuple(count for _, count in counts)
     )

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import tomli_w
 from rich.table import Column, Table
+from typing_extensions import override
 
 from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
@@ -19,6 +20,7 @@ from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.drivers.data.open import usable_prompts
 from tailrace.drivers.kinds.base import engine_kind
+from tailrace.drivers.kinds.hooks import FittedCosts
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit import Fit, fit
 from tailrace.extras.plan.peer_fit import fit_peer
@@ -104,11 +106,11 @@ async def _measured(
     return rows
 
 
-class FittedSim:
-    """The kind of [sim] that `simulate --like` takes."""
+class FittedSim(FittedCosts):
+    """[sim] that `simulate --like` takes."""
 
+    @override
     def sim(self, run: Path) -> SimSettings:
-        """Return the costs of a run."""
         return fitted_run(run).sim
 
 

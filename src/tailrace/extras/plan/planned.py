@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.config import RunConfig
-from tailrace.drivers.engine.settings import VllmEngineSettings
-from tailrace.rollout.placement import Kind
+from tailrace.extras.http.settings import VllmEngineSettings
+from tailrace.kinds import kind_of
+from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.sim.settings import SimClusterSettings
 
 TAGS = ("kind", "transport")
 """Keys that select the class of a section."""
-SLEEP = "--enable-sleep-mode"
-"""vLLM's argument for engines that give their memory back."""
 
 
 def changes_of(config: RunConfig) -> dict[str, Any]:
@@ -57,9 +56,9 @@ def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) 
         if "dtype" not in theirs.model_fields_set:
             section["dtype"] = "bfloat16"
     args = getattr(config.engine, "args", ())
-    if kind == "vllm" and placement != "disaggregated" and SLEEP not in args:
-        engine["args"] = [*args, SLEEP]
-    known = VllmEngineSettings if kind == "vllm" else type(config.engine)
+    known = kind_of("engine", kind).settings
+    if DeviceSharing(placement).takes_turns and (missing := {*known.sleep_args} - {*args}):
+        engine["args"] = [*args, *missing]
     given = config.engine.resources  # servers to join have their devices
     sections = {"engine": {key: engine[key] for key in engine if given and key in known.model_fields}}
     sections |= {"trainer": trainer, "placement": {"kind": placement}}

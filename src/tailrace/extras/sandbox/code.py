@@ -26,6 +26,7 @@ from math import inf, isclose
 from typing import Any, Literal
 
 from tailrace.contracts.reward import Rewards, TimeoutSettings
+from tailrace.drivers.kinds.hooks import ProgramRewards
 from tailrace.drivers.reward.calls import column_of
 from tailrace.drivers.reward.settings import CodeSettings, RewardSettings
 from tailrace.errors import ConfigError, RewardFailed, SandboxFailed
@@ -306,13 +307,12 @@ def check_cases(rows: Mapping[int, Mapping[str, object]], settings: CodeSettings
             raise ConfigError(*where, f"row {number} of the data: {why.detail}", remedy) from None
 
 
-class CodeKind:
-    """Rewards of programs, for a run with [reward.code]."""
+class CodeKind(ProgramRewards):
+    """Rewards of programs in the sandbox."""
 
     def check(
         self, reward: RewardSettings, rows: Mapping[int, Mapping[str, object]], *, others: bool
     ) -> None:
-        """Check the first rows as `check_cases`, and that the sandbox is installed."""
         assert reward.code
         check_cases(rows, reward.code, others=others)
         if reward.sandbox == "bubblewrap":
@@ -325,7 +325,6 @@ class CodeKind:
         text_of: Callable[[Sequence[int]], str],
         others: Rewards | None,
     ) -> CodeRewards:
-        """Run an empty program, and return the rewards. Raises a ConfigError if the sandbox does not work."""
         assert reward.code
         sandbox = Sandbox(reward.sandbox, reward.code)
         await sandbox.check()

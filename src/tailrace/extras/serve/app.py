@@ -20,12 +20,12 @@ from starlette.requests import ClientDisconnect
 
 from tailrace import __version__
 from tailrace.drivers.data.encoding import Tokenizer, vocabulary_digest
-from tailrace.drivers.engine.settings import ServeSettings
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.errors import TransferFailed, WeightsRefused
 from tailrace.extras.serve.control import Control, OfferedWeights
 from tailrace.extras.serve.formats import first_defect
 from tailrace.extras.serve.generation import Generation, ServedEngine, ServedModel, body_limit
+from tailrace.extras.serve.settings import ServeSettings
 
 
 def bearer(request: Request) -> str:

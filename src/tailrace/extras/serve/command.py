@@ -9,29 +9,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from cyclopts import Parameter
 
 from tailrace import clock
-from tailrace.config import PolicyConfig, config_of
-from tailrace.contracts.mark import claim
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import check_device
-from tailrace.drivers.assembly.check import check_policy, fitted_to_machine
-from tailrace.drivers.assembly.open import open_workers
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
-from tailrace.drivers.engine.settings import NativeEngineSettings, ServeSettings
+from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.native import check_served
-from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker
 from tailrace.drivers.workers.process import LocalSpawner, preload
 from tailrace.drivers.workers.template import TemplateJob, TemplateWorker
-from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.extras.http.engine import TOKEN_VARIABLE
+from tailrace.extras.serve.settings import ServeSettings
 from tailrace.importing import install
+from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, find_folder, read_config
 
 OF_ENGINE = Parameter("*", parse=re.compile("^(?!(kind|replicas|recovery_timeout_s)$)"))
@@ -40,6 +36,21 @@ REPORT_EVERY_S = 0.02
 """Seconds between two outputs of a request: what a stream is late, at most."""
 SHUTDOWN_TIMEOUT_S = 2
 """Seconds that replies under way have to end after a signal."""
+
+
+class ServedApi(Protocol):
+    """Another API in place of the routes of this product."""
+
+    def serve(
+        self,
+        model: Path,
+        settings: ServeSettings,
+        engine: NativeEngineSettings,
+        token_file: Path | None,
+        folder: Path,
+        overrides: Mapping[str, str],
+    ) -> None:
+        """Check the config that the options of `serve` make, and serve it. `folder`: of its state."""
 
 
 def serve(
@@ -77,7 +88,8 @@ def serve(
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
     model = find_folder(model)
     if tinker:
-        _serve_tinker(model, settings, engine, token_file, state_folder, overrides)
+        service: ServedApi = kind_of("serve", "tinker", "--tinker")
+        service.serve(model, settings, engine, token_file, state_folder, overrides)
         return
     if overrides:
         (key, value), *_ = overrides.items()
@@ -92,68 +104,6 @@ def serve(
         raise ConfigError("--weights-folder", str(folder), "there is no such folder", "make it")
     token = bearer_token(token_file)
     clock.run(_serve(model, engine, settings, tokenizer, token), virtual=False)
-
-
-def _serve_tinker(
-    model: Path,
-    settings: ServeSettings,
-    engine: NativeEngineSettings,
-    token_file: Path | None,
-    folder: Path,
-    overrides: Mapping[str, str],
-) -> None:
-    """Check the config that the options make, and serve it."""
-    from tailrace.extras.tinker.app import KEY_PREFIX
-    from tailrace.extras.tinker.service import INITIAL, STATE
-
-    tree = {  # its clients say what the config of a run would
-        "run": {"rounds": 1, "group_size": 2},
-        "schedule": {"name": "serial"},
-        "weights": {"transport": "filesystem"},
-        "model": {"path": str(model.absolute())},
-        "engine": engine.model_dump(mode="json", exclude_unset=True),
-        "sampling": {"max_completion_tokens": context_length(model) - 1},
-    }
-    config = PolicyConfig.of(config_of(tree, overrides))
-    if config.engine.kind != "native":
-        raise ConfigError("engine.kind", config.engine.kind, "each request has its sampling", 'use "native"')
-    if config.trainer.adapter:
-        problem, remedy = "the engines of this service take whole weights", 'set it to "merged"'
-        raise ConfigError("trainer.lora.publish", "adapter", problem, remedy)
-    if config.trainer.restarts:
-        problem, remedy = "a new process would not get the calls of clients again", "leave it out"
-        raise ConfigError("trainer.restarts", config.trainer.restarts, problem, remedy)
-    check_policy(config)
-    config = fitted_to_machine(config, prompt_tokens=1, overlaps=True).config
-    names = (*STATE, "logs")
-    earlier = names if (folder / INITIAL / CHECKSUMS_FILE).exists() else ()
-    claim(folder, "serve", names, earlier, key="--state-folder")
-    key = bearer_token(token_file, KEY_PREFIX)
-    clock.run(_serve_policy(config, settings, key, folder.absolute()), virtual=False)
-
-
-async def _serve_policy(config: PolicyConfig, settings: ServeSettings, key: str, folder: Path) -> None:
-    """Serve a trainer and engines until a signal comes or a worker ends."""
-    from tailrace.extras.serve.generation import ServedModel
-    from tailrace.extras.serve.listening import HttpServer, bind
-    from tailrace.extras.tinker.app import make_app
-    from tailrace.extras.tinker.service import TinkerService
-
-    path, context = config.model.path, 1 + config.sampling.max_completion_tokens
-    vocabulary, name = read_config(path)["vocab_size"], settings.served_model_name
-    policy = ServedModel(name, path, vocabulary, context, config.trainer.lora)
-    with bind(settings.host, settings.port, "--host, --port") as bound:
-        async with open_workers(config, folder, load_tokenizer(path)) as workers:
-            assert isinstance(workers.trainer, RemoteTrainer)
-            service = TinkerService(workers.trainer, workers.engines, policy, folder)
-            await service.open()
-            app = make_app(service, settings, key)
-            server = HttpServer(app, bound, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
-            with signals_received(server.stop):
-                print(f"serving   {server.url}", flush=True)
-                await server.serve()
-    if server.signal is not None:
-        raise Interrupted("the server was stopped", server.signal)
 
 
 async def _serve(

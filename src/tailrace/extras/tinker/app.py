@@ -9,10 +9,10 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from tinker import types
 
-from tailrace.drivers.engine.settings import ServeSettings
 from tailrace.extras.serve.app import check_token, error_reply, is_near, openai_app
 from tailrace.extras.serve.formats import parsed, read
 from tailrace.extras.serve.generation import body_limit
+from tailrace.extras.serve.settings import ServeSettings
 from tailrace.extras.tinker.service import Busy, Execute, Failed, TinkerService, Unknown
 from tailrace.extras.tinker.wire import NotOffered, Pass, adam_step, head_of_pass, read_pass, sampling_of
 

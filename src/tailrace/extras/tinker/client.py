@@ -31,11 +31,11 @@ from tailrace.contracts.engine import Arrival, Capabilities, Engine, EngineState
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, Trainer, TrainerSettings
 from tailrace.contracts.weights import Weights
-from tailrace.drivers.engine.settings import TinkerEngineSettings
 from tailrace.drivers.engine.stops import Decoder, first_stop, stop_window
 from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.errors import CheckpointError, ConfigError, ScheduleError, VersionGone, WorkerDied
+from tailrace.extras.tinker.settings import TinkerEngineSettings
 from tailrace.types import KV, Sample, SampleId
 
 STATE_FILE = "tinker.json"

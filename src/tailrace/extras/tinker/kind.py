@@ -1,22 +1,20 @@
 """Engine and trainer at a service with Tinker's API."""
 
+import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from tailrace.config import PolicyConfig
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.engine.settings import TinkerEngineSettings
 from tailrace.drivers.kinds.base import EngineKind, Opening, StartingEngine, TrainerKind
 from tailrace.errors import ConfigError
-from tailrace.extras.tinker.client import (
-    TinkerEngine,
-    TinkerSession,
-    TinkerTrainer,
-    check_algorithm_of_service,
-    check_service,
-)
+from tailrace.extras.tinker.settings import TinkerEngineSettings
+from tailrace.importing import install
+
+if TYPE_CHECKING:  # it needs the package that `check` looks for
+    from tailrace.extras.tinker.client import TinkerTrainer
 
 
 class ServiceEngines(EngineKind):
@@ -27,21 +25,26 @@ class ServiceEngines(EngineKind):
     @override
     def check(self, config: PolicyConfig) -> None:
         """The folder of the model has the tokenizer and the context; its weights are not read."""
+        if importlib.util.find_spec("tinker") is None:
+            raise ConfigError("engine.kind", "tinker", "tinker is not installed", install("tinker"))
+        from tailrace.extras.tinker.client import check_algorithm_of_service, check_service
+
         check_algorithm_of_service(config.algorithm, config.sampling)
-        for section, kind, problem in (
-            ("environment", "single_turn", "a service plays no episodes"),
-            ("placement", "disaggregated", "the devices are the service's"),
-            ("host", "local", "nothing of the run is on other hosts"),
+        for section, is_other, problem in (
+            ("environment", config.environment.has_turns, "a service plays no episodes"),
+            ("placement", config.placement.takes_turns, "the devices are the service's"),
+            ("host", config.host.gives_devices, "nothing of the run is on other hosts"),
         ):
-            if (given := getattr(config, section).kind) != kind:
-                raise ConfigError(
-                    f"{section}.kind", given, f'{problem} (engine.kind = "tinker")', "remove it"
-                )
+            if is_other:
+                given, why = getattr(config, section).kind, f'{problem} (engine.kind = "tinker")'
+                raise ConfigError(f"{section}.kind", given, why, "remove it")
         assert isinstance(config.engine, TinkerEngineSettings)
         check_service(config.engine)
 
     @override
     def begin(self, opening: Opening, trainer: Any) -> Sequence[StartingEngine]:
+        from tailrace.extras.tinker.client import TinkerEngine, TinkerTrainer
+
         settings, counter = opening.config.engine, opening.counter("engine-0")
         assert isinstance(settings, TinkerEngineSettings) and isinstance(trainer, TinkerTrainer)
         return [TinkerEngine(trainer.service, settings, opening.sampling, counter, opening.decode)]
@@ -53,7 +56,9 @@ class ServiceTrainer(TrainerKind):
     is_local = False
 
     @override
-    async def begin(self, opening: Opening) -> TinkerTrainer:
+    async def begin(self, opening: Opening) -> "TinkerTrainer":
+        from tailrace.extras.tinker.client import TinkerSession, TinkerTrainer
+
         config = opening.config
         assert isinstance(config.engine, TinkerEngineSettings)
         service = await TinkerSession.open(config.engine, (config.trainer.lora or LoraSettings()).rank)

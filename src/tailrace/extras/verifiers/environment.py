@@ -21,14 +21,13 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from tailrace.contracts.environments import Environment, Message, Outcome, Policy
-from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.drivers.environments.history import RequestEncoder
-from tailrace.drivers.environments.settings import MODEL, VerifiersSettings
+from tailrace.drivers.environments.settings import MODEL
 from tailrace.drivers.environments.tools import PARSERS
 from tailrace.errors import EnvironmentFailed
 from tailrace.extras.agents.loop_thread import LoopThread
 from tailrace.extras.agents.session import Session, SessionServer, new_key
-from tailrace.extras.verifiers.taskset import Taskset
+from tailrace.extras.verifiers.taskset import Taskset, TasksetSettings, VerifiersSettings
 from tailrace.types import Prompt
 
 __all__ = ["ChatLoop", "VerifiersEnvironment", "open_verifiers"]

@@ -8,15 +8,15 @@ from typing_extensions import override
 from tailrace.contracts.data import Split
 from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
-from tailrace.drivers.data.settings import TasksetSettings
 from tailrace.drivers.environments.history import RequestEncoder
-from tailrace.drivers.environments.settings import VerifiersSettings
 from tailrace.extras.agents.kind import Programs, serving
-from tailrace.extras.verifiers.taskset import TaskPrompts
+from tailrace.extras.verifiers.taskset import TaskPrompts, TasksetSettings, VerifiersSettings
 
 
 class TasksetData:
     """`DataKind` (drivers/data/open.py) of a taskset."""
+
+    settings = TasksetSettings
 
     def open(self, data: TasksetSettings, encoders: object, seed: int, split: Split) -> TaskPrompts:
         return TaskPrompts(data, seed, split)
@@ -24,6 +24,8 @@ class TasksetData:
 
 class TasksetEnvironments(Programs):
     """The environment of a taskset."""
+
+    settings = VerifiersSettings
 
     @override
     @asynccontextmanager

@@ -1,18 +1,60 @@
 """Tasksets of verifiers, and their tasks as prompts in an endless seeded order."""
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar, Literal
 from zlib import crc32
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from tailrace.contracts.data import Epochs, Split
 from tailrace.drivers.data.rows import hold_out
-from tailrace.drivers.data.settings import TasksetSettings
+from tailrace.drivers.data.settings import PromptSettings
+from tailrace.drivers.environments.settings import EpisodeSettings, ParserName
 from tailrace.errors import ConfigError
+from tailrace.settings import Shared
 from tailrace.types import Prompt
+
+
+class VerifiersSettings(EpisodeSettings):
+    """The environment of a taskset of verifiers, whose tasks are the data."""
+
+    always_rewards: ClassVar[bool] = True
+
+    kind: Literal["verifiers"] = "verifiers"
+    """Selects this kind of environment."""
+    taskset: Shared[str] = Field(min_length=1)
+    """The taskset: the name of an installed package, as verifiers takes it."""
+    args: Mapping[str, Any] = {}
+    """Arguments of the taskset: the keys of its own config."""
+    verifiers: Mapping[str, Any] = {}
+    """Keys of verifiers' config of the environment: `id`, or for an agent its `model`, `client`, `harness`,
+    `runtime`, limits."""
+    agent: str = ""
+    """The agent that is trained. Without it the first one of the environment."""
+    parser: ParserName = "hermes"
+    """How the model writes a call, as in the environment "tools"."""
+
+
+class TasksetSettings(PromptSettings):
+    """The tasks of a taskset of verifiers. [environment] with kind "verifiers" names the taskset."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    """Selects this kind of data. It is the default where [environment] has this kind."""
+    num_tasks: int | None = Field(default=None, ge=2)
+    """The first tasks, which are used; at least 2. Without it all are. One sixteenth is held out for
+    evaluation."""
+    taskset: Shared[str] = Field(min_length=1)
+    """Set from environment.taskset."""
+    args: Mapping[str, Any] = {}
+    """Set from environment.args."""
+    verifiers: Mapping[str, Any] = {}
+    """Set from environment.verifiers."""
+    agent: str = ""
+    """Set from environment.agent."""
+
 
 CHAT_LOOPS = ("bash", "null")
 """The harnesses of verifiers that start a Python process for a chat loop. `harness` of Taskset replaces

@@ -9,6 +9,7 @@ from tailrace.config import RunConfig
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import compared_parameters, resolve, steps_of_a_round
 from tailrace.drivers.assembly.simulation import run_virtual
+from tailrace.drivers.kinds.hooks import FittedCosts
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.record.events import Row
@@ -49,8 +50,8 @@ def fastest(path: Path, samples: float, *, trust: bool = False) -> Faster | None
         config = RunFolder(path).read_config()
         if ":" in str(config.schedule.get("name")) and not trust:
             return NOT_TRUSTED
-        sim = kind_of("sim", "fitted").sim(path) if config.model else config.sim
-        config = config.changed(sim=sim, prices=None)
+        fitted: FittedCosts = kind_of("sim", "fitted")
+        config = config.changed(sim=fitted.sim(path) if config.model else config.sim, prices=None)
         own, present = _figures(config, config.schedule, steps), config.schedule["name"]
         found.append(Faster(present, 1.0, own["lag_mean"]))
         for name in TRIED if own["waiting_ratio"] > LEAST_WAIT else ():

@@ -13,9 +13,9 @@ import pytest
 from vllm_cases import running
 
 from tailrace.api import load_config, train
-from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.extras.http import vllm
 from tailrace.extras.http.server import free_port
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.extras.http.vllm import write_plugin
 
 pytestmark = pytest.mark.vllm

@@ -10,10 +10,10 @@ from vllm_cases import CONTEXT, Servers
 from helpers.engine_contract import fresh_samples
 from helpers.small_run import train_here, write_small_run
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.drivers.reward.settings import ServerTeacherSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.extras.http.self_test import MAX_LIMITS, MEAN_LIMITS
+from tailrace.extras.http.settings import ServerTeacherSettings
 from tailrace.extras.http.teacher import ScoringClient
 from tailrace.types import Sample
 

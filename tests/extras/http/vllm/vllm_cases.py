@@ -15,7 +15,6 @@ from helpers.tiny_models import VOCABULARY, save_tiny_model
 from tailrace.contracts.engine import TokenCounter
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import Link, Weights
-from tailrace.drivers.engine.settings import VllmEngineSettings
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.weights.manifest import expected_tensors
 from tailrace.drivers.weights.transfers import Transfers
@@ -25,6 +24,7 @@ from tailrace.extras.http.dialect import Chunk, Launch
 from tailrace.extras.http.engine import HttpEngine
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import ManagedServer, ServerJob, free_port
+from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.extras.http.vllm import Vllm, detect, write_plugin
 from tailrace.types import Sample, Span
 

@@ -1,19 +1,29 @@
-"""A judge model in a process of its own, from both sides."""
+"""Kinds of judges: behind an endpoint, or in a process of the run."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from tailrace import clock
 from tailrace.contracts.memory import ProcessMemory
+from tailrace.drivers.kinds.hooks import SimulatedJudges
 from tailrace.drivers.reward.calls import Call
 from tailrace.drivers.reward.kinds import JudgeKind, Verdict
-from tailrace.drivers.reward.settings import LocalJudgeSettings
+from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.drivers.workers.base import HostSettings
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.worker import BatchWorker, Job, WorkerConnection, batched
 from tailrace.errors import ConfigError, RewardFailed
-from tailrace.extras.judges.endpoint import check_template, messages_of, score_reader
+from tailrace.extras.judges.endpoint import (
+    EndpointJudge,
+    check_endpoint,
+    check_template,
+    messages_of,
+    score_reader,
+)
 from tailrace.extras.judges.memory import check_folder, judge_memory
+from tailrace.extras.judges.settings import EndpointJudgeSettings, LocalJudgeSettings
 from tailrace.extras.judges.simulated import SimJudge, forward_pass
 from tailrace.sim.host import Host
 from tailrace.sim.settings import SimSettings
@@ -21,6 +31,7 @@ from tailrace.types import Prompt
 
 if TYPE_CHECKING:
     from tailrace.extras.judges.local import ModelJudge
+
 
 Messages = list[dict[str, str]]
 """Chat messages that the judge reads."""
@@ -79,14 +90,38 @@ class RemoteJudge:
         """Do nothing: its worker ends with the run."""
 
 
+class EndpointJudges(JudgeKind):
+    """Models behind an endpoint."""
+
+    settings = EndpointJudgeSettings
+
+    @override
+    def check(
+        self, judge: EndpointJudgeSettings, reward: RewardSettings, host: object, prompts: Sequence[Prompt]
+    ) -> str | None:
+        check_template(judge, [prompt.row for prompt in prompts])
+        for prompt in prompts[:1]:
+            call = Call(prompt.text, "", [], "stop", prompt.row, prompt.given, prompt.source)
+            return clock.run(check_endpoint(judge, reward.timeout_s, call), virtual=False)
+        return None
+
+    @override
+    async def begin(self, judge: EndpointJudgeSettings, start: object, timeout_s: float) -> EndpointJudge:
+        return EndpointJudge(judge, timeout_s)
+
+
 class LocalJudges(JudgeKind):
     """Models in processes of the run."""
 
+    settings = LocalJudgeSettings
+
     @override
-    def check(self, judge: LocalJudgeSettings, reward: object, host: str, prompts: Sequence[Prompt]) -> None:
+    def check(
+        self, judge: LocalJudgeSettings, reward: object, host: HostSettings, prompts: Sequence[Prompt]
+    ) -> None:
         check_template(judge, [prompt.row for prompt in prompts])
         check_folder(judge)
-        if host != "local":
+        if host.gives_devices:
             problem, remedy = "it runs on the controller's host only", 'serve it, and write "endpoint"'
             raise ConfigError("reward.judges.kind", judge.kind, problem, remedy)
 
@@ -101,8 +136,12 @@ class LocalJudges(JudgeKind):
         job = JudgeJob(threads=judge.threads, judge=judge)
         return RemoteJudge(await start(JudgeWorker, f"judge-{judge.name}", job), judge)
 
+
+class SimJudges(SimulatedJudges):
+    """Judges on the devices of the engines."""
+
+    @override
     def simulated(self, settings: SimSettings, hosts: Sequence[Host | None]) -> list[SimJudge]:
-        """Return the judges of [sim.rewards.judge], one on each device of the engines of these hosts."""
         assert settings.cluster
         forward = forward_pass(settings)
         return [SimJudge(forward, host) for host in hosts for _ in range(settings.cluster.tensor_parallel)]

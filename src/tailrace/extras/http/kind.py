@@ -17,15 +17,11 @@ from typing_extensions import override
 from tailrace.config import LiveConfig, PolicyConfig
 from tailrace.contracts.memory import MIB, ModelShape, ProcessMemory
 from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import TensorInfo, Weights
 from tailrace.devices import Devices
 from tailrace.drivers.data.settings import longest_sequence
-from tailrace.drivers.engine.settings import (
-    PipelineRlEngineSettings,
-    ServerEngineSettings,
-    SglangEngineSettings,
-    VllmEngineSettings,
-)
+from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.trainer.adapter import adapter_tensors
 from tailrace.drivers.weights.manifest import expected_tensors
@@ -36,6 +32,7 @@ from tailrace.extras.http.dialect import Dialect, Launch, find_interpreter
 from tailrace.extras.http.engine import HEALTH_EVERY_S, HttpEngine, Server
 from tailrace.extras.http.self_test import Expected, check_policy, check_server
 from tailrace.extras.http.server import JoinedServer, ManagedServer, ServerJob, free_port
+from tailrace.extras.http.settings import PipelineRlEngineSettings, SglangEngineSettings, VllmEngineSettings
 from tailrace.model_folder import check_files, context_length, end_of_text_ids, read_config
 from tailrace.types import ITEM_BYTES
 
@@ -192,6 +189,18 @@ class VllmServers(ServerKind):
     """vLLM."""
 
     settings = VllmEngineSettings
+    prefix = vllm.PREFIX
+
+    @override
+    def check_adapter(self, lora: LoraSettings, config: PolicyConfig) -> None:
+        key, transport = "trainer.lora", config.weights.transport
+        if not config.weights.in_folders:
+            problem = f"vLLM reads an adapter from a folder, and weights.transport is {transport!r}"
+            remedy = 'set weights.transport = "filesystem", or write "merged"'
+            raise ConfigError(f"{key}.publish", lora.publish, problem, remedy)
+        if vllm.max_rank(lora.rank) is None:
+            problem = f"vLLM takes adapters of a rank of {vllm.MAX_RANKS[-1]} at most"
+            raise ConfigError(f"{key}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
 
     @override
     def check_sampling(self, sampling: SamplingSettings) -> None:
