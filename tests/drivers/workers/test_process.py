@@ -24,7 +24,7 @@ from tailrace.drivers.workers import process as process_module
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import LocalSpawner, Method, environment, work
 from tailrace.drivers.workers.process_tree import parent_of
-from tailrace.drivers.workers.worker import Job
+from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection
 from tailrace.errors import WorkerDied
 
 both_ways = pytest.mark.parametrize(
@@ -290,11 +290,11 @@ def test_gpus_are_counted_among_those_that_the_controller_sees(
     assert environment(1, Devices(gpus=(1, 0)))["CUDA_VISIBLE_DEVICES"] == visible
 
 
-class TellsWorker(calls.Worker):
+class TellsWorker(Worker):
     """Says what it finds, and ends."""
 
     @classmethod
-    def run(cls, job: Job, connection: calls.WorkerConnection) -> None:
+    def run(cls, job: Job, connection: WorkerConnection) -> None:
         tells.tell()
 
 
