@@ -1,10 +1,10 @@
 """How the tests themselves are run."""
 
-from tests.conftest import FEW, LONG, SLOW, TESTS
+from tests.conftest import EVERY, FEW, LONG, SLOW, TESTS
 
 
 def test_what_is_slow_or_begins_first_exists() -> None:
-    for name in (*LONG, *SLOW, *FEW):
+    for name in (*LONG, *SLOW, *EVERY, *FEW):
         file, _, test = name.partition("::")
         assert (TESTS / file).exists(), name
         assert not test or f"def {test}" in (TESTS / file).read_text(encoding="utf-8"), name
