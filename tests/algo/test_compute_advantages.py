@@ -127,8 +127,7 @@ def test_one_sample_a_prompt_is_compared_with_the_samples_of_its_step() -> None:
 
 def test_penalties_are_in_the_advantages_of_a_step() -> None:
     over_step = ComputeAdvantages(
-        AlgorithmSettings(name="one_sample", overlong_buffer=0.5, overlong_penalty=1.0),
-        SAMPLING,
+        AlgorithmSettings(name="one_sample", overlong_buffer=0.5, overlong_penalty=1.0), SAMPLING
     )
     samples = group((1.0, 1.0)).samples  # of 10 and 9 tokens
     assert over_step(samples[0].group) is None

@@ -81,10 +81,7 @@ def test_lists_that_do_not_fit_are_refused(settings: dict[str, object], message:
 @pytest.mark.parametrize(
     ("settings", "has"),
     [
-        (
-            {"trainer": [[98_765], [98_766]]},
-            r"no \[98765, 98766\]; this machine has \d+ cpus",
-        ),
+        ({"trainer": [[98_765], [98_766]]}, r"no \[98765, 98766\]; this machine has \d+ cpus"),
         ({"devices": "gpus", "trainer": [[3], [4]]}, r"no \[4\]; this machine has 4 gpus"),
     ],
 )

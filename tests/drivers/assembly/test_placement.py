@@ -74,10 +74,7 @@ def test_the_size_of_the_first_rounds_can_be_set_or_taken_from_a_file(tmp_path: 
         ({"engine.kind": "vllm", "engine.replicas": "2", "engine.tensor_parallel_size": "4"}, (8, 1)),
         ({"placement.kind": "colocated", "engine.replicas": "2", "trainer.ranks": "2"}, (2, 0)),
         ({"placement.kind": "colocated", "trainer.ranks": "4"}, (1, 3)),
-        (
-            {"placement": ELASTIC_GPUS} | {"engine.replicas": "2", "trainer.replicas": "2"},
-            (2, 1),
-        ),
+        ({"placement": ELASTIC_GPUS} | {"engine.replicas": "2", "trainer.replicas": "2"}, (2, 1)),
     ],
 )
 def test_each_device_of_a_run_is_paid_once(overrides: dict[str, str], devices: tuple[int, int]) -> None:

@@ -211,9 +211,7 @@ def test_a_preset_is_another_schedule_with_an_order_of_the_queue(preset: str, na
     assert trace(preset, order="launched") == trace(name)
 
 
-def test_an_order_of_the_queue_is_refused_if_the_schedule_sets_one(
-    outside: Path,
-) -> None:
+def test_an_order_of_the_queue_is_refused_if_the_schedule_sets_one(outside: Path) -> None:
     sizes = {"groups_per_round": 4, "groups_per_step": 4}
     frontier = {"kind": "frontier", "groups": 1}
     assert message("rolloutpipe", order="probe_first", admission=frontier, **sizes) == (

@@ -38,10 +38,7 @@ def trial(main_s: float, *, samples: int = 1000, **figures: float) -> Row:
     given = {name: 0.5 for name, figure in TRIAL_FIGURES.items() if figure.total and name not in BIASES} | {
         "bound_s": 0.0
     }
-    given |= {
-        "main_time_s": main_s,
-        "main_s_per_1000_samples": 1000 * main_s / samples,
-    }
+    given |= {"main_time_s": main_s, "main_s_per_1000_samples": 1000 * main_s / samples}
     return given | figures
 
 

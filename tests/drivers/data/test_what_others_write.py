@@ -68,10 +68,7 @@ def test_a_byte_order_mark_costs_no_row(tmp_path, smollm2):
     [
         ("", "it is empty; write JSON lines: one object a line, in UTF-8"),
         ("\n \n", "it is empty"),
-        (
-            json.dumps([{"prompt": "a"}, {"prompt": "b"}]),
-            "the whole file is one JSON array",
-        ),
+        (json.dumps([{"prompt": "a"}, {"prompt": "b"}]), "the whole file is one JSON array"),
         ('[\n{"prompt": "a"},\n{"prompt": "b"}\n]', "the whole file is one JSON array"),
         (json.dumps({"prompt": "a"}, indent=2), "the whole file is one JSON value"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "its encoding is UTF-16 or UTF-32"),

@@ -104,9 +104,7 @@ class Life:
         self.loaded.append(weights.version)
         self.kvs.append(kv)
         self.arrival = Arrival(
-            *(weights.version, 0.5, 0.0, 0.1),
-            seconds=0.0,
-            cause=CAUSE if self.fate.lost else "",
+            *(weights.version, 0.5, 0.0, 0.1), seconds=0.0, cause=CAUSE if self.fate.lost else ""
         )
         self.fate.lost = max(0, self.fate.lost - 1)
 

@@ -171,13 +171,7 @@ async def test_a_message_larger_than_the_sockets_buffer_does_not_block_the_loop(
 
 @pytest.mark.parametrize(
     "first",
-    [
-        frame("0" * 64, ""),
-        frame("", ""),
-        frame(7),
-        b"\xff" * 4096,
-        b"GET / HTTP/1.1\r\n\r\n",
-    ],
+    [frame("0" * 64, ""), frame("", ""), frame(7), b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n"],
     ids=["another token", "no token", "no hello", "a long frame", "http"],
 )
 async def test_a_connection_without_the_token_is_closed_and_the_worker_still_comes(first: bytes) -> None:

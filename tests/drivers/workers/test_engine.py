@@ -65,10 +65,7 @@ async def opened(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[Rem
 async def supervised(num: int, job: EngineJob, logs: Path) -> AsyncIterator[list[SupervisedEngine]]:
     def engine(name: str) -> SupervisedEngine:
         return SupervisedEngine(
-            name,
-            job.engine.max_num_seqs,
-            lambda: start_engine(name, job, logs),
-            TokenCounter(),
+            name, job.engine.max_num_seqs, lambda: start_engine(name, job, logs), TokenCounter()
         )
 
     engines = [engine(f"engine-{number}") for number in range(num)]
@@ -336,10 +333,7 @@ async def test_a_stopped_engine_is_killed_and_replaced_and_its_samples_go_on(
         while engine.state != "open":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         why = "did not answer for 2 s (engine.health_timeout_s) and was killed"
-        assert states == [
-            ("dead", f"engine-0 {why}"),
-            ("open", "it was restarted"),
-        ]
+        assert states == [("dead", f"engine-0 {why}"), ("open", "it was restarted")]
         await asyncio.gather(*(engine.generate(sample) for sample in lost))
         check(samples, expected)
         usage = engine.usage()

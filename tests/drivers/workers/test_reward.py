@@ -236,11 +236,7 @@ async def test_values_of_several_functions_and_what_they_report_come_with_the_re
 
 async def test_asynchronous_rewards_are_scored_and_killed_too(tmp_path: Path) -> None:
     async with scorer(job("score_later", timeout_s=1.0), tmp_path) as one:
-        assert await outcomes(pool_of(one), "four", "hang", "fives") == [
-            2.0,
-            "timeout",
-            2.5,
-        ]
+        assert await outcomes(pool_of(one), "four", "hang", "fives") == [2.0, "timeout", 2.5]
 
 
 async def test_a_hung_call_holds_up_no_other_scorer(tmp_path: Path) -> None:

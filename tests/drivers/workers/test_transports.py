@@ -227,10 +227,7 @@ async def test_engines_that_load_at_the_same_time_get_one_transfer_over_a_link_t
 
 @pytest.mark.parametrize("are_connected", [False, True], ids=["while they meet", "in mid-broadcast"])
 async def test_an_engine_that_dies_in_a_shared_transfer_costs_itself(
-    are_connected: bool,
-    models: tuple[Path, Path],
-    expected: list[list[int]],
-    tmp_path: Path,
+    are_connected: bool, models: tuple[Path, Path], expected: list[list[int]], tmp_path: Path
 ) -> None:
     limit_s = 10.0 if are_connected else 60.0  # an engine that is connected is missed after it
     async with three_engines(models, tmp_path, limit_s) as (trainer, engines, asked):

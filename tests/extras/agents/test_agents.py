@@ -471,10 +471,7 @@ def test_what_a_program_has_started_ends_when_the_controller_is_killed(tmp_path:
     ("settings", "message"),
     [
         ({"function": "agents_of_tests:greedy"}, "it does not take base_url"),
-        (
-            {"function": "agents_of_tests:wishful"},
-            "its parameter 'browser' is given by nothing",
-        ),
+        ({"function": "agents_of_tests:wishful"}, "its parameter 'browser' is given by nothing"),
         ({"command": ("no-such-program",)}, "there is no program 'no-such-program'"),
     ],
 )

@@ -130,10 +130,7 @@ def texts(sample: Sample) -> list[tuple[str, str]]:
 
 TOOL = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 BRANCHES = [
-    (
-        "<|im_start|>",
-        f"user\n1+1?<|im_end|>\n<|im_start|>assistant\n{TURNS[0]}<|im_end|>",
-    ),
+    ("<|im_start|>", f"user\n1+1?<|im_end|>\n<|im_start|>assistant\n{TURNS[0]}<|im_end|>"),
     (STRIPPED, f"{TURNS[1]}<|im_end|>{TOOL}{TURNS[2]}<|im_end|>"),
 ]
 

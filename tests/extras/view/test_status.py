@@ -110,20 +110,14 @@ def running(prompt: int, number: int, start_s: float) -> ServedRequest:
             OpenWork("trainer: optimizer step, for 19 s; the median is 3.0 s"),
         ),
         (  # 21 s is long, but not against steps of 6 s
-            {
-                "waits": {"trainer: Step": 15.0},
-                "steps": [step(1, 0.0, 6.0), step(2, 20.0, 26.0)],
-            },
+            {"waits": {"trainer: Step": 15.0}, "steps": [step(1, 0.0, 6.0), step(2, 20.0, 26.0)]},
             OpenWork("trainer: optimizer step, for 21 s; the median is 6.0 s"),
         ),
         (
             {"waits": {"trainer-1: Accumulate": 6.0}},
             OpenWork("trainer-1: gradients, for 30 s; none has ended before"),
         ),
-        (
-            {"waits": {"engine-0: Load": 6.0}},
-            OpenWork("engine-0: Load, for 30 s"),
-        ),
+        ({"waits": {"engine-0: Load": 6.0}}, OpenWork("engine-0: Load, for 30 s")),
         (
             {"running": [running(7, 1, 14.0), running(8, 1, 30.0)]},
             OpenWork(
