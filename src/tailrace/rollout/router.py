@@ -199,10 +199,10 @@ class Router:
             least = min(able, key=shares.__getitem__, default=None)
         if least is None:
             return None
-        if target in able and shares[target] < inf:
+        if target is not None and target in able and shares[target] < inf:
             return target
         last = self._numbers.get(sample.engine or "")
-        if last in able and shares[last] < min(1.0, shares[least] + SLACK):
+        if last is not None and last in able and shares[last] < min(1.0, shares[least] + SLACK):
             return last
         return least
 

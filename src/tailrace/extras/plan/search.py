@@ -220,9 +220,9 @@ class Screening:
             self.learn(measured)
             if limit := self._problem.exceeded(measured):
                 biased = self._problem.is_biased(measured) and candidate.work.name
-                for each in [each for each in self._waiting() if each.work.name == biased] + [candidate]:
+                for lost in [each for each in self._waiting() if each.work.name == biased] + [candidate]:
                     self._excluded[limit] += 1
-                    self._sims.pop(each)
+                    self._sims.pop(lost)
         return [each.candidate for each in self.within()]
 
     def next(self) -> tuple[Candidate, int] | None:
