@@ -15,11 +15,10 @@ from typing_extensions import override
 from tailrace.contracts.environments import Completion, EpisodeOver, Message, Policy
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.errors import EnvironmentFailed
+from tailrace.rollout.router import Serve, Written, not_written
 from tailrace.turns import Branch, Turn, branches_of
 from tailrace.types import Sample
 
-Serve = Callable[[Sample], Awaitable[None]]
-"""Generates the rest of a turn. It may be cancelled at any token."""
 Observe = Callable[[Sequence[Message], int | None], list[int]]
 """The tokens between a turn and the next one: at least one. Its arguments are the messages of the environment
 and the last token of the turn (None in a simulation, which has no tokens)."""
@@ -27,12 +26,6 @@ Rewritten = Callable[[Sequence[int], Sequence[Turn], Sequence[Message]], Sequenc
 """The context of a turn that begins a branch; None: it extends the context so far. Its arguments are all
 tokens so far, the turns of the policy, and the new messages."""
 Decode = Callable[[Sequence[int]], str]
-Written = Callable[[], Awaitable[None]]
-"""Waits until the samples, as they stand, would survive a kill of the run."""
-
-
-async def not_written() -> None:
-    """`Written` of a run that is not stored."""
 
 
 class Episode(Policy):

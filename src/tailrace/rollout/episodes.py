@@ -12,7 +12,8 @@ from tailrace.contracts.environments import Environment, EpisodeOver, Outcome
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
-from tailrace.rollout.episode import Decode, Episode, Rewritten, Serve, Written, not_written
+from tailrace.rollout.episode import Decode, Episode, Rewritten
+from tailrace.rollout.router import Serve, Written, not_written
 from tailrace.types import Prompt, Sample
 
 T = TypeVar("T")

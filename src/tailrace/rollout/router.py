@@ -18,7 +18,6 @@ from tailrace.record.events import (
     RequestEnded,
     RequestStarted,
 )
-from tailrace.rollout.episode import Serve, Written, not_written
 from tailrace.rollout.loads import EngineLoads
 from tailrace.rollout.versions import PinnedVersions
 from tailrace.types import Sample
@@ -30,8 +29,16 @@ this much above the least loaded engine's, because it may still hold the request
 DECODED_EVERY_S = 1.0
 """Decode steps are recorded in sums over at least this time, while the engine has requests."""
 
+Serve = Callable[[Sample], Awaitable[None]]
+"""Generates the rest of a turn. It may be cancelled at any token."""
+Written = Callable[[], Awaitable[None]]
+"""Waits until the samples, as they stand, would survive a kill of the run."""
 RunEpisode = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
 """Extends a sample until it ends, with a function that generates the rest of a turn."""
+
+
+async def not_written() -> None:
+    """`Written` of a run that is not stored."""
 
 
 async def single_turn(sample: Sample, serve: Serve, recorder: Recorder, written: Written) -> None:
