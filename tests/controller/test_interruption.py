@@ -228,8 +228,8 @@ def test_a_signal_in_the_last_part_of_a_schedule_that_then_ends_does_not_undo_th
 
     async def serial(run: Run) -> None:
         await SCHEDULES_BY_NAME["serial"](run)
-        async with run._interruption.protected():
-            run._interruption.request(SIGTERM)
+        async with run._parts.interruption.protected():
+            run._parts.interruption.request(SIGTERM)
             await asyncio.sleep(0)
         done.set()
 
@@ -253,8 +253,8 @@ def test_a_signal_in_a_step_without_a_wait_after_it_does_not_interrupt_the_check
             run.pool.launch(run.prompts(2))
             await run.train(await run.pool.take(2))
             if round == 0:
-                async with run._interruption.protected():
-                    run._interruption.request(SIGTERM)
+                async with run._parts.interruption.protected():
+                    run._parts.interruption.request(SIGTERM)
                     await asyncio.sleep(0)
 
     settings, parts = change(SETTINGS, rounds=num_rounds, checkpoint_every=1), slow_disk

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -16,6 +16,7 @@ from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
+from tailrace.rollout.history import History
 from tailrace.rollout.placement import Placement
 from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
@@ -46,13 +47,15 @@ class Checkpoints:
         recorder: Recorder,
         tasks: asyncio.TaskGroup,
         placement: Placement,
+        state: RunState,
+        history: History,
         *,
         folder: Path | None,
         start: StartingPoint,
     ) -> None:
         self._parts, self._settings, self._ledger = parts, settings, ledger
         self._journal, self._recorder, self._folder = journal, recorder, folder
-        self._tasks, self._placement = tasks, placement
+        self._tasks, self._placement, self._state, self._history = tasks, placement, state, history
         self._writing: asyncio.Task[None] | None = None
         """Completes the newest checkpoint."""
         self._life, base = start.life, start.base
@@ -63,20 +66,17 @@ class Checkpoints:
         self._saved_name = base.checkpoint
         self._best = start.best
 
-    async def save_if_due(
-        self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int], *, last: bool
-    ) -> None:
+    async def save_if_due(self, parked: Sequence[Group], *, last: bool) -> None:
         """Save a checkpoint if one is due at the top of a round.
 
         Args:
             parked: the groups of the partial-rollout buffer; a resumed run finds them there again.
-            longest: the longest response of each row of the data (rollout/history.py).
             last: the run ends here: a checkpoint is always due.
         """
-        every = self._settings.checkpoint_every
+        every, state = self._settings.checkpoint_every, self._state
         due = last or (every > 0 and state.round % every == 0)
         if due and (state.round, state.num_steps) != self._saved_at:
-            await self._save(checkpoint_name(state.round), state, state.version, parked, longest)
+            await self._save(checkpoint_name(state.round), state.version, parked)
         if last:
             await self.written()
 
@@ -91,25 +91,23 @@ class Checkpoints:
             with clock.waiting(f"the checkpoint {self._writing.get_name()} to be written"):
                 await self._writing
 
-    async def save_mid_round(
-        self, state: RunState, parked: Sequence[Group], longest: Mapping[int, int]
-    ) -> None:
+    async def save_mid_round(self, parked: Sequence[Group]) -> None:
         """Save a checkpoint unless the newest one has all optimizer steps.
 
         The resumed run publishes the saved weights as the version of the row, and begins the round again.
         After a step since the last publication these weights are a new version, so that tokens of the
         published one count as older.
         """
+        state = self._state
         if state.num_steps != self._saved_at[1]:
             is_published = state.steps_at[state.version] == state.num_steps
             version = state.version if is_published else state.version + 1
             name = f"{checkpoint_name(state.round)}_step_{state.num_steps:06d}"
-            await self._save(name, state, version, parked, longest)
+            await self._save(name, version, parked)
         await self.written()
 
-    async def _save(
-        self, name: str, state: RunState, version: int, parked: Sequence[Group], longest: Mapping[int, int]
-    ) -> None:
+    async def _save(self, name: str, version: int, parked: Sequence[Group]) -> None:
+        state = self._state
         if self._folder is None or not isfinite(state.loss):  # what computes no loss is not worth keeping
             return
         await self.written()  # at most one is written at a time
@@ -123,7 +121,7 @@ class Checkpoints:
             num_steps,
             name,
             partial_rollouts=[group.prompt.index for group in parked],
-            longest=dict(longest),
+            longest=dict(self._history.longest),
             steps_at={**state.steps_at, version: num_steps},
             anchors=dict(self._parts.anchors.longest_s),
             cut_steps=state.cut_steps,

@@ -9,12 +9,21 @@ from typing import Any
 
 from tailrace.algo.advantages import GRPO, ComputeAdvantages
 from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.controller.checkpoints import Checkpoints, Evaluations
+from tailrace.controller.cost import Cost
 from tailrace.controller.interruption import Interruption
-from tailrace.controller.run import Run
+from tailrace.controller.run import PromptSource, Run, RunParts, WeightUpdate
+from tailrace.controller.state import RunState
+from tailrace.controller.watchdog import Watchdog
 from tailrace.errors import first_cause
-from tailrace.ledger.ledger import NullJournal
+from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
+from tailrace.rollout.history import History
+from tailrace.rollout.placement import make_placement
+from tailrace.rollout.pool import PartialRolloutBuffer, Pool
+from tailrace.rollout.rewards import SynchronousRewards, chain_of_rewards
+from tailrace.rollout.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,8 @@ async def execute(
         async with asyncio.TaskGroup() as tasks:
             start, journal = starting_point or StartingPoint(), journal or NullJournal()
             others = [tasks.create_task(each) for each in (_raise_first(errors), *beside)]
-            run = Run(
-                parts, settings, recorder, tasks, compute_advantages, folder, start, journal, interruption
-            )
+            common = (settings, recorder, tasks, compute_advantages, journal, interruption)
+            run = Run(joined(parts, *common, folder=folder, start=start), start)
             try:
                 interrupted = await _interrupted(schedule(run), interruption)
                 while interrupted and interruption.is_complete:
@@ -76,6 +84,74 @@ async def execute(
         loop.set_exception_handler(None)
         recorder.close()
     return RunResult(interrupted, run.checkpoints.newest)
+
+
+def joined(
+    components: RunComponents,
+    settings: RunSettings,
+    recorder: Recorder,
+    tasks: asyncio.TaskGroup,
+    compute_advantages: ComputeAdvantages,
+    journal: NullJournal,
+    interruption: Interruption,
+    *,
+    folder: Path | None,
+    start: StartingPoint,
+) -> RunParts:
+    """Join the components of a run, in the state that earlier processes left it. Arguments: as `execute`."""
+    engines, trainer = components.engines, components.trainer
+    state, ledger = RunState(start), Ledger(recorder, start.totals, journal)
+    journal.follow(ledger)
+    for engine in engines:
+        engine.on_arrival = partial(ledger.probe, engine.name)
+    components.anchors.restore(start.base.anchors)
+    history, parked = History(start.base.longest), PartialRolloutBuffer(start.partial_rollouts)
+    prompt_source = PromptSource(components.prompts, settings, ledger, recorder)
+    prompt_source.recall([*start.partial_rollouts, *start.interrupted])
+    router = Router(engines, recorder, components.run_episode, journal.written, state.version)
+    cost = Cost(components.prices, ledger, router, recorder, start)
+    rewards = chain_of_rewards(
+        components.rewards,
+        max_failures=components.max_failures,
+        reference=components.reference,
+        recorder=recorder,
+    )
+    pool = Pool(
+        *(tasks, router, rewards, ledger, parked, recorder, history, compute_advantages),
+        another=prompt_source.another,
+        deadline_s=settings.groups.deadline_s,
+    )
+    if components.synchronous_rewards:
+        pool.rewards = SynchronousRewards(rewards, pool)
+    update = WeightUpdate(tasks, router, pool.ages)
+    placement = make_placement(components.sharing, engines, trainer, pool, tasks)
+    checkpoints = Checkpoints(
+        *(components, settings, ledger, journal, recorder, tasks, placement, state, history),
+        folder=folder,
+        start=start,
+    )
+    return RunParts(
+        components,
+        settings,
+        recorder,
+        tasks,
+        compute_advantages,
+        journal,
+        interruption,
+        state,
+        ledger,
+        history,
+        parked,
+        prompt_source,
+        router,
+        cost,
+        pool,
+        update,
+        placement,
+        checkpoints,
+        Evaluations(components, settings, router, ledger, recorder, checkpoints, update.arrived),
+        Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s),
+    )
 
 
 def _take_error(

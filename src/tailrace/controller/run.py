@@ -14,10 +14,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from math import inf, isfinite
-from pathlib import Path
 from typing import Literal
 
 from tailrace import clock
@@ -27,6 +26,7 @@ from tailrace.contracts.engine import Engine
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.checkpoints import Checkpoints, Evaluations
+from tailrace.controller.cost import Cost
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.state import RunState
 from tailrace.controller.watchdog import Watchdog
@@ -38,9 +38,8 @@ from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.lags import Lags
 from tailrace.rollout.history import History
 from tailrace.rollout.in_flight import Ages
-from tailrace.rollout.placement import make_placement
+from tailrace.rollout.placement import Placement
 from tailrace.rollout.pool import PartialRolloutBuffer, Pool
-from tailrace.rollout.rewards import SynchronousRewards, chain_of_rewards
 from tailrace.rollout.router import Router
 from tailrace.types import KV, Batch, Group, Prompt, Sample, SampleId, Stale, noise_seed, samples_of, units_of
 
@@ -59,6 +58,14 @@ class PromptSource:
         group = self.begin(Group(self._next_prompt(), 0, [], round_drawn=round), num_samples)
         self._ledger.draw(group)
         return group
+
+    def recall(self, groups: Sequence[Group]) -> None:
+        """Take up groups that an earlier process drew. One whose tokens are lost begins anew."""
+        for group in groups:
+            group.has_rules = self._settings.groups.applies_to(group.prompt)
+            if not group.samples:
+                self.begin(group, group.num_launched)
+        self._ledger.recall(groups)
 
     def begin(self, group: Group, num_samples: int) -> Group:
         """The group with new samples for its current attempt."""
@@ -175,26 +182,42 @@ MAX_NOT_FINITE = 3
 discarded, and a single one may be an overflow of bfloat16."""
 
 
-class Run:
-    """One run of a schedule. `controller.execution.execute` makes it; its arguments are described there."""
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run, which know each other. `controller.execution.joined` makes them."""
 
-    def __init__(
-        self,
-        parts: RunComponents,
-        settings: RunSettings,
-        recorder: events.Recorder,
-        tasks: asyncio.TaskGroup,
-        compute_advantages: ComputeAdvantages,
-        folder: Path | None,
-        start: StartingPoint,
-        journal: NullJournal,
-        interruption: Interruption,
-    ) -> None:
-        self.group_size = settings.group_size
+    components: RunComponents
+    settings: RunSettings
+    recorder: Recorder
+    tasks: asyncio.TaskGroup
+    advantages: ComputeAdvantages
+    journal: NullJournal
+    interruption: Interruption
+    state: RunState
+    ledger: Ledger
+    history: History
+    parked: PartialRolloutBuffer
+    prompt_source: PromptSource
+    router: Router
+    cost: Cost
+    pool: Pool
+    update: WeightUpdate
+    placement: Placement
+    checkpoints: Checkpoints
+    evaluations: Evaluations
+    watchdog: Watchdog
+
+
+class Run:
+    """One run of a schedule. `start` is what earlier processes of it left."""
+
+    def __init__(self, parts: RunParts, start: StartingPoint) -> None:
+        self._parts, self._settings, self._state = parts, parts.settings, parts.state
+        self._ledger, self._recorder = parts.ledger, parts.recorder
+        self.pool, self.router, self.parked = parts.pool, parts.router, parts.parked
+        self.history, self.checkpoints = parts.history, parts.checkpoints
+        self.group_size = parts.settings.group_size
         """Samples of one prompt (K)."""
-        self._parts, self._settings, self._recorder, self._tasks = parts, settings, recorder, tasks
-        self._state, self._on_dead_branch = RunState(start), start.dead
-        self._interruption, self._journal = interruption, journal
         self.declared: float | None = None
         """The bound on staleness that the schedule has declared, in publications."""
         self.masks = False
@@ -203,61 +226,11 @@ class Run:
         self._drift = 0.0  # since the KV cache was last recomputed
         self._is_in_round = False
         self._accumulated: dict[SampleId, Sample] = {}
-        self._advantages, self._waiting = compute_advantages, list[list[Sample]]()
-        self._ledger = Ledger(recorder, start.totals, journal)
-        journal.follow(self._ledger)
-        self.history = History(dict(start.base.longest))
-        for engine in parts.engines:
-            engine.on_arrival = partial(self._ledger.probe, engine.name)
-        parts.anchors.restore(start.base.anchors)
-        self.parked, self._interrupted = PartialRolloutBuffer(start.partial_rollouts), start.interrupted
-        self._prompt_source = PromptSource(parts.prompts, settings, self._ledger, recorder)
-        for group in (recalled := [*self.parked.groups, *self._interrupted]):
-            group.has_rules = settings.groups.applies_to(group.prompt)
-            if not group.samples:  # their tokens are lost
-                self._prompt_source.begin(group, group.num_launched)
-        self._ledger.recall(recalled)
-        self.router = Router(parts.engines, recorder, parts.run_episode, journal.written, self.version)
-        self._generated_before = start.num_generated - self.router.num_generated
-        self._prefilled_before = start.totals.prefilled_tokens - self.router.num_prefilled
-        self._began_s = (clock.now() if start.began_s is None else start.began_s) - start.totals.seconds
-        self._record_cost()  # for the earlier processes
-        self._ledger.measure = self._measure
-        self.pool = Pool(
-            tasks,
-            self.router,
-            chain_of_rewards(
-                parts.rewards,
-                max_failures=parts.max_failures,
-                reference=parts.reference,
-                recorder=recorder,
-            ),
-            self._ledger,
-            self.parked,
-            recorder,
-            self.history,
-            compute_advantages,
-            another=self._prompt_source.another,
-            deadline_s=settings.groups.deadline_s,
-        )
+        self._waiting: list[list[Sample]] = []
+        self._interrupted, self._on_dead_branch = start.interrupted, start.dead
         self.pool.replace = lambda group: self.prompts(1, group.num_launched)
-        if parts.synchronous_rewards:
-            self.pool.rewards = SynchronousRewards(self.pool.rewards, self.pool)
-        self._update = WeightUpdate(tasks, self.router, self.pool.ages)
-        self._placement = make_placement(parts.sharing, parts.engines, parts.trainer, self.pool, tasks)
-        self.checkpoints = Checkpoints(
-            *(parts, settings, self._ledger, journal, recorder, tasks, self._placement),
-            folder=folder,
-            start=start,
-        )
-        self._evaluations = Evaluations(
-            *(parts, settings, self.router, self._ledger, recorder, self.checkpoints),
-            arrived=self._update.arrived,
-        )
-        self._watchdog = Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s)
-        self._beside = [
-            tasks.create_task(work) for work in (self._watchdog.watch(), journal.keep(), self._update.keep())
-        ]
+        beside = (parts.watchdog.watch(), parts.journal.keep(), parts.update.keep())
+        self._beside = [parts.tasks.create_task(work) for work in beside]
 
     # -- the vocabulary ----------------------------------------------------------------------------
 
@@ -309,11 +282,11 @@ class Run:
 
     @property
     def engines(self) -> Sequence[Engine]:
-        return self._parts.engines
+        return self._parts.components.engines
 
     @property
     def trainer_replicas(self) -> int:
-        return self._parts.trainer.replicas
+        return self._parts.components.trainer.replicas
 
     @property
     def round(self) -> int:
@@ -346,7 +319,7 @@ class Run:
         groups, self._interrupted = self._interrupted[:n], self._interrupted[n:]
         self.restart([group for group in groups if self._is_too_old(group)], reason="interrupted")
         while len(groups) < n:
-            groups.append(self._prompt_source.group(samples or self.group_size, self.round))
+            groups.append(self._parts.prompt_source.group(samples or self.group_size, self.round))
         return groups
 
     def restart(self, groups: list[Group], reason: str = "deferred") -> list[Group]:
@@ -356,7 +329,7 @@ class Run:
                 if sample.fate is None and sample.num_tokens:
                     self._ledger.waste(sample, reason)
             group.attempt = group.last_attempt = group.last_attempt + 1
-            self._prompt_source.begin(group, self.group_size)
+            self._parts.prompt_source.begin(group, self.group_size)
         return groups
 
     def defer(self, groups: list[Group]) -> None:
@@ -374,18 +347,20 @@ class Run:
         """Forward and backward pass now, or before the step if advantages depend on all of its samples.
         Gradients are kept; the weights do not change."""
         units = self._checked_units(batch)
-        if self._advantages.wait_for_step:
+        if self._parts.advantages.wait_for_step:
             self._waiting += units
         else:
             await self._accumulate(units)
 
     async def _accumulate(self, units: list[list[Sample]]) -> None:
         while units:
-            async with self._placement.training() as replicas:
+            async with self._parts.placement.training() as replicas:
                 # One unit at a time, because the other replicas may join at any time.
                 share, units = (units, []) if replicas is None else (units[:1], units[1:])
                 start_s, samples = clock.now(), list(chain.from_iterable(share))
-                await self._parts.trainer.accumulate(share, version=self.version, replicas=replicas)
+                await self._parts.components.trainer.accumulate(
+                    share, version=self.version, replicas=replicas
+                )
                 num_tokens = sum(sample.num_tokens for sample in samples)
                 ids = tuple(sample.id for sample in samples)
                 self._recorder.emit(events.Accumulated(start_s, clock.now(), ids, num_tokens))
@@ -395,12 +370,12 @@ class Run:
         lags, self._lags = self._lags, Lags()
         if waiting := self._waiting:
             self._waiting = []
-            self._advantages.of_step(list(chain.from_iterable(waiting)))
+            self._parts.advantages.of_step(list(chain.from_iterable(waiting)))
             await self._accumulate(waiting)
-        async with self._placement.training(all_replicas=True):
+        async with self._parts.placement.training(all_replicas=True):
             start_s = clock.now()
-            async with self._interruption.protected():
-                stats = await self._parts.trainer.step()
+            async with self._parts.interruption.protected():
+                stats = await self._parts.components.trainer.step()
                 self._state.stepped(stats)
                 self._drift += stats.kl / max(1.0, lags.mean)
                 samples = tuple(self._accumulated.pop(id) for id in stats.samples)
@@ -409,14 +384,14 @@ class Run:
             self.history.observe(group)
         self.router.report_preemptions()
         self.pool.report_stages()
-        overrun = self._record_cost()
+        overrun = self._parts.cost.record()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
-        self._watchdog.stepped()
+        self._parts.watchdog.stepped()
         if self._state.completes_round:
-            self._interruption.complete()
+            self._parts.interruption.complete()
             await asyncio.sleep(0)  # the schedule ends here, before it begins anything else
         elif overrun:
-            self._interruption.stop(overrun, "prices.budget")
+            self._parts.interruption.stop(overrun, "prices.budget")
         if self._state.num_not_finite == MAX_NOT_FINITE:
             self._raise_not_finite()
 
@@ -444,18 +419,18 @@ class Run:
             raise ScheduleError('publish(to=...) names no engine; name one, or write to="idle"')
         version = self.version + 1
         start_s = clock.now()
-        weights = await self._parts.trainer.publish(version)
-        await self._update.arrived()
+        weights = await self._parts.components.trainer.publish(version)
+        await self._parts.update.arrived()
         self._state.published(version)
         kv = self._keep_or_recompute(kv)
-        self._update.distribute(weights, to, kv)
+        self._parts.update.distribute(weights, to, kv)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
-        await self._placement.published()
+        await self._parts.placement.published()
 
     def pull(self, engines: Collection[Engine]) -> None:
         """Let engines load the published weights now. Others go on with pinned samples of older versions."""
-        self._update.pull(engines)
+        self._parts.update.pull(engines)
 
     @contextmanager
     def every(self, seconds: float, call: Callable[[], None]) -> Iterator[None]:
@@ -467,7 +442,7 @@ class Run:
                 if self._is_in_round:
                     call()
 
-        timer = self._tasks.create_task(keep_calling())
+        timer = self._parts.tasks.create_task(keep_calling())
         try:
             yield
         finally:
@@ -496,8 +471,8 @@ class Run:
     async def ess(self, groups: Sequence[Group]) -> float:
         """Effective sample size under the current weights of the groups' tokens that would be in the loss, in
         (0, 1] (PipelineRL 5)."""
-        async with self._placement.training(all_replicas=True):
-            ess = await self._parts.trainer.ess(self._masked(groups), version=self.version)
+        async with self._parts.placement.training(all_replicas=True):
+            ess = await self._parts.components.trainer.ess(self._masked(groups), version=self.version)
         self._recorder.emit(events.EssTaken(clock.now(), ess))
         return ess
 
@@ -521,7 +496,7 @@ class Run:
             LedgerError: tokens are unaccounted for.
         """
         await self.pool.park()
-        await self._update.arrived()
+        await self._parts.update.arrived()
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.active.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
@@ -533,7 +508,7 @@ class Run:
         parked = list(self.parked.groups)
         await self.pool.park()
         await self.publish()
-        await self._update.arrived()
+        await self._parts.update.arrived()
         self.parked.groups = parked
         held = [group for group in self._ledger.active.values() if group not in parked]
         self._interrupted = [group for group in held if not self._is_partly_trained(group)]
@@ -553,8 +528,8 @@ class Run:
         """Stop all requests in mid-round, save the trainer and check the ledger."""
         parked = list(self.parked.groups)  # without those that only the interruption parks
         await self.pool.park()
-        await self._update.arrived()
-        await self.checkpoints.save_mid_round(self._state, parked, self.history.longest)
+        await self._parts.update.arrived()
+        await self.checkpoints.save_mid_round(parked)
         await self._close_ledger()
 
     def shut(self) -> None:
@@ -574,7 +549,7 @@ class Run:
     def _masked(self, batch: Batch) -> list[list[Sample]]:
         """Return the units of a batch, without the tokens that are too old in the loss."""
         units = units_of(batch)
-        oldest = 0 if self._advantages.masks_carried else self._bound if self.masks else inf
+        oldest = 0 if self._parts.advantages.masks_carried else self._bound if self.masks else inf
         for sample in chain.from_iterable(units):
             sample.num_masked = sample.num_older(self.version - oldest)
         return units
@@ -618,46 +593,26 @@ class Run:
 
     async def _end_round(self) -> None:
         self._is_in_round = False
-        self._record_cost()
+        self._parts.cost.record()
         self._recorder.emit(events.RoundEnded(clock.now(), self.round))
-        await self._placement.round_ended()
+        await self._parts.placement.round_ended()
         self._state.end_round()
 
     async def _between_rounds(self, *, last: bool = False) -> None:
         if last and not isfinite(self._state.loss):
             self._raise_not_finite()
         await self.pool.settled()
-        parked, longest = self.parked.groups, self.history.longest
-        async with self._interruption.protected():
-            await self.checkpoints.save_if_due(self._state, parked, longest, last=last)
-        await self._placement.generating()
+        async with self._parts.interruption.protected():
+            await self.checkpoints.save_if_due(self.parked.groups, last=last)
+        await self._parts.placement.generating()
         if not self._state.cut_steps:  # else the evaluation of this round was made before its first step
-            await self._evaluations.run_if_due(self.round, last=last)
+            await self._parts.evaluations.run_if_due(self.round, last=last)
 
     async def _close_ledger(self) -> None:
-        self._ledger.check(self._num_generated)
+        self._ledger.check(self._parts.cost.num_generated)
         self.router.check_counts()
-        self._record_cost()
+        self._parts.cost.record()
         self._ledger.measure = lambda: None  # what the store gets now is what was paid
         closed = events.BooksClosed(clock.now(), len(self._ledger.active), self._ledger.held_tokens)
         self._recorder.emit(closed)
-        await self._journal.finish()
-
-    @property
-    def _num_generated(self) -> int:
-        """Tokens that samples have gained in all processes of the run."""
-        return self.router.num_generated + self._generated_before
-
-    def _measure(self) -> None:
-        totals = self._ledger.totals
-        totals.seconds = clock.now() - self._began_s
-        totals.prefilled_tokens = self.router.num_prefilled + self._prefilled_before
-
-    def _record_cost(self) -> str:
-        """Record what the run has cost so far. Return a message if the budget is spent, else an empty one."""
-        if (prices := self._parts.prices) is None:
-            return ""
-        self._ledger.measure()
-        cost = prices.cost(self._ledger.totals, self._num_generated)
-        self._recorder.emit(events.Spent(clock.now(), cost))
-        return prices.settings.overrun(cost)
+        await self._parts.journal.finish()
