@@ -38,16 +38,8 @@ from tailrace.types import Prompt
 async def open_parts(
     config: LiveConfig, folder: Path, *, life: int | None = None
 ) -> AsyncIterator[RunComponents]:
-    """Start the workers of a checked config, score one row, and end the workers with the block.
-
-    Args:
-        folder: receives the workers' logs.
-        life: number of the run's life; the engines then keep their token counts in the folder.
-
-    Raises:
-        ConfigError: a worker cannot do its job, or the reward function is defective.
-        WorkerDied: a worker ended.
-    """
+    """Start the workers of a checked config, score one row, and end the workers with the block. Arguments and
+    errors as `open_workers`; a ConfigError, too, if the reward function is defective."""
     tokenizer, anchors = load_tokenizer(config.model.path, config.model.template_date), Anchors()
     async with open_workers(config, folder, tokenizer, life=life) as opened:
         _check_capabilities(config, opened.engines)
@@ -202,24 +194,25 @@ async def _scorers(
 
 def _check_capabilities(config: RunConfig, engines: Sequence[Engine]) -> None:
     """Raises a ConfigError if the placement or the evaluations need what an engine cannot do."""
-    if inexact := [engine.name for engine in engines if not engine.capabilities.exact_versions]:
+
+    def lack(capability: str) -> list[str]:
+        return [each.name for each in engines if not getattr(each.capabilities, capability)]
+
+    if inexact := lack("exact_versions"):
         problem = f"{', '.join(inexact)} cannot say which weights generated a token"
         effect = "after an update in flight, some tokens may count as one version newer than they are"
         say(f"warning: {problem}: {effect}; update the server")
     probed = "probe_every" in config.weights.model_fields_set and config.weights.probe_every
-    mute = next((engine.name for engine in engines if not engine.capabilities.scores), None)
-    if probed and mute:
-        problem = f"{mute} cannot prove that weights have arrived: it does not score a given sequence"
+    if probed and (mute := lack("scores")):
+        problem = f"{mute[0]} cannot prove that weights have arrived: it does not score a given sequence"
         remedy = "set it to 0; the embedded engine can, and vLLM with sampling.temperature = 1"
         raise ConfigError("weights.probe_every", config.weights.probe_every, problem, remedy)
-    whole = next((engine.name for engine in engines if not engine.capabilities.top_p), None)
-    if config.run.eval_top_p is not None and whole:
-        problem = f"{whole} takes no top-p of a request's own"
+    if config.run.eval_top_p is not None and (whole := lack("top_p")):
+        problem = f"{whole[0]} takes no top-p of a request's own"
         remedy = "remove it; the embedded engine can, vLLM, SGLang and Tinker"
         raise ConfigError("run.eval_top_p", config.run.eval_top_p, problem, remedy)
-    awake = next((engine.name for engine in engines if not engine.capabilities.sleep), None)
-    if awake and config.placement.takes_turns:
-        problem = f"{awake} cannot give the memory of its devices back"
+    if config.placement.takes_turns and (awake := lack("sleep")):
+        problem = f"{awake[0]} cannot give the memory of its devices back"
         remedy = 'add "--enable-sleep-mode" to engine.args of vLLM, or write "disaggregated"'
         raise ConfigError("placement.kind", config.placement.kind, problem, remedy)
 
