@@ -43,8 +43,8 @@ from tailrace.sim.settings import SimEngineSettings, SimFaultSettings, SimTraine
 RESTART_S = 120.0
 LIVES_S = (1200.0, 300.0)
 WARM_UP_ROUNDS, GROUPS, GROUP_SIZE = 4, 16, 8
-WORLD = SEPARATE.model_copy(
-    update={"engines": SimEngineSettings(count=1), "trainer": SimTrainerSettings(tokens_per_s=15_000.0)}
+WORLD = SEPARATE.changed(
+    engines=SimEngineSettings(count=1), trainer=SimTrainerSettings(tokens_per_s=15_000.0)
 )
 """A quarter of the devices of schedules.py, for a quarter of the groups."""
 ROUND, STEP = {"groups_per_round": GROUPS}, {"groups_per_step": GROUPS}
@@ -84,7 +84,7 @@ def simulated(rounds: int) -> dict[str, dict[str, float]]:
         found[name] = {
             world: simulate(
                 schedule,
-                WORLD.model_copy(update={"faults": settings}),
+                WORLD.changed(faults=settings),
                 run,
                 warm_up_rounds=WARM_UP_ROUNDS,
             ).figures["ettr"]
@@ -139,10 +139,8 @@ def lived(schedule: str, rounds: int, life_s: float, seed: int) -> dict[str, Any
             restart_s = came["restart_s"] or found.get("alone", came)["restart_s"]
             lived_s = came["seconds"] / max(1, came["kills"]) - restart_s
             deaths = faults(lived_s, restart_s, way) if came["kills"] else None
-            sim = without_rates(config.model_copy(update={"sim": fitted.sim})).model_copy(
-                update={"faults": deaths}
-            )
-            predicted = simulate(resolve(config), sim, config.run.model_copy(update={"rounds": rounds}))
+            sim = without_rates(config.changed(sim=fitted.sim)).changed(faults=deaths)
+            predicted = simulate(resolve(config), sim, config.run.changed(rounds=rounds))
             found[way]["predicted"] = predicted.figures["ettr"]
             print(
                 f"{schedule:16}{way:10}" + "  ".join(f"{k} {v:.3g}" for k, v in found[way].items()),

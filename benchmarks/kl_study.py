@@ -226,7 +226,7 @@ def training(settings: dict[str, str], length: int, seed: int) -> LiveConfig:
     )
     groups = SAMPLES // config.run.group_size
     one_step = {"name": "serial", "groups_per_round": groups, "groups_per_step": groups}
-    return config.model_copy(update={"schedule": one_step})
+    return config.changed(schedule=one_step)
 
 
 def divergences(config: LiveConfig, length: int, folder: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Study:
         self.prompts = map(training_prompts(config.changed(run={"seed": seed})).__getitem__, count())
         self.tokenizer, self.scorer = load_tokenizer(path), Scorer.load(config.reward, config.data)
         self.engine = NativeEngine(path, config.engine, config.sampling)
-        trainer = config.trainer.model_copy(update={"max_tokens_per_microbatch": 4_096})
+        trainer = config.trainer.changed(max_tokens_per_microbatch=4_096)
         self.policy = PolicyModel.load(path, trainer, temperature=1.0)
         self.parameters = list(self.policy.parameters().values())
         self.sizes = [parameter.numel() for parameter in self.parameters]

@@ -148,7 +148,7 @@ def learn(study: Study, name: str, samples: int, seed: int, folder: Path) -> Non
     every |= {"checkpoint_every": rounds // study.checkpoints if study.checkpoints else 0}
     always = {f"run.{key}": value for key, value in {"seed": seed, "rounds": rounds, **every}.items()}
     config = load_config(study.config, {**always, "record.token_samples": 0, **settings})
-    train_quietly(config.model_copy(update={"schedule": study.schedules[name]}), folder)
+    train_quietly(config.changed(schedule=study.schedules[name]), folder)
 
 
 def train_quietly(config: RunConfig, folder: Path) -> None:

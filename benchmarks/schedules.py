@@ -167,9 +167,9 @@ def table(candidates: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
 
 
 def on_cluster(sigma: float, reward_s: float, rollout_devices: int | None) -> SimSettings:
-    cluster = CLUSTER.model_copy(update={"rollout_devices": rollout_devices})
+    cluster = CLUSTER.changed(rollout_devices=rollout_devices)
     rewards = SimRewardSettings(median_s=reward_s, workers=10_000, timeout_s=20 * max(reward_s, 1.0))
-    lengths = LENGTHS.model_copy(update={"sigma": sigma})
+    lengths = LENGTHS.changed(sigma=sigma)
     return rates(SimSettings(cluster=cluster, lengths=lengths, rewards=rewards))
 
 

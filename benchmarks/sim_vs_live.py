@@ -63,7 +63,7 @@ def candidates(config: RunConfig, groups: int, step: int) -> dict[str, BoundRun]
     }
     found = {}
     for name, own in parameters.items():
-        named = config.model_copy(update={"schedule": {"name": name, **own}, "schedules": {}})
+        named = config.changed(schedule={"name": name, **own}, schedules={})
         found[name] = BoundRun(with_published_defaults(named), resolve(named))
     return found
 
@@ -75,9 +75,9 @@ async def run_live(race: dict[str, BoundRun], repeats: int, folder: Path) -> dic
         for repeat in range(-1, repeats):
             for name in in_turn(race, repeat):
                 candidate, trial_folder = race[name], folder / f"{name}-{repeat}"
-                settings = candidate.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
+                settings = candidate.config.run.changed(eval_every=0, checkpoint_every=0)
                 if repeat < 0:
-                    settings = settings.model_copy(update={"rounds": 1})
+                    settings = settings.changed(rounds=1)
                 parts, meter = await arena.parts(candidate), Summary()
                 recorder = _recorder(candidate.config, meter, trial_folder)
                 config = PolicyConfig.of(candidate.config)
@@ -102,8 +102,8 @@ def _recorder(config: RunConfig, meter: Summary, folder: Path) -> Recorder:
 def predicted(candidate: BoundRun, sim: SimSettings) -> float:
     """The main time of a round in virtual time."""
     meter = Summary()
-    settings = candidate.config.run.model_copy(update={"eval_every": 0, "checkpoint_every": 0})
-    config = candidate.config.model_copy(update={"sim": sim, "run": settings})
+    settings = candidate.config.run.changed(eval_every=0, checkpoint_every=0)
+    config = candidate.config.changed(sim=sim, run=settings)
     run_virtual(config, candidate.schedule, Recorder(StepMeter(meter, wall_clock=clock.wall_time)))
     return meter.figures()["main_time_s"]
 

@@ -357,7 +357,7 @@ def predicted_seconds(model: Path, num: int, bytes_per_s: float) -> dict[str, fl
     found = {}
     for groups in ("one", "each"):
         sim = SimSettings(cluster=SimClusterSettings(**cluster, weight_groups=groups))
-        sim = sim.model_copy(update={"lengths": SimLengthSettings(max_tokens=NUM_TOKENS)})
+        sim = sim.changed(lengths=SimLengthSettings(max_tokens=NUM_TOKENS))
         found[f"predicted_{groups}_s"] = rates(sim).engines.load_s
     return found
 

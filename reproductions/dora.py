@@ -80,7 +80,7 @@ def setup(row: Row, updates: int) -> SimSettings:
     sections = {"cluster": cluster, "lengths": lengths, "rewards": rewards, "engines": {"slots": 1024}}
     found = rates(SimSettings.model_validate(sections))
     step_s = updates * found.trainer.step_s
-    return found.model_copy(update={"trainer": found.trainer.model_copy(update={"step_s": step_s})})
+    return found.changed(trainer={"step_s": step_s})
 
 
 @cache

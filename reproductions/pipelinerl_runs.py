@@ -97,7 +97,7 @@ def _of_whole(seed: int) -> Simulated:
 def _generation(sequences: int, lengths: SimLengthSettings, seed: int) -> tuple[Row, Sequence[float]]:
     """One rollout on one H100 with vLLM's number of slots, and when its requests ended."""
     set_up, ends = SetUp(devices=8, generating=1), Collected(RequestEnded)
-    sim = set_up.sim(slots=VLLM_SLOTS).model_copy(update={"lengths": lengths})
+    sim = set_up.sim(slots=VLLM_SLOTS).changed(lengths=lengths)
     schedule = partial(serial, groups_per_round=sequences, groups_per_step=sequences)
     settings = RunSettings(rounds=1, group_size=1, seed=seed)
     row = simulate(schedule, sim, settings, sinks=[ends]).rounds[0]

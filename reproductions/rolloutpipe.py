@@ -77,14 +77,14 @@ def run(task: str, size: int, system: System, seed: int = 0) -> Simulated:
     Args:
         size: groups of a rollout (R).
     """
-    lengths = SIM.lengths.model_copy(update={"median_tokens": MEDIANS[task]})
+    lengths = SIM.lengths.changed(median_tokens=MEDIANS[task])
     tasks = list(MEDIANS)
     settings = RunSettings(rounds=ROUNDS, group_size=K, seed=tasks.index(task) + len(tasks) * seed)
     schedule: Schedule = partial(serial, groups_per_round=size, groups_per_step=U)
     if system != "Slime":
         admission = ADMISSIONS[system]
         schedule = partial(rolloutpipe, groups_per_round=size, groups_per_step=U, admission=admission)
-    return simulate(schedule, SIM.model_copy(update={"lengths": lengths}), settings)
+    return simulate(schedule, SIM.changed(lengths=lengths), settings)
 
 
 def _settings() -> Iterator[tuple[str, int, str, Kind]]:

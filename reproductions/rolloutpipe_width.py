@@ -50,7 +50,7 @@ def loaded(sim: SimSettings, load: Workload, ratio: float) -> SimSettings:
     step_s = Steps.of(sim.engines, slots, int(slots * load.mean_context)).first_s
     per_token = (load.mean_tokens + load.prompt_tokens) / load.mean_tokens
     trainer = {"tokens_per_s": count * slots / step_s * per_token / ratio, "step_s": 0.0}
-    return sim.model_copy(update={"trainer": sim.trainer.model_copy(update=trainer)})
+    return sim.changed(trainer=trainer)
 
 
 def widths(seed: int) -> Table:
@@ -65,7 +65,7 @@ def widths(seed: int) -> Table:
             fifo_s, printed_s, chosen_s = (
                 simulate(
                     partial(rolloutpipe, groups_per_round=R, groups_per_step=U, admission=admission),
-                    sim.model_copy(update={"cluster": None}),
+                    sim.changed(cluster=None),
                     RunSettings(rounds=2, group_size=K, seed=seed),
                 ).figures["main_time_s"]
                 for admission in (AtMost(), Frontier(groups=U), Frontier(groups=chosen))

@@ -59,7 +59,7 @@ def set_up(name: str, devices: int, size: int) -> SimSettings:
             median_tokens=MEDIAN_OF_LIMIT * LIMIT, sigma=SIGMA, max_tokens=LIMIT, prompt_tokens=PROMPT_TOKENS
         ),
     }
-    return Model(name, devices, size, LIMIT).sim().model_copy(update=changes)
+    return Model(name, devices, size, LIMIT).sim().changed(**changes)
 
 
 @cache

@@ -103,10 +103,8 @@ def figure_13b(seed: int) -> Table:
     """Copies that overlap with computation. Nothing is drawn, so the seed changes nothing."""
     sim, figures = LARGE.sim("mps"), []
     for resident, link in COPIES:
-        rewards = sim.rewards.model_copy(
-            update={"judge": judge_of(PROMPT_TOKENS + LENGTHS[-1], resident=resident)}
-        )
-        whole = forward_pass(sim.model_copy(update={"rewards": rewards}))
+        rewards = sim.rewards.changed(judge=judge_of(PROMPT_TOKENS + LENGTHS[-1], resident=resident))
+        whole = forward_pass(sim.changed(rewards=rewards))
         forward = replace(whole, copy_s=whole.copy_s / link)
         for tokens in LENGTHS:
             ours = seconds_in_turn(forward, tokens) / forward.seconds(1, tokens)

@@ -114,7 +114,7 @@ class Model:
         tokens = PROMPT_TOKENS + MEDIAN_OF_LIMIT * self.max_tokens * exp(SIGMA**2 / 2)
         judge = SimRewardSettings(judge=judge_of(PROMPT_TOKENS + self.max_tokens))
         host = interference(sharing, rates(sim).engines, num_requests, tokens)
-        return sim.model_copy(update={"rewards": judge, "host": host})
+        return sim.changed(rewards=judge, host=host)
 
 
 SMALL = Model("Qwen2.5-7B", 16, 1, 8_192)
@@ -219,9 +219,9 @@ def set_up(model: Model, variant: Variant) -> SimSettings:
     used = replace(model, devices=3 * model.devices // 4) if variant.reserved else model
     sim = used.sim(variant.sharing)
     assert sim.cluster
-    cluster = sim.cluster.model_copy(update={"training_efficiency": TRAINING_EFFICIENCY / variant.slower})
-    lengths = sim.lengths.model_copy(update={"rows": variant.programs.rows or None})
-    return sim.model_copy(update={"cluster": cluster, "lengths": lengths})
+    cluster = sim.cluster.changed(training_efficiency=TRAINING_EFFICIENCY / variant.slower)
+    lengths = sim.lengths.changed(rows=variant.programs.rows or None)
+    return sim.changed(cluster=cluster, lengths=lengths)
 
 
 @cache
@@ -282,7 +282,7 @@ def growing_rollouts(limits: Sequence[int], max_width: int, seed: int = 0) -> Si
         max_width: the largest tensor-parallel size that the planner may choose.
     """
     model, lengths = Model(MEDIUM.name, 16, 1, max(limits)), GrowingLengths(limits, seed)
-    sim = model.sim().model_copy(update={"trainer": SimTrainerSettings(tokens_per_s=1e9, step_s=0.0)})
+    sim = model.sim().changed(trainer=SimTrainerSettings(tokens_per_s=1e9, step_s=0.0))
     settings, sharing = (
         RunSettings(rounds=len(limits), group_size=R0, seed=seed),
         DeviceSharing("colocated", max_width=max_width),

@@ -163,11 +163,8 @@ def test_what_the_trainer_keeps_and_an_engine_takes_must_fit_one_device() -> Non
 
 
 def test_a_value_of_the_config_wins_and_filling_twice_changes_nothing() -> None:
-    settings = on(rollout_devices=4).model_copy(
-        update={
-            "engines": SimEngineSettings(base_s=0.5),
-            "trainer": SimTrainerSettings(tokens_per_s=7.0),
-        }
+    settings = on(rollout_devices=4).changed(
+        engines=SimEngineSettings(base_s=0.5), trainer=SimTrainerSettings(tokens_per_s=7.0)
     )
     filled = rates(settings)
     assert (filled.engines.base_s, filled.trainer.tokens_per_s) == (0.5, 7.0)
@@ -237,21 +234,16 @@ def test_a_model_folder_is_read(tmp_path: Path) -> None:
             "the trainer holds 113.5 GiB, but 2 x A100-40G have 74.5 GiB; give the trainer more devices",
         ),
         (
-            on(model="Qwen3-4B").model_copy(update={"lengths": SimLengthSettings(max_tokens=50_000)}),
+            on(model="Qwen3-4B").changed(lengths=SimLengthSettings(max_tokens=50_000)),
             "a sequence has up to 50100 tokens, but the model's context has 40960",
         ),
         (
-            on("RTX 4090", memory_share=0.65).model_copy(
-                update={"lengths": SimLengthSettings(max_tokens=10_000)}
-            ),
+            on("RTX 4090", memory_share=0.65).changed(lengths=SimLengthSettings(max_tokens=10_000)),
             "a sequence has up to 10100 tokens, but the KV cache of one engine has 6430 positions",
         ),
         (
-            on("RTX 4090", memory_share=0.65).model_copy(
-                update={
-                    "lengths": SimLengthSettings(max_tokens=100),
-                    "engines": SimEngineSettings(slots=100),
-                }
+            on("RTX 4090", memory_share=0.65).changed(
+                lengths=SimLengthSettings(max_tokens=100), engines=SimEngineSettings(slots=100)
             ),
             "so many requests have at least 10100 positions, but the KV cache of one engine has 6430; choose"
             " at most 63",

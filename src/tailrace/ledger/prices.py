@@ -46,7 +46,7 @@ class PriceSettings(Settings):
     @property
     def unlimited(self) -> "PriceSettings":
         """Return these prices without the budget."""
-        return self.model_copy(update={"budget": None})
+        return self.changed(budget=None)
 
     def words(self, cost: float) -> str:
         """A cost with its currency, and what is left of the budget."""

@@ -139,7 +139,7 @@ def rates(settings: SimSettings) -> SimSettings:
     if "tokens_per_s" in settings.trainer.model_fields_set:
         training["attention_s"] = 0.0  # a rate that is given has it
     trainer = _filled(settings.trainer, training)
-    filled = settings.model_copy(update={"engines": engines, "trainer": trainer})
+    filled = settings.changed(engines=engines, trainer=trainer)
     _check_lengths(filled, setup.model)
     return filled
 
@@ -154,9 +154,8 @@ def memory_shares(cluster: SimClusterSettings) -> tuple[float, float]:
 
 
 def _filled(section: S, found: Mapping[str, Any]) -> S:
-    return section.model_copy(
-        update={key: value for key, value in found.items() if key not in section.model_fields_set}
-    )
+    given = section.model_fields_set
+    return section.changed(**{key: value for key, value in found.items() if key not in given})
 
 
 def device_of(cluster: SimClusterSettings) -> DeviceProfile:

@@ -42,8 +42,8 @@ def test_engines_and_trainer_take_as_long_as_in_the_run(cluster: dict[str, int],
     assert found.sim.cluster
     assert found.sim.lengths == FITTED.lengths and found.sim.rewards == FITTED.rewards
     assert not found.sim.cluster.model_fields_set & {"rollout_devices", "tensor_parallel"}
-    divided = found.sim.model_copy(update={"cluster": found.sim.cluster.model_copy(update=cluster)})
-    sim = rates(without_rates(found.model_copy(update={"sim": divided})))
+    divided = found.sim.changed(cluster=cluster)
+    sim = rates(without_rates(found.changed(sim=divided)))
     load, samples = workload(sim), GROUPS * SIZE
     steps = load.mean_tokens if streams else load.longest(GROUPS)
     expected_s = generation_seconds(FITTED.engines, load, samples, steps)
@@ -59,16 +59,16 @@ def test_a_measured_time_of_the_training_counts_instead_of_its_costs() -> None:
 
 
 def test_a_run_whose_updates_are_alike_has_the_constant_of_the_cluster() -> None:
-    trainer = FITTED.trainer.model_copy(update={"step_s": 0.5})
-    found = calibrated(config(), FITTED.model_copy(update={"trainer": trainer}), GROUPS, 7.0, False, 0.5)
+    trainer = FITTED.trainer.changed(step_s=0.5)
+    found = calibrated(config(), FITTED.changed(trainer=trainer), GROUPS, 7.0, False, 0.5)
     assert found.sim.cluster and found.sim.cluster.update_s is None
 
 
 def test_costs_of_the_config_give_way_to_those_of_the_run() -> None:
     """A run's config.toml has every default written out."""
     given = config()
-    engines = given.sim.engines.model_copy(update={"base_s": 9.0, "slots": 16})
-    given = given.model_copy(update={"sim": given.sim.model_copy(update={"engines": engines})})
+    engines = given.sim.engines.changed(base_s=9.0, slots=16)
+    given = given.changed(sim={"engines": engines})
     found = calibrated(given, FITTED, GROUPS, None, False).sim
     assert found.engines.model_fields_set == {"slots"} and found.engines.slots == 16
 
@@ -77,4 +77,4 @@ def test_a_run_that_its_devices_cannot_make_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sim.cluster.training_efficiency = .* faster than these devices"):
         calibrated(config(device="RTX 4090", devices=64), FITTED, GROUPS, 0.02, False)
     with pytest.raises(ConfigError, match=r"sim.cluster = None: the planner needs .* the model of the run"):
-        calibrated(config().model_copy(update={"sim": SimSettings()}), FITTED, GROUPS, None, False)
+        calibrated(config().changed(sim=SimSettings()), FITTED, GROUPS, None, False)

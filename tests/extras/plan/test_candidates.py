@@ -76,7 +76,7 @@ def test_the_batch_is_limited_by_slots_and_by_the_kv_cache() -> None:
     a cache of 425 holds two, so that 200 are needed."""
     work = Work("tailrace", {}, stops=False)
     for limit, steps in (({"slots": 1}, 400), ({"kv_tokens": 425}, 200)):
-        sim = SIM.model_copy(update={"engines": SIM.engines.model_copy(update=limit)})
+        sim = SIM.changed(engines=limit)
         found = floor(Candidate(work, "disaggregated", 1, 1), sim, LOAD, groups_per_step=2)
         assert found.generation_s == pytest.approx(steps * 0.01 + 400 * 0.001)
 
@@ -138,7 +138,7 @@ def test_schedules_whose_times_cannot_differ_are_represented_by_one() -> None:
     few = names(sim, 2)
     assert not few & {"seer", "streamrl", "conventional", "rolloutpipe"}
     assert names(sim, 64) - few == {"seer"}  # 256 requests wait for 128 slots
-    repeated = sim.model_copy(update={"lengths": SimLengthSettings(rows=8)})
+    repeated = sim.changed(lengths=SimLengthSettings(rows=8))
     assert names(repeated, 2) - few == {"streamrl"}
 
 

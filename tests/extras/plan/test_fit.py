@@ -112,9 +112,9 @@ def test_aborts_are_measured_from_the_reward_that_ends_the_rollout(tmp_path: Pat
 def test_a_fit_of_one_schedule_predicts_another(serial: Path, tmp_path: Path) -> None:
     live = main_times(write_run(tmp_path / "live", run_config(OVERLAPPED)))
     other = run_config(OVERLAPPED, engines={"count": 2, "slots": 32, "base_s": 1.0})
-    found = other.model_copy(update={"sim": fitted_run(serial).sim})
-    engines = found.sim.engines.model_copy(update={"count": 2, "slots": 32})
-    predicted = found.model_copy(update={"sim": found.sim.model_copy(update={"engines": engines})})
+    found = other.changed(sim=fitted_run(serial).sim)
+    engines = found.sim.engines.changed(count=2, slots=32)
+    predicted = found.changed(sim={"engines": engines})
     assert main_times(write_run(tmp_path / "predicted", predicted)) == pytest.approx(live, rel=0.01)
 
 

@@ -52,7 +52,7 @@ class Critic:
             self._values.to(settings.device)
         else:
             shard(self._values, model, ranks.mesh, settings)
-        own = settings.model_copy(update={"learning_rate": settings.critic_learning_rate})
+        own = settings.changed(learning_rate=settings.critic_learning_rate)
         self.optimizer = Optimizer(self.parameters(), own)
 
     def values(self, batch: MicroBatch) -> Tensor:

@@ -194,7 +194,7 @@ class Work:
         for name, parameter in signature(schedule).parameters.items():
             value = parameter.default
             if isinstance(value, Frontier | FrontierFirst):
-                shares[name] = value.model_copy(update={"groups": max(1, round(value.groups / num))})
+                shares[name] = value.changed(groups=max(1, round(value.groups / num)))
             elif isinstance(value, int) and ("groups" in name or name in ("window", "max_tokens_per_batch")):
                 shares[name] = max(1, round(value / num))
         return replace(self, alive=self.alive / num, bound=partial(schedule, **shares))
@@ -223,8 +223,11 @@ class Candidate(OfKind):
 
     def on(self, cluster: SimClusterSettings) -> SimClusterSettings:
         """The cluster with this division of its devices."""
-        division = {"rollout_devices": self.rollout_devices, "tensor_parallel": self.tensor_parallel}
-        return cluster.model_copy(update=division | {"trainer_replicas": self.replicas})
+        return cluster.changed(
+            rollout_devices=self.rollout_devices,
+            tensor_parallel=self.tensor_parallel,
+            trainer_replicas=self.replicas,
+        )
 
     def name(self, devices: int) -> str:
         return f"{self.work.name} ({self.division(devices)})"

@@ -39,7 +39,6 @@ from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.record.events import Event, GroupEnded, Row, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import Schedule
-from tailrace.settings import Settings
 from tailrace.sim.cluster import memory_shares, rates
 from tailrace.sim.settings import SimEngineSettings, SimSettings
 
@@ -293,7 +292,7 @@ class Problem:
         figures = measure(
             work.ready(),
             sim,
-            self.run.model_copy(update=endless),
+            self.run.changed(**endless),
             sharing=DeviceSharing(candidate.kind),
             replicas=candidate.replicas,
             reference=self.reference,
@@ -336,7 +335,7 @@ class Problem:
 
     def sim_of(self, candidate: Candidate) -> SimSettings:
         assert self.sim.cluster
-        return rates(self.sim.model_copy(update={"cluster": candidate.on(self.sim.cluster)}))
+        return rates(self.sim.changed(cluster=candidate.on(self.sim.cluster)))
 
     def _kv_share(self, candidate: Candidate, engines: SimEngineSettings) -> float:
         alive = candidate.work.alive * self.run.group_size / (engines.count or 1)
@@ -347,10 +346,9 @@ def _slice(sim: SimSettings, num: int) -> SimSettings:
     """One of so many equal slices of a cluster. What does not depend on the number of samples stays."""
     shares = dict(engines="count", rewards="workers", lengths="rows")
     rates = dict(trainer="tokens_per_s", reference="tokens_per_s")
-    changes = dict[str, Settings]()
+    changes = {"trainer": {"attention_s": sim.trainer.attention_s * num}}
     for section, key in (shares | rates).items():
-        value = getattr(of := getattr(sim, section), key)
+        value = getattr(getattr(sim, section), key)
         divided = value and (value / num if section in rates else value // num)
-        changes[section] = of.model_copy(update={key: divided})
-    attention = {"attention_s": sim.trainer.attention_s * num}
-    return sim.model_copy(update={**changes, "trainer": changes["trainer"].model_copy(update=attention)})
+        changes.setdefault(section, {})[key] = divided
+    return sim.changed(**changes)
