@@ -216,8 +216,7 @@ class VllmServers(ServerKind):
             port=port,
             plugins=plugins,
             seed=next(engines.seeds),
-            adapter_rank=engines.adapter.rank if engines.adapter else None,
-            num_adapters=engines.adapter.versions if engines.adapter else 1,
+            adapter=engines.adapter,
         )
 
     @override

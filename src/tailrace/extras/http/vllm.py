@@ -23,6 +23,7 @@ from typing_extensions import override
 import tailrace
 from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
+from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.proof import SCORED
 from tailrace.errors import ConfigError, ServerRefused
@@ -363,8 +364,7 @@ def launch(
     port: int,
     plugins: Path,
     seed: int = 0,
-    adapter_rank: int | None = None,
-    num_adapters: int = 1,
+    adapter: LoraSettings | None = None,
 ) -> Launch:
     """The command line of one server on the loopback interface. Raises a ConfigError as `find_interpreter`.
 
@@ -372,8 +372,8 @@ def launch(
         max_context: tokens of a prompt and its completion together.
         plugins: the folder that `write_plugin` has written.
         seed: of the sampling noise. Two replicas with one seed would draw the same noise.
-        adapter_rank: of the adapters that it gets in place of whole weights.
-        num_adapters: that it keeps. Host memory has a place more, so that none leaves for the next one.
+        adapter: it gets adapters of these settings in place of whole weights. Host memory has a place more
+            than the versions that it keeps, so that none leaves for the next one.
     """
     flags = {
         "--model": str(model),
@@ -390,9 +390,9 @@ def launch(
     words = [word for flag in flags.items() for word in flag]
     words += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    if adapter_rank is not None:
-        words += ["--enable-lora", "--max-lora-rank", str(max_rank(adapter_rank))]
-        words += ["--max-loras", str(num_adapters), "--max-cpu-loras", str(num_adapters + 1)]
+    if adapter:
+        words += ["--enable-lora", "--max-lora-rank", str(max_rank(adapter.rank))]
+        words += ["--max-loras", str(adapter.versions), "--max-cpu-loras", str(adapter.versions + 1)]
         env[RUNTIME_ADAPTERS] = "1"
     command = (find_interpreter(settings), "-m", "vllm.entrypoints.openai.api_server", *words, *settings.args)
     return Launch(command, env | settings.env)

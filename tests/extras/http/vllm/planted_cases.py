@@ -52,7 +52,7 @@ async def opened(
         max_context=CONTEXT,
         port=port,
         plugins=plugins,
-        adapter_rank=lora.rank if lora else None,
+        adapter=lora,
     )
     env = {**launch.env, planted.FILE: str(folder / "fault")}
     server = await ManagedServer.start(

@@ -81,8 +81,7 @@ async def opened(folder: Path, num_adapters: int) -> AsyncIterator[tuple[Publica
         max_context=CONTEXT,
         port=port,
         plugins=write_plugin(folder / "plugin"),
-        adapter_rank=LORA.rank,
-        num_adapters=num_adapters,
+        adapter=LORA.model_copy(update={"versions": num_adapters}),
     )
     job = ServerJob(command=launch.command, env=dict(launch.env))
 
