@@ -226,7 +226,7 @@ def test_a_schedule_s_file_is_a_screen_that_names_its_paper_and_section(file: Pa
 def test_no_other_file_knows_a_schedule_of_ours_by_name() -> None:
     """No flag and no hook for one of them elsewhere: only the table and the commands' words name them."""
     package = Path(schedules.__file__).parents[1]
-    for room in ("rollout", "ledger", "sim", "engine", "trainer", "reward", "weights"):
+    for room in ("rollout", "ledger", "sim", "drivers/engine", "drivers/trainer", "drivers/reward"):
         for file in (package / room).rglob("*.py"):
             names = [node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)]
             assert not set(names) & set(SCHEDULES), file
