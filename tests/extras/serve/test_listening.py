@@ -1,8 +1,8 @@
 """The one set-up of HTTP servers."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -13,25 +13,23 @@ from tailrace.extras.serve.listening import HttpServer, bind
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = GET[:-4]
-Clients = Callable[[str, int], Coroutine[None, None, None]]
 
 
-def serve(clients: Clients, **settings: float) -> None:
-    """Let clients use a server that answers 204 to everything."""
+async def app(scope, receive, send):
+    """Answer 204 to everything."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
 
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
 
-    async def run():
-        server = HttpServer(app, bound, **settings)
-        serving = asyncio.ensure_future(server.serve())
-        await clients(*bound.getsockname())
-        server.stop()
-        await serving
-
+@asynccontextmanager
+async def serving(**settings: float) -> AsyncIterator[tuple[str, int]]:
+    """Yields the address of a server."""
     with bind("127.0.0.1", 0, "--port") as bound:
-        asyncio.run(asyncio.wait_for(run(), 60))
+        server = HttpServer(app, bound, **settings)
+        served = asyncio.ensure_future(server.serve())
+        yield bound.getsockname()
+        server.stop()
+        await served
 
 
 async def status(reader, writer, request=GET):
@@ -43,32 +41,24 @@ async def status(reader, writer, request=GET):
     return None
 
 
-def test_a_client_that_connects_before_the_server_serves_is_answered():
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def run():
+async def test_a_client_that_connects_before_the_server_serves_is_answered():
+    with bind("127.0.0.1", 0, "--port") as bound:
         server = HttpServer(app, bound)
         reader, writer = await asyncio.open_connection(*bound.getsockname())
         writer.write(GET)
-        serving = asyncio.ensure_future(server.serve())
+        served = asyncio.ensure_future(server.serve())
         assert (await reader.readline()).startswith(b"HTTP/1.1 204")
         writer.close()
         server.stop()
-        await serving
-
-    with bind("127.0.0.1", 0, "--port") as bound:
-        asyncio.run(asyncio.wait_for(run(), 60))
+        await served
 
 
 @pytest.mark.parametrize("before", [b"", GET], ids=["the first request", "a later request"])
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half a header"])
-def test_a_header_that_does_not_come_in_time_ends_the_connection(monkeypatch, before, sent):
+async def test_a_header_that_does_not_come_in_time_ends_the_connection(monkeypatch, before, sent):
     """After a request nothing need follow: that connection is idle, for longer here."""
     monkeypatch.setattr(listening, "HEADER_TIMEOUT_S", 0.3)
-
-    async def clients(*address):
+    async with serving(idle_timeout_s=30.0) as address:
         reader, writer = await asyncio.open_connection(*address)
         if before:
             assert await status(reader, writer, before) == 204
@@ -81,11 +71,9 @@ def test_a_header_that_does_not_come_in_time_ends_the_connection(monkeypatch, be
                 assert await reader.read() == b""
         writer.close()
 
-    serve(clients, idle_timeout_s=30.0)
 
-
-def test_a_header_that_comes_in_pieces_is_waited_for():
-    async def clients(*address):
+async def test_a_header_that_comes_in_pieces_is_waited_for():
+    async with serving() as address:
         reader, writer = await asyncio.open_connection(*address)
         for piece in (HALF[:5], HALF[5:]):
             writer.write(piece)
@@ -93,16 +81,13 @@ def test_a_header_that_comes_in_pieces_is_waited_for():
         assert await status(reader, writer, GET[-4:]) == 204
         writer.close()
 
-    serve(clients)
-
 
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half headers"])
-def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_that_is_known(
+async def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_that_is_known(
     sent, caplog, monkeypatch
 ):
     monkeypatch.setattr("tailrace.extras.serve.listening.HEADER_GRACE_S", 0.05)
-
-    async def clients(*address):
+    async with serving() as address:
         pages = [await asyncio.open_connection(*address) for _ in range(MAX_STRANGERS // 2)]
         assert [await status(*page) for page in pages] == [204] * len(pages)
         with file_limit(200):
@@ -114,15 +99,12 @@ def test_a_flood_of_strangers_takes_few_descriptors_and_closes_no_connection_tha
                 assert [await status(*page) for page in [*pages, other]] == [204] * (len(pages) + 1)
         for _, writer in [*pages, other]:
             writer.close()
-
-    serve(clients)
     assert caplog.records == []
 
 
-def test_of_too_many_connections_the_one_that_is_idle_for_the_longest_time_goes(monkeypatch):
+async def test_of_too_many_connections_the_one_that_is_idle_for_the_longest_time_goes(monkeypatch):
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
-
-    async def clients(*address):
+    async with serving() as address:
         pages = [await asyncio.open_connection(*address) for _ in range(3)]
         for page in [*pages, pages[0]]:
             assert await status(*page) == 204
@@ -130,8 +112,6 @@ def test_of_too_many_connections_the_one_that_is_idle_for_the_longest_time_goes(
         assert [await status(*page) for page in [*pages, newest]] == [204, None, 204, 204]
         for _, writer in [*pages, newest]:
             writer.close()
-
-    serve(clients)
 
 
 HOST = "127.0.0.1:8000"
@@ -157,15 +137,12 @@ HOST = "127.0.0.1:8000"
         ("POST", None, "cross-site navigate document", 403),
     ],
 )
-def test_a_page_of_another_site_is_refused_unless_it_opens_a_page_of_ours(method, origin, fetch, expected):
+async def test_a_page_of_another_site_is_refused_unless_it_opens_one_of_ours(method, origin, fetch, expected):
     """As its browser says in the headers Origin and Sec-Fetch-Site, -Mode, -Dest."""
     given = zip(("site", "mode", "dest"), fetch.split(), strict=False)
     lines = [f"{method} / HTTP/1.1", f"host: {HOST}", *(f"sec-fetch-{key}: {value}" for key, value in given)]
     lines += [f"origin: {origin}"] * (origin is not None)
-
-    async def clients(*address):
+    async with serving() as address:
         reader, writer = await asyncio.open_connection(*address)
         assert await status(reader, writer, "\r\n".join([*lines, "", ""]).encode()) == expected
         writer.close()
-
-    serve(clients)
