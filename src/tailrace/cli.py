@@ -52,6 +52,10 @@ COMMANDS = {
         "extras.plan.fit_command:fit_run",
         "costs and lengths of a run or a log, as the [sim] section of a config",
     ),
+    "advise": (
+        "extras.plan.advise_command:advise",
+        "what the longest responses of a run cost, by its log, and which settings of its framework help",
+    ),
     "plan": (
         "extras.plan.command:plan",
         "the fastest schedule, division of the devices and widths for [sim.cluster], in virtual time",

@@ -35,14 +35,20 @@ def on(device: str = "H100", model: str = "Qwen2.5-7B", **cluster: Any) -> SimSe
     return SimSettings(cluster=SimClusterSettings(device=device, model=model, **(PEAK | cluster)))
 
 
+TIED = ("0.5B", "0.6B", "1.5B", "1.7B", "3B", "4B")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parameters_of_a_known_model_are_those_of_its_shape(name: str) -> None:
-    """Qwen2.5 has biases of queries, keys and values; Qwen3 norms of queries and keys instead."""
+    """Qwen2.5 has biases of queries, keys and values; Qwen3 norms of queries and keys instead. Of experts a
+    shape has those that a token reaches: 8 of 128, and the router has a row for each."""
     model = MODELS[name]
     query, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    own = query + 2 * kv if name.startswith("Qwen2.5") else 2 * model.head_size
+    own = {"Qwen2": query + 2 * kv, "Qwen3": 2 * model.head_size, "Llama": 0}[name[:5]]
+    if name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B"):
+        own += model.hidden_size * (3 * 15 * model.mlp_size + 128)
     norms = 2 * model.hidden_size + own
-    is_tied = name in ("Qwen3-1.7B", "Qwen3-4B")
+    is_tied = name.removeprefix("Qwen3-").removeprefix("Qwen2.5-") in TIED
     embedding = 0 if is_tied else model.hidden_size * model.vocabulary
     others = model.num_layers * norms + model.hidden_size
     matrices = model.num_layers * multiplied_parameters(model) + model.hidden_size * model.vocabulary

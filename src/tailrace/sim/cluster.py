@@ -11,6 +11,7 @@ Rates of devices are peaks of one device, in one direction for links. `SimCluste
 them is reached.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, log2
@@ -49,39 +50,9 @@ class DeviceProfile:
     source: str
 
 
+_TABLE = tomllib.loads(Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8"))
 PROFILES: Mapping[str, DeviceProfile] = {
-    "A100-40G": DeviceProfile(
-        *(40e9, 1555e9, 312e12, 300e9, 10e-6, 32e9),
-        "NVIDIA A100 Tensor Core GPU data sheet, 2021: SXM; NVLink: half of 600 GB/s; PCIe 4.0",
-    ),
-    "RTX 4090": DeviceProfile(
-        *(24e9, 1008e9, 165.2e12, 32e9, 20e-6, 32e9),
-        "NVIDIA Ada GPU Architecture white paper, 2023, appendix A; no NVLink: PCIe 4.0",
-    ),
-    "H100": DeviceProfile(
-        *(80e9, 3350e9, 989.4e12, 450e9, 10e-6, 64e9),
-        "NVIDIA H100 Tensor Core GPU data sheet, 2023: SXM; half of the FLOP/s with sparsity; NVLink: half"
-        " of 900 GB/s; PCIe 5.0",
-    ),
-    "H800": DeviceProfile(
-        *(80e9, 3350e9, 989.4e12, 200e9, 10e-6, 64e9),
-        "as H100; NVLink: half of 400 GB/s (Zhao et al., Insights into DeepSeek-V3, ISCA 2025)",
-    ),
-    "H200": DeviceProfile(
-        *(141e9, 4800e9, 989.4e12, 450e9, 10e-6, 64e9),
-        "NVIDIA H200 Tensor Core GPU data sheet, 2024: SXM; half of the FLOP/s with sparsity; NVLink: half"
-        " of 900 GB/s; PCIe 5.0",
-    ),
-    "MI300X": DeviceProfile(
-        *(192e9, 5300e9, 1307.4e12, 448e9, 15e-6, 64e9),
-        "AMD Instinct MI300X data sheet, 2023: seven links of 64 GB/s in one direction; PCIe 5.0",
-    ),
-    "CPU": DeviceProfile(
-        *(512e9, 307.2e9, 229.4e12, 12.5e9, 50e-6, 307.2e9),
-        "Intel Xeon Platinum 8480+ (Intel ARK, 2023): 8 channels of DDR5-4800; 56 cores at 2.0 GHz, with AMX"
-        " 2048 FLOPs a cycle (Intel 64 and IA-32 Optimization Reference Manual, 2023); assumed: 512 GB, and a"
-        " network of 100 Gbit/s",
-    ),
+    name: DeviceProfile(**profile) for name, profile in _TABLE["devices"].items()
 }
 """Devices by the name that `sim.cluster.device` gives."""
 
@@ -93,21 +64,18 @@ def multiplied_parameters(model: ModelShape) -> int:
 
 
 def _known(*sizes: int) -> ModelShape:
-    """A model without experts, with a head of its own."""
+    """A model with a head of its own; experts make its blocks larger than what a token is multiplied with."""
     shape = ModelShape(*sizes)
     outside = 2 * shape.vocabulary * shape.hidden_size
-    return replace(shape, block_parameters=multiplied_parameters(shape), outside_parameters=outside)
+    of_all = (shape.num_parameters - outside) // shape.num_layers
+    block = multiplied_parameters(shape)
+    return replace(
+        shape, block_parameters=of_all if of_all > 2 * block else block, outside_parameters=outside
+    )
 
 
-MODELS: Mapping[str, ModelShape] = {
-    "Qwen2.5-7B": _known(7_615_616_512, 28, 3584, 28, 4, 128, 18944, 152_064, 131_072),
-    "Qwen2.5-14B": _known(14_770_033_664, 48, 5120, 40, 8, 128, 13824, 152_064, 131_072),
-    "Qwen2.5-32B": _known(32_763_876_352, 64, 5120, 40, 8, 128, 27648, 152_064, 131_072),
-    "Qwen3-1.7B": _known(1_720_574_976, 28, 2048, 16, 8, 128, 6144, 151_936, 40_960),
-    "Qwen3-4B": _known(4_022_468_096, 36, 2560, 32, 8, 128, 9728, 151_936, 40_960),
-    "Qwen3-8B": _known(8_190_735_360, 36, 4096, 32, 8, 128, 12288, 151_936, 40_960),
-}
-"""The papers' models, from their published config.json; parameters as in their weight files."""
+MODELS: Mapping[str, ModelShape] = {name: _known(*sizes) for name, sizes in _TABLE["models"].items()}
+"""Models of the papers and of published measurements."""
 
 
 S = TypeVar("S", bound=Settings)

@@ -243,12 +243,12 @@ class SimClusterSettings(Settings):
     the device's peak."""
 
     device: Shared[str] = "H100"
-    """Name of a profile: A100-40G, RTX 4090, H100, H800, H200, MI300X or CPU."""
+    """Name of a profile: A100-40G, RTX 4090, L40S, H100, H800, H200, H20, B200, GB200, MI300X or CPU."""
     devices: int = Field(default=8, ge=1)
     """Devices that generate and train."""
     model: FolderOrName | None = None
-    """Qwen2.5-7B, Qwen2.5-14B, Qwen2.5-32B, Qwen3-1.7B, Qwen3-4B, Qwen3-8B, or a Hugging Face model folder.
-    None: that of [model]."""
+    """A model of sim/cluster.toml, such as Qwen2.5-7B or Qwen3-30B-A3B, or a Hugging Face model folder. None:
+    that of [model]."""
     rollout_devices: int | None = Field(default=None, ge=1)
     """Devices that generate; the others train. None: all generate and train in turn, which needs
     placement.kind = "colocated" or "elastic"."""

@@ -93,9 +93,9 @@ def without_an_answer(here: Path) -> None:
     ("words", "before", "message"),
     [
         (
-            "--gpus 8xB200",
+            "--gpus 8xB300",
             None,
-            "--gpus = '8xB200': the GPU is not known; write a number (1, 2, 4, 8), x and a GPU (A100-40G, ",
+            "--gpus = '8xB300': the GPU is not known; write a number (1, 2, 4, 8), x and a GPU (A100-40G, ",
         ),
         ("--gpus=", None, "--gpus = '': the GPU is not known"),
         ("--gpus 3xH100", None, "there are presets for 1, 2, 4, 8 of them"),

@@ -43,8 +43,8 @@ def fit_run(
     """Fit a run, and print what was found; or with --profile measure the engines of its config.
 
     Args:
-        run: its output directory, or a log of TRL, verl, prime-rl, slime, miles or NeMo-RL: a folder, or a
-            file of JSONL, TensorBoard or W&B's offline mode; with --profile also a config file.
+        run: its output directory, or a log of another framework of extras/plan/peers.toml: a folder, or a
+            file of JSONL, CSV, TensorBoard or W&B's offline mode; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
         samples: of a step, where the log of another framework does not say.
         profile: a file for the offline profile of the engines, which `placement.profile` names.
