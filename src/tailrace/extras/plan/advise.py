@@ -42,7 +42,7 @@ DUMPS: Mapping[str, str] = _TABLE.pop("dumps")
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class PeerMode:
     """An order of work that a framework has, as advise.toml describes it."""
 
     name: str
@@ -55,14 +55,14 @@ class Mode:
         return candidate.work.schedule in self.schedules and candidate.kind in self.placements
 
 
-MODES = {name: [Mode(**mode) for mode in modes] for name, modes in _TABLE.items()}
+MODES = {name: [PeerMode(**mode) for mode in modes] for name, modes in _TABLE.items()}
 
 
 @dataclass(frozen=True)
 class _OfMode(Problem):
     """The problem of a plan, with the candidates of one mode."""
 
-    mode: Mode | None = None
+    mode: PeerMode | None = None
 
     def candidates(self, *, whole: bool = False) -> tuple[dict[Candidate, SimSettings], Any]:
         assert self.mode
