@@ -66,9 +66,9 @@ def test_a_log_without_a_card_is_answered_and_says_what_the_rest_needs(
 
 def test_a_run_that_training_bounds_has_nothing_to_gain(tmp_path: Path) -> None:
     advice = advised("verl sync", tmp_path)
-    order = advise.Order(ORDERS["verl"][0], _measured(110.0), 110.0, "in turn", ["a=b"], "")
+    order = advise.BestOrder(ORDERS["verl"][0], _measured(110.0), 110.0, "in turn", ["a=b"], "")
     assert advice.order_words([order], None)[-1].startswith("Nothing to gain for certain")
-    order = advise.Order(ORDERS["verl"][0], _measured(60.0), 60.0, "in turn", ["a=b"], "")
+    order = advise.BestOrder(ORDERS["verl"][0], _measured(60.0), 60.0, "in turn", ["a=b"], "")
     assert not any("Nothing" in words for words in advice.order_words([order], 0.02))
     assert "no other order of work" in advice.order_words([], None)[0]
 

@@ -74,10 +74,10 @@ class _OfMode(Problem):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BestOrder:
     """A mode at its best: seconds of a step, ages of tokens in steps, and the settings to paste."""
 
-    mode: Mode
+    mode: PeerMode
     measured: Measured
     step_s: float
     where: str
@@ -185,10 +185,10 @@ class Advice:
             changes["trainer"] = config.sim.trainer.model_copy(update={"drift": drift})
         return config.model_copy(update={"sim": config.sim.model_copy(update=changes)})
 
-    def orders(self, config: RunConfig, progress: Any) -> list[Order]:
+    def orders(self, config: RunConfig, progress: Any) -> list[BestOrder]:
         """The modes of the framework at their best on the devices, the fastest first."""
         assert config.sim.cluster
-        asked, found, devices = problem_of(config), list[Order](), config.sim.cluster.devices
+        asked, found, devices = problem_of(config), list[BestOrder](), config.sim.cluster.devices
         fields = {name: getattr(asked, name) for name in Problem.__dataclass_fields__}
         for mode in MODES.get(self.log.framework, []):
             try:
@@ -199,7 +199,7 @@ class Advice:
             words = self._words(best, devices)
             settings = [_setting(key, value.format(**words)) for key, value in mode.keys.items()]
             where = best.candidate.division(devices)
-            found.append(Order(mode, best, seconds, where, settings, mode.say.format(**words)))
+            found.append(BestOrder(mode, best, seconds, where, settings, mode.say.format(**words)))
         return sorted(found, key=lambda order: order.step_s)
 
     def itself_s(self, config: RunConfig) -> float | None:
@@ -244,7 +244,7 @@ class Advice:
         bound = "If it never waited" if log.overlaps else "If its engines were full until the last token"
         return [*said, f"{bound}, a step would take {full_s:.3g} s: {gain:.2f}x as fast, on these devices."]
 
-    def order_words(self, orders: Sequence[Order], drift: float | None) -> list[str]:
+    def order_words(self, orders: Sequence[BestOrder], drift: float | None) -> list[str]:
         """What the modes of the framework would change."""
         framework, said = self.log.framework, list[str]()
         if not orders:

@@ -14,7 +14,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.signals import signals_awaited
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress, writing
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.advise import ERROR, Advice, Order, in_turn
+from tailrace.extras.plan.advise import ERROR, Advice, BestOrder, in_turn
 from tailrace.extras.plan.peers import read_peer
 from tailrace.sim.cluster import MODELS, PROFILES
 
@@ -78,7 +78,7 @@ def advise(
     log = in_turn(
         read_peer(path, samples, max_tokens=max_tokens, prompt_tokens=prompt_tokens), rollout_devices
     )
-    advice, orders, itself_s = Advice.of(log, group_size), list[Order](), None
+    advice, orders, itself_s = Advice.of(log, group_size), list[BestOrder](), None
     said, devices = advice.first_words(), devices or round(log.mean("devices")) or None
     wanted = {"--device": device, "--model": model, "--devices": devices}
     if log.overlaps:
@@ -119,7 +119,7 @@ def _orders(
     tensor_parallel: int | None,
     drift: float | None,
     told: Callable[[str], None],
-) -> tuple[list[Order], float | None]:
+) -> tuple[list[BestOrder], float | None]:
     """The orders of work on a cluster, and what the run itself is predicted to take there. Its engines
     have as few devices as the model needs."""
     sizes = [tensor_parallel] if tensor_parallel else SIZES
@@ -144,7 +144,7 @@ def _flags_named() -> Iterator[None]:
         raise ConfigError(flag, why.value, why.problem, remedy) from None
 
 
-def _table(orders: Sequence[Order]) -> Table:
+def _table(orders: Sequence[BestOrder]) -> Table:
     table = Table("order of work", Column("devices", no_wrap=True))
     for name in ("s/step", "lag", "largest", "ESS", "bias"):
         table.add_column(name, justify="right")
@@ -156,7 +156,7 @@ def _table(orders: Sequence[Order]) -> Table:
     return table
 
 
-def _numbers(advice: Advice, orders: Sequence[Order]) -> dict[str, object]:
+def _numbers(advice: Advice, orders: Sequence[BestOrder]) -> dict[str, object]:
     log = advice.log
     ages = {name: log.mean(name) for name in ("lag_mean", "lag_max", "discarded") if log.column(name).any()}
     return {
