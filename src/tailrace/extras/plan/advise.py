@@ -1,4 +1,4 @@
-"""What the tail of a run costs, and which orders of work its framework has that would be faster.
+"""The advice on a run: the cost of its tail, and the orders of work of its framework that would be faster.
 
 The costs are fitted to the log (`peer_fit.py`), the orders are planned on the same devices (`search.py`), of
 which advise.toml says how each framework calls them.
@@ -211,7 +211,7 @@ class Advice:
         return None
 
     def _words(self, best: Measured, devices: int) -> Mapping[str, object]:
-        """What values of advise.toml name."""
+        """The words that values of advise.toml name."""
         candidate, lag = best.candidate, round(best.figures["lag_max"])
         rollout = candidate.rollout_devices or devices
         alive = self.groups if candidate.work.alive == float("inf") else ceil(candidate.work.alive)
@@ -230,7 +230,7 @@ class Advice:
         }
 
     def first_words(self) -> list[str]:
-        """Where the time goes, and what the tail costs."""
+        """Say where the time goes, and what the tail costs."""
         log, full_s = self.log, self.full_s
         said = [f"{log.framework}, {len(log.steps)} steps of {self.samples} samples: {log.waits}."]
         if log.overlaps:
@@ -245,7 +245,7 @@ class Advice:
         return [*said, f"{bound}, a step would take {full_s:.3g} s: {gain:.2f}x as fast, on these devices."]
 
     def order_words(self, orders: Sequence[BestOrder], drift: float | None) -> list[str]:
-        """What the modes of the framework would change."""
+        """Say what the modes of the framework would change."""
         framework, said = self.log.framework, list[str]()
         if not orders:
             return [f"{framework} has no other order of work that fits these devices."]
@@ -266,7 +266,7 @@ class Advice:
         return said
 
     def error_words(self, itself_s: float | None) -> str:
-        """How far off predictions are, and what would narrow it."""
+        """Say how far off predictions are, and what would narrow it."""
         said = f"Error: half of the steps that others printed were predicted within {ERROR:.0%}"
         if itself_s:
             said += f"; this run's own step with {itself_s:.3g} s ({itself_s / self.step_s - 1:+.0%})"
