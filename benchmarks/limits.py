@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tailrace.contracts.memory import ModelShape
-from tailrace.sim.cluster import PROFILES, multiplied_parameters
+from tailrace.sim.cluster import multiplied_parameters
+from tailrace.sim.device_profiles import PROFILES
 
 ITEM = 2
 """Bytes of a bfloat16 number."""

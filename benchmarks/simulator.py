@@ -34,7 +34,7 @@ from common import run, write
 from tailrace import clock
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.record.events import (
     Event,
     GroupEnded,

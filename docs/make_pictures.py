@@ -31,7 +31,7 @@ from tailrace import clock
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.record.events import Event, Recorder, logged
 from tailrace.record.intervals import total, union
 from tailrace.record.timeline import Timeline

@@ -10,7 +10,8 @@ from reproductions.rollpacker_runs import P0, PERIOD, R0, Model, tailbatch_of
 from tailrace.contracts.engine import Engine
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.drivers.assembly.placement import computed_profile
-from tailrace.drivers.assembly.simulation import simulate, simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
+from tailrace.drivers.assembly.simulation import simulate
 from tailrace.record.events import Event, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.profile import EngineProfile
@@ -79,7 +80,7 @@ def rollouts(
     sim, sizes = set_up(name, devices, smallest), Sizes()
 
     def parts() -> RunComponents:
-        parts = simulated_parts(sim, seed, sharing=sharing)
+        parts = simulated_parts(rates(sim), seed, sharing=sharing)
         sizes.engines = parts.engines
         return parts
 

@@ -14,7 +14,8 @@ from statistics import fmean
 from reproductions.rollpacker_judge import Sharing, interference, judge_of
 from tailrace.contracts.reward import Rewards, TimeoutSettings
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.drivers.assembly.simulation import Simulated, simulate, simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
+from tailrace.drivers.assembly.simulation import Simulated, simulate
 from tailrace.record.events import Row
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.placement import Kind as PlacementKind
@@ -240,7 +241,7 @@ def run(
     sim = set_up(model, variant)
 
     def parts() -> RunComponents:
-        parts = simulated_parts(sim, seed, replicas=replicas, sharing=sharing)
+        parts = simulated_parts(rates(sim), seed, replicas=replicas, sharing=sharing)
         given = {"LLM-as-a-Judge": parts.rewards} if variant.sharing else {}
         each = [given.get(task) or rewards_of(task, variant, parts.anchors, seed) for task in tasks]
         return replace(parts, rewards=MixedRewards(each), synchronous_rewards=not variant.asynchronous)
@@ -293,7 +294,7 @@ def growing_rollouts(limits: Sequence[int], max_width: int, seed: int = 0) -> Si
         engines = [
             SimEngine(f"engine-{number}", cost, lengths, max(limits)) for number in range(cost.count or 1)
         ]
-        return replace(simulated_parts(sim, settings.seed, sharing=sharing), engines=engines)
+        return replace(simulated_parts(rates(sim), settings.seed, sharing=sharing), engines=engines)
 
     return simulate(serial_of(P0), sim, settings, parts=parts)
 

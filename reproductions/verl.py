@@ -19,7 +19,8 @@ from reproductions.base import Figure, Kind, Paper, Table, parameters
 from tailrace.contracts.engine import Engine
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulate, simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
+from tailrace.drivers.assembly.simulation import simulate
 from tailrace.rollout.admission import AtMost
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
 from tailrace.schedules import Schedule

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
 from tailrace.controller.base import RunComponents
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.prices import Prices, PriceSettings
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import BooksClosed, RoundStarted, Spent, Stepped

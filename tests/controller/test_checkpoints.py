@@ -10,7 +10,7 @@ from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simulate
 from tailrace.controller.base import RunComponents
 from tailrace.controller.checkpoints import delete_old
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import CheckpointError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Saved, Stepped

@@ -13,7 +13,7 @@ from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, change, simulate
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import LedgerTables
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import BooksClosed, Evaluated, Published, RoundStarted, Saved, Stepped

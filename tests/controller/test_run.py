@@ -33,7 +33,7 @@ from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.controller.watchdog import watch_controller_lag
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import (
     BadRow,
     ConfigError,

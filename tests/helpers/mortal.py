@@ -11,7 +11,7 @@ from tailrace.contracts.engine import TokenCounter, Usage
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.errors import EngineDied, TransferFailed
 from tailrace.sim.engine import SimEngine

@@ -20,7 +20,7 @@ from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.schedule import steps_of_a_round
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import RunRow, Transaction
 from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals

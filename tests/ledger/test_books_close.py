@@ -36,7 +36,7 @@ from helpers.virtual import (
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.trainer import StepStats
 from tailrace.controller.base import RunSettings
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Stepped

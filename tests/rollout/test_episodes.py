@@ -21,7 +21,7 @@ from tailrace.contracts.environments import EpisodeOver, Policy
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed, LedgerError, WorkerDied
 from tailrace.record.events import Recorder, RequestEnded, RequestStarted, SampleScored, Stepped

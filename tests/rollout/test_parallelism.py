@@ -8,7 +8,7 @@ import pytest
 
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.record.events import (
     EngineStateChanged,
     Preempted,

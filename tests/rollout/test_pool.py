@@ -22,7 +22,7 @@ from helpers.virtual import (
 )
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import NeverComes, RewardFailed, StalenessError
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier

@@ -11,7 +11,7 @@ import pytest
 from helpers.virtual import EXACT, SCHEDULES_BY_NAME, change, simulate
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.record.events import Accumulated, Evaluated, ReferenceScored, SampleScored
 from tailrace.schedules.rolloutpipe import rolloutpipe
 from tailrace.sim.engine import SimEngine

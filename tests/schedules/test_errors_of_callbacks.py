@@ -12,7 +12,7 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Outcome, change, s
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import AllDropped, AllFiltered, LedgerError, RewardFailed
 from tailrace.record.events import Event, RequestEnded
 from tailrace.rollout import pool

@@ -19,7 +19,7 @@ from tailrace.config import load_config
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.schedule import resolve
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import ConfigError, StalenessError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store

@@ -13,7 +13,7 @@ import pytest
 from helpers.virtual import EXACT, change, simulate, worlds
 from tailrace.controller.base import RunSettings
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import RewardFailed
 from tailrace.record.events import (
     Accumulated,

@@ -6,12 +6,8 @@ arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 20
 training for attention, too: a token meets half of its sequence on average, with 4 FLOPs a layer and dimension
 of the queries (the same section). Left out are attention and communication of a prefill, and activations in
 memory.
-
-Rates of devices are peaks of one device, in one direction for links. `SimClusterSettings` says which share of
-them is reached.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, log2
@@ -22,39 +18,11 @@ from tailrace.contracts.memory import STATE_BYTES, ModelShape, ProcessMemory, gi
 from tailrace.contracts.trainer import OffloadSettings, Place
 from tailrace.errors import ConfigError
 from tailrace.settings import Settings
+from tailrace.sim.device_profiles import TABLE, DeviceProfile, device_of
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimClusterSettings, SimSettings
 
 BYTES_PER_WEIGHT = 2
 """Engines hold weights and KV cache in bfloat16."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceProfile:
-    """One device.
-
-    Args:
-        bytes_per_s: bandwidth of its own memory.
-        flops: dense bfloat16 operations a second, accumulated in float32.
-        link_bytes_per_s: to another device of the same node, in one direction.
-        link_latency_s: of an all-reduce of a few kilobytes, for each doubling of the devices.
-        host_bytes_per_s: to the memory of the host, in one direction.
-        source: document and year of the numbers. No data sheet gives the latency: it is assumed.
-    """
-
-    memory_bytes: float
-    bytes_per_s: float
-    flops: float
-    link_bytes_per_s: float
-    link_latency_s: float
-    host_bytes_per_s: float
-    source: str
-
-
-_TABLE = tomllib.loads(Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8"))
-PROFILES: Mapping[str, DeviceProfile] = {
-    name: DeviceProfile(**profile) for name, profile in _TABLE["devices"].items()
-}
-"""Devices by the name that `sim.cluster.device` gives."""
 
 
 def multiplied_parameters(model: ModelShape) -> int:
@@ -74,7 +42,7 @@ def _known(*sizes: int) -> ModelShape:
     )
 
 
-MODELS: Mapping[str, ModelShape] = {name: _known(*sizes) for name, sizes in _TABLE["models"].items()}
+MODELS: Mapping[str, ModelShape] = {name: _known(*sizes) for name, sizes in TABLE["models"].items()}
 """Models of the papers and of published measurements."""
 
 
@@ -124,14 +92,6 @@ def memory_shares(cluster: SimClusterSettings) -> tuple[float, float]:
 def _filled(section: S, found: Mapping[str, Any]) -> S:
     given = section.model_fields_set
     return section.changed(**{key: value for key, value in found.items() if key not in given})
-
-
-def device_of(cluster: SimClusterSettings) -> DeviceProfile:
-    """Raises a ConfigError if there is no such profile."""
-    if cluster.device not in PROFILES:
-        problem = "there is no profile of this name"
-        raise ConfigError("sim.cluster.device", cluster.device, problem, f"choose from {', '.join(PROFILES)}")
-    return PROFILES[cluster.device]
 
 
 def model_of(key: str, name: str | None) -> ModelShape:

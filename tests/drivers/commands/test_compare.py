@@ -17,7 +17,7 @@ from tailrace import clock
 from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.assembly.trials import BoundRun, run_trial
 from tailrace.drivers.commands.compare import LAG_COSTS, Comparison, in_turn
 from tailrace.drivers.commands.compare_runs import figures_of, verdict

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.virtual import EXACT
 from tailrace import clock
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.memory import LayerBudget
 from tailrace.extras.judges.simulated import ForwardPass, SimJudge, forward_pass

@@ -18,7 +18,7 @@ from tailrace.drivers.assembly.machine import Fitted, Machine, check_devices, fi
 from tailrace.drivers.assembly.placement import check_placement
 from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import BoundSchedule, trains_while_generating
-from tailrace.drivers.assembly.simulation import most_groups
+from tailrace.drivers.assembly.simulated import most_groups
 from tailrace.drivers.data.encoding import OPEN_TAG, PromptEncoder, load_tokenizer
 from tailrace.drivers.data.open import CHECKED_ROWS, check_lengths, usable_prompts
 from tailrace.drivers.kinds.base import engine_kind, trainer_kind

@@ -21,7 +21,7 @@ from tailrace.drivers.reward.kinds import judge_kind
 from tailrace.drivers.trainer.adapter import adapter_parameters
 from tailrace.errors import ConfigError
 from tailrace.model_folder import context_length
-from tailrace.sim.cluster import device_of
+from tailrace.sim.device_profiles import device_of
 from tailrace.sim.settings import SimClusterSettings
 
 MICROBATCH, MICROBATCH_GPU, MICROBATCH_LEAST = 1024, 16_384, 256

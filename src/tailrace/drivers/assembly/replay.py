@@ -100,10 +100,37 @@ class Recording:
         return cls(tables, order, changed_steps)
 
     @property
+    def schedule(self) -> BoundSchedule:
+        """It repeats the order."""
+        return BoundSchedule(replayed)
+
+    @property
     def num_rounds(self) -> int:
         """Rounds with all their steps, and the last one if it was interrupted."""
         last = isinstance(self.order[-1], RoundEnded)
         return sum(isinstance(each, RoundEnded) for each in self.order) + (not last)
+
+    def check(self, config: LiveConfig) -> Fitted[LiveConfig]:
+        """Check a config against the recording before anything starts. Raises a ConfigError.
+
+        Returns:
+            The config with the rounds of the recording, without evaluations, and fitted to the machine.
+        """
+        run = {"rounds": self.num_rounds, "eval_every": 0}
+        config = config.changed(run=run, weights={"probe_every": 0}, prices=None)
+        assert config.run.replay
+        config = dated(config, RunFolder(config.run.replay))
+        samples = (each.id for each in self.tables.trainings.values())
+        longest = max(self.tables.samples[id].num_tokens for id in samples)
+        say(f"replays {self.num_rounds} rounds of {config.run.replay}; nothing is generated")
+        return Fitted(fitted_to_machine(config, prompt_tokens=longest, overlaps=False).config)
+
+    @asynccontextmanager
+    async def open(self, config: LiveConfig, folder: Path) -> AsyncIterator[RunComponents]:
+        """Start the trainer of a replay alone. Raises as `open_trainer`."""
+        async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
+            prompts = training_prompts(config)
+            yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
 
     def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
         """Give a run what was recorded. Returns its schedule."""
@@ -111,7 +138,7 @@ class Recording:
             self._fill(start, config, folder)
         else:
             self._restore_versions(start)
-        return partial(replayed, config=config, recording=self, num_groups=len(start.interrupted))
+        return partial(self.schedule, config=config, recording=self, num_groups=len(start.interrupted))
 
     def _fill(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> None:
         """Give a new run the recorded groups. Their tokens count as generated."""
@@ -172,30 +199,6 @@ def _is_before(event: Recorded, start: RunStarted) -> bool:
     return False
 
 
-def check_replay(config: LiveConfig, recording: Recording) -> Fitted[LiveConfig]:
-    """Check a config against its recording before anything starts. Raises a ConfigError.
-
-    Returns:
-        The config with the rounds of the recording, without evaluations, and fitted to the machine.
-    """
-    run = {"rounds": recording.num_rounds, "eval_every": 0}
-    config = config.changed(run=run, weights={"probe_every": 0}, prices=None)
-    assert config.run.replay
-    config = dated(config, RunFolder(config.run.replay))
-    samples = (each.id for each in recording.tables.trainings.values())
-    longest = max(recording.tables.samples[id].num_tokens for id in samples)
-    say(f"replays {recording.num_rounds} rounds of {config.run.replay}; nothing is generated")
-    return Fitted(fitted_to_machine(config, prompt_tokens=longest, overlaps=False).config)
-
-
-@asynccontextmanager
-async def open_replay(config: LiveConfig, folder: Path) -> AsyncIterator[RunComponents]:
-    """Start the trainer of a replay alone. Raises as `open_trainer`."""
-    async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
-        prompts = training_prompts(config)
-        yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
-
-
 async def replayed(run: Run, *, config: LiveConfig, recording: Recording, num_groups: int) -> None:
     """The schedule of a replay: the recorded order, or a step after so many groups. Where the run masked
     stale tokens, those beyond `schedule.staleness` are masked. `num_groups`: not trained yet."""
@@ -238,3 +241,11 @@ def _units(samples: Sequence[Sample]) -> list[list[Group | Sample]]:
     if all(run == run[0].group.trainable for run in runs):
         return [[run[0].group] for run in runs]
     return [[*samples]]
+
+
+class Replay:
+    """The hook `run.replay`."""
+
+    def read(self, config: LiveConfig) -> Recording:
+        """Return what is replayed (`ReplayedRun` of running.py). Raises as `Recording.read`."""
+        return Recording.read(config)

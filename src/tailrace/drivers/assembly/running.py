@@ -4,24 +4,24 @@ import asyncio
 import faulthandler
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import LiveConfig, RunConfig
-from tailrace.controller.base import RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import end_at_last, watch_controller_lag
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.drivers.assembly.machine import Fitted
 from tailrace.drivers.assembly.open import open_parts
-from tailrace.drivers.assembly.replay import Recording, check_replay, open_replay, replayed
 from tailrace.drivers.assembly.report import report
 from tailrace.drivers.assembly.resumption import best_evaluation, dated, ended, go_on, opened, rewind
 from tailrace.drivers.assembly.schedule import (
@@ -31,10 +31,11 @@ from tailrace.drivers.assembly.schedule import (
     with_published_defaults,
 )
 from tailrace.drivers.assembly.signals import signals_received
-from tailrace.drivers.assembly.simulation import failure_limit
+from tailrace.drivers.assembly.simulated import failure_limit
 from tailrace.drivers.kinds.tracker import TrackedRun, open_trackers
 from tailrace.errors import Interrupted, WorkerDied, say
 from tailrace.importing import saved_function
+from tailrace.kinds import kind_of
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
@@ -48,6 +49,22 @@ from tailrace.record.summary import RunSummary, Summary
 
 STOPPING = "{}: saving a checkpoint; Ctrl-C again ends at once"
 RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
+
+
+class ReplayedRun(Protocol):
+    """A recorded run that is trained again: of the hook `run.replay`, whose `read` gets the config."""
+
+    @property
+    def schedule(self) -> BoundSchedule: ...
+
+    def check(self, config: LiveConfig) -> Fitted[LiveConfig]:
+        """Check and complete the config before anything starts. Raises a ConfigError."""
+
+    def open(self, config: LiveConfig, folder: Path) -> AbstractAsyncContextManager[RunComponents]:
+        """Open its parts."""
+
+    def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
+        """Give a run what was recorded. Returns its schedule."""
 
 
 def train(
@@ -75,15 +92,15 @@ def train(
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
     config = LiveConfig.of(with_published_defaults(config))
     config = dated(config, folder) if resume else config
-    recording = Recording.read(config) if config.run.replay else None
-    schedule = BoundSchedule(replayed) if recording else schedule or resolve(config)
+    recording: ReplayedRun | None = kind_of("run", "replay").read(config) if config.run.replay else None
+    schedule = recording.schedule if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
     with TemporaryDirectory() as scratch:  # nothing is written into a folder that may hold another run
         checked = Path(scratch) / "reward.pkl"
         checked.write_bytes(saved)
         live = _with_reward(config, reward, checked)
-        fitted = check_replay(config, recording) if recording else check_live(live, schedule)
+        fitted = recording.check(config) if recording else check_live(live, schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
     config = _with_reward(fitted.config, reward, folder.reward)
@@ -126,7 +143,7 @@ class _Attempt:
     command: str
     reward: bytes
     interruption: Interruption
-    recording: Recording | None
+    recording: ReplayedRun | None
 
     def run(self, resume: bool) -> RunSummary:
         """Train to the end. Raises WorkerDied, and Interrupted if a signal ended the run in order."""
@@ -178,7 +195,7 @@ class _Attempt:
         config, folder = self.config, self.folder
         self.interruption.begin()
         start.began_s = clock.now()
-        opening = open_replay if self.recording else partial(open_parts, life=start.life)
+        opening = self.recording.open if self.recording else partial(open_parts, life=start.life)
         async with opening(config, folder.path) as parts:
             say(f"the workers are ready after {clock.now() - start.began_s:.1f} s")
             if start.base.checkpoint:

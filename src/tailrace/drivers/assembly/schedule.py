@@ -20,7 +20,7 @@ from tailrace.contracts.data import Prompts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
-from tailrace.drivers.assembly.simulation import simulated_parts
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.importing import import_function
 from tailrace.record.events import (

@@ -12,7 +12,7 @@ from tailrace.controller.execution import execute
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.resumption import on_devices_of_trainer, rewind
 from tailrace.drivers.assembly.schedule import BoundSchedule
-from tailrace.drivers.assembly.simulation import failure_limit
+from tailrace.drivers.assembly.simulated import failure_limit
 from tailrace.record.events import Recorder
 
 

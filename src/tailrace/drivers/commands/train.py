@@ -8,7 +8,6 @@ from pathlib import Path
 from tailrace.config import LiveConfig, load_config
 from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.machine import Machine, uses_gpu
-from tailrace.drivers.assembly.replay import Recording, check_replay
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.drivers.kinds.hooks import RewardAudit
@@ -44,7 +43,7 @@ def run(
         return
     loaded = LiveConfig.of(load_config(config, overrides))
     if loaded.run.replay:
-        fitted = check_replay(loaded, Recording.read(loaded))
+        fitted = kind_of("run", "replay").read(loaded).check(loaded)
     else:
         cluster = loaded.sim.cluster if uses_gpu(loaded) else None
         machine = Machine.of(cluster) if cluster else None

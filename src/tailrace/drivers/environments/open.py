@@ -11,8 +11,7 @@ from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import Environment, Outcome, Policy
 from tailrace.drivers.data.encoding import Tokenizer
 from tailrace.drivers.environments.history import RequestEncoder
-from tailrace.drivers.environments.settings import EnvironmentSettings, PythonSettings, ToolsSettings
-from tailrace.drivers.environments.tools import ToolsEnvironment, import_tools, schemas_of
+from tailrace.drivers.environments.settings import EnvironmentSettings, PythonSettings
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
 from tailrace.kinds import kind_of
@@ -60,26 +59,6 @@ def environment_kind(settings: EnvironmentSettings) -> EnvironmentKind:
     """Return the kind of an environment."""
     kind: EnvironmentKind = kind_of("environment", settings.kind)
     return kind
-
-
-class ToolsEnvironments(EnvironmentKind):
-    """Python functions that the model calls."""
-
-    @override
-    def tools(self, settings: ToolsSettings) -> list[dict[str, object]]:
-        return schemas_of(import_tools(settings))
-
-    @override
-    def reads_template(self, settings: ToolsSettings) -> bool:
-        return True
-
-    @override
-    @asynccontextmanager
-    async def open(
-        self, settings: ToolsSettings, tokenizer: Tokenizer, encoder: RequestEncoder
-    ) -> AsyncIterator[Environment]:
-        functions = import_tools(settings)
-        yield ToolsEnvironment(settings, functions, schemas_of(functions))
 
 
 class FromFunction(Environment):

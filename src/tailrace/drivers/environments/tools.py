@@ -5,8 +5,8 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from math import isfinite
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from tailrace.contracts.environments import Environment, EpisodeOver, Message, Outcome, Policy
-from tailrace.drivers.data.encoding import OPEN_TAG
+from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer
+from tailrace.drivers.environments.history import RequestEncoder
+from tailrace.drivers.environments.open import EnvironmentKind
 from tailrace.drivers.environments.settings import ParserName, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
@@ -354,3 +356,23 @@ def schemas_of(functions: Mapping[str, Function]) -> list[dict[str, object]]:
             remedy = "give it type hints and a docstring with a section Args:"
             raise ConfigError("environment.functions", name, problem, remedy) from why
     return schemas
+
+
+class ToolsEnvironments(EnvironmentKind):
+    """Python functions that the model calls."""
+
+    @override
+    def tools(self, settings: ToolsSettings) -> list[dict[str, object]]:
+        return schemas_of(import_tools(settings))
+
+    @override
+    def reads_template(self, settings: ToolsSettings) -> bool:
+        return True
+
+    @override
+    @asynccontextmanager
+    async def open(
+        self, settings: ToolsSettings, tokenizer: Tokenizer, encoder: RequestEncoder
+    ) -> AsyncIterator[Environment]:
+        functions = import_tools(settings)
+        yield ToolsEnvironment(settings, functions, schemas_of(functions))

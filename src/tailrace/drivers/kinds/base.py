@@ -21,7 +21,6 @@ from tailrace.drivers.engine.settings import ReplicaSettings
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
 from tailrace.drivers.workers.calls import RemoteWorker, Spawner
-from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.drivers.workers.worker import Job, Worker
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
@@ -142,7 +141,7 @@ class EngineKind:
         """
         return ()
 
-    def processes(self, opening: Opening, trainer: RemoteTrainer) -> BeginProcess:
+    def processes(self, opening: Opening, trainer: Any) -> BeginProcess:
         """Return what begins a process of an engine. The trainer may still be starting."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Teachers of on-policy distillation: what a run asks of a kind, the kind in a process, and several as one.
+"""Teachers of on-policy distillation: what a run asks of a kind, and several teachers as one.
 
 A teacher is a `Reference` (contracts/trainer.py): finished samples get log-probs under it in the stage in
 which they are scored, and `algorithm.distill_coef` makes advantages of them.
@@ -7,23 +7,16 @@ which they are scored, and `algorithm.distill_coef` makes advantages of them.
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
-
-from typing_extensions import override
+from typing import Any
 
 from tailrace.config import LiveConfig, PolicyConfig
-from tailrace.contracts.memory import ModelShape, ProcessMemory
+from tailrace.contracts.memory import ProcessMemory
 from tailrace.contracts.trainer import Reference
 from tailrace.drivers.data.encoding import load_tokenizer
-from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening
-from tailrace.drivers.reward.settings import FolderTeacherSettings, TeacherSettings
-from tailrace.drivers.trainer.logits import reference_memory
-from tailrace.drivers.workers.base import Role
-from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
+from tailrace.drivers.reward.settings import TeacherSettings
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.kinds import kind_of
-from tailrace.model_folder import context_length
 from tailrace.types import Sample
 
 
@@ -40,39 +33,6 @@ class TeacherKind:
     async def begin(self, teacher: Any, name: str, opening: Opening) -> Reference:
         """Begin a teacher. `name`: of its process. Raises a ConfigError if it cannot teach this model."""
         raise NotImplementedError
-
-
-class FolderTeacher(TeacherKind):
-    """A folder that a process of the run loads."""
-
-    @override
-    def check(self, teacher: FolderTeacherSettings, config: LiveConfig) -> None:
-        if not all(map(config.host.starts, get_args(Role))):
-            problem = "a process of this host loads a teacher, and the run has workers on others"
-            raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
-        check_vocabulary("teacher.path", teacher.path, config.model.path)
-        own, students = context_length(teacher.path), context_length(config.model.path)
-        longest = longest_sequence(
-            config.data, config.sampling, max_context_tokens=students, unbounded_prompt=students
-        )
-        check_context("teacher.path", str(teacher.path), own, longest)
-
-    @override
-    def memory(self, teacher: FolderTeacherSettings, config: PolicyConfig) -> Iterable[ProcessMemory]:
-        shape, device = ModelShape.read(teacher.path), teacher.device or config.trainer.device
-        yield reference_memory("teacher", device, config.trainer, shape)
-
-    @override
-    async def begin(self, teacher: FolderTeacherSettings, name: str, opening: Opening) -> Reference:
-        trainer = opening.config.trainer
-        changes = {"lora": None, "device": teacher.device or trainer.device}
-        job = ReferenceJob(
-            threads=teacher.threads,
-            model=teacher.path,
-            trainer=trainer.model_copy(update=changes),
-            temperature=opening.sampling.temperature,
-        )
-        return RemoteReference(await opening.start(ReferenceWorker, name, job))
 
 
 def check_vocabulary(key: str, teacher: Path, model: Path) -> None:

@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -381,3 +382,14 @@ def _failures(what: str) -> Iterator[None]:
         reason = re.sub(r"^\[\S+\] ", "", str(why))  # without the file and line of the library
         reason = re.split(r"\n|\. ", reason)[0]
         raise TransferFailed(f"{what}: {reason}") from why
+
+
+class ProcessGroup:
+    """The transport by process groups."""
+
+    def sender(self, settings: ProcessGroupSettings, model: Path, adapter: Any, device: str) -> WeightSender:
+        return ProcessGroupSender(settings, device)
+
+    def receiver(self, rank: int, device: str) -> "ProcessGroupReceiver":
+        """Make an engine's half. Arguments as `WeightReceiver`."""
+        return ProcessGroupReceiver(rank, device)

@@ -5,6 +5,7 @@ and nothing of the package that needs more.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from tailrace.contracts.weights import Link, TensorInfo, Weights, WeightSender
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.drivers.weights.manifest import check_tensors
-from tailrace.drivers.weights.process_group import ProcessGroupReceiver, ProcessGroupSender
-from tailrace.drivers.weights.settings import FilesystemSettings, ProcessGroupSettings
+from tailrace.drivers.weights.settings import FilesystemSettings
 from tailrace.drivers.weights.tensors import manifest
 from tailrace.errors import ConfigError, TransferFailed
+from tailrace.kinds import kind_of
 from tailrace.model_folder import weight_files
 
 
@@ -38,20 +39,17 @@ class Filesystem:
         return FilesystemSender(settings.folder, model, settings.shard_bytes, adapter)
 
 
-class ProcessGroup:
-    """The transport by process groups."""
-
-    def sender(self, settings: ProcessGroupSettings, model: Path, adapter: Any, device: str) -> WeightSender:
-        return ProcessGroupSender(settings, device)
-
-
 class WeightReceiver:
     """The engine's half of every transport. The location of a publication says which. Tensors arrive in the
     host's memory, or with NCCL on the device. `rank` of this process among those of the engine: 1 is the
     first."""
 
     def __init__(self, rank: int = 1, device: str = "cpu") -> None:
-        self._process_group = ProcessGroupReceiver(rank, device)
+        self._rank, self._device = rank, device
+
+    @cached_property
+    def _process_group(self) -> Any:
+        return kind_of("weights", "process_group").receiver(self._rank, self._device)
 
     def connect(self, location: str, link: Link) -> None:
         """Connect to the trainer over a link (`ProcessGroupReceiver.connect`)."""

@@ -19,7 +19,8 @@ from tailrace.errors import ConfigError
 from tailrace.extras.plan.planned import changes_of, on_cluster
 from tailrace.model_folder import find_folder, is_hub_id
 from tailrace.rollout.placement import Kind
-from tailrace.sim.cluster import MODELS, PROFILES, rates
+from tailrace.sim.cluster import MODELS, rates
+from tailrace.sim.device_profiles import PROFILES
 from tailrace.sim.settings import SimClusterSettings, SimLengthSettings, SimSettings
 
 GPUS = {name.replace(" ", "").lower(): name for name in PROFILES if name != "CPU"}

@@ -15,7 +15,8 @@ from tailrace.contracts.memory import gib
 from tailrace.errors import ConfigError
 from tailrace.extras.judges.memory import IN_TRANSIT, LayerBudget, batches, kept_layers
 from tailrace.extras.judges.settings import LocalJudgeSettings
-from tailrace.sim.cluster import device_of, model_of, multiplied_parameters
+from tailrace.sim.cluster import model_of, multiplied_parameters
+from tailrace.sim.device_profiles import device_of
 from tailrace.sim.host import Host
 from tailrace.sim.settings import DEFAULT_MAX_TOKENS, SimSettings
 
