@@ -101,7 +101,7 @@ class Recording:
 
     @property
     def schedule(self) -> BoundSchedule:
-        """It repeats the order."""
+        """The schedule that repeats the order."""
         return BoundSchedule(replayed)
 
     @property

@@ -16,7 +16,8 @@ from tailrace.drivers.commands.tables import check_output, open_console, print_t
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.advise import ERROR, Advice, BestOrder, in_turn
 from tailrace.extras.plan.peers import read_peer
-from tailrace.sim.cluster import MODELS, PROFILES
+from tailrace.sim.cluster import MODELS
+from tailrace.sim.device_profiles import PROFILES
 
 FLAGS = {
     "device": "--device",
