@@ -52,7 +52,7 @@ BUILT_IN: Mapping[str, str] = {
     "weights.process_group": "tailrace.drivers.weights.process_group:ProcessGroup",
     "reward.audit": "tailrace.extras.audit.command:ShortAudit",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
-    "teacher.folder": "tailrace.drivers.kinds.folder_teacher:FolderTeacher",
+    "teacher.folder": "tailrace.drivers.kinds.torch:FolderTeacher",
     "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",
     "tracker.mlflow": "tailrace.extras.trackers.kind:MLflow",
     "tracker.swanlab": "tailrace.extras.trackers.kind:SwanLab",

@@ -12,7 +12,6 @@ from tailrace.types import Prompt
 HELD_OUT_ONE_IN = 16
 """Share of the different prompts that is held out for evaluation when there is no evaluation set."""
 
-
 Split = Literal["train", "eval"]
 """Name of one of the two disjoint sets of prompts."""
 

@@ -45,7 +45,6 @@ def _known(*sizes: int) -> ModelShape:
 MODELS: Mapping[str, ModelShape] = {name: _known(*sizes) for name, sizes in TABLE["models"].items()}
 """Models of the papers and of published measurements."""
 
-
 S = TypeVar("S", bound=Settings)
 
 ALL_REDUCES = 2

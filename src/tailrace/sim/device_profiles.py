@@ -33,9 +33,7 @@ class DeviceProfile:
 
 
 TABLE = tomllib.loads(Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8"))
-PROFILES: Mapping[str, DeviceProfile] = {
-    name: DeviceProfile(**profile) for name, profile in TABLE["devices"].items()
-}
+PROFILES: Mapping[str, DeviceProfile] = {key: DeviceProfile(**each) for key, each in TABLE["devices"].items()}
 """Devices by the name that `sim.cluster.device` gives."""
 
 

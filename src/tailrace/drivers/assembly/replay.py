@@ -56,49 +56,6 @@ class Recording:
     order: Sequence[Recorded]
     groups_per_step: int | None
 
-    @classmethod
-    def read(cls, config: LiveConfig) -> "Recording":
-        """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
-        some steps, or they are not samples of this config."""
-        path = config.run.replay
-        assert path
-        check_own_trainer(config)
-        place = ("run.replay", str(path))
-        folder, file = RunFolder(path), path / LEDGER_FILE
-        folder.check_wrote("samples", "train", key=place[0])
-        if not file.exists() or not folder.events.exists():
-            problem = f"it has no {LEDGER_FILE} and events.jsonl"
-            raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
-        with closing(Store.open(file, only_read=True)) as store:
-            tables = read_ledger(store)
-        is_dated = bool(config.model.template_date)
-        last, config = tables.lives[max(tables.lives)], dated(config, folder)
-        schedule = msgspec.json.decode(last.config)["schedule"]
-        for key, (before, after) in changed_keys(last.config, config).items():
-            is_untold = key == "model.template_date" and before is None  # an earlier release kept no day
-            if key.startswith(SAME) and not (is_untold and is_dated):
-                problem = f"the samples of {path} were recorded with {before!r}"
-                remedy = "name the day on which it was recorded" if is_untold else "change it back"
-                raise ConfigError(key, after, problem, f"{remedy}, or record a run with it")
-        there = {file: digest for file, digest in inputs_of(config).items() if file in last.inputs}
-        if changed := changed_files(last.inputs, last.inputs | there):
-            say(f"warning: the samples were recorded with another content of {changed}")
-        trained = {each.id for each in tables.trainings.values() if each.undone is None}
-        if not trained or not (order := _order(folder.events)):
-            raise ConfigError(*place, "the run has trained no sample yet", "let it train, or name another")
-        if gone := [id for id in trained if tables.samples[id].pruned]:
-            problem = f"{len(gone)} of its {len(trained)} trained samples are gone: checkpoints cover them"
-            raise ConfigError(*place, problem, "record a run with ledger.keep_tokens = true")
-        found = (tables.samples[id] for id in trained)
-        if config.algorithm.needs_reference and any(
-            each.num_tokens and not each.reference_logprobs for each in found
-        ):
-            problem, key = "the recorded samples have no log-probs of a reference model", "algorithm.kl_coef"
-            raise ConfigError(key, config.algorithm.kl_coef, problem, "record a run with it, or write 0")
-        given = config.schedule.get("groups_per_step")
-        changed_steps = given if given != schedule.get("groups_per_step") else None
-        return cls(tables, order, changed_steps)
-
     @property
     def schedule(self) -> BoundSchedule:
         """The schedule that repeats the order."""
@@ -247,5 +204,43 @@ class Replay:
     """The hook `run.replay`."""
 
     def read(self, config: LiveConfig) -> Recording:
-        """Return what is replayed (`ReplayedRun` of running.py). Raises as `Recording.read`."""
-        return Recording.read(config)
+        """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
+        some steps, or they are not samples of this config."""
+        path = config.run.replay
+        assert path
+        check_own_trainer(config)
+        place = ("run.replay", str(path))
+        folder, file = RunFolder(path), path / LEDGER_FILE
+        folder.check_wrote("samples", "train", key=place[0])
+        if not file.exists() or not folder.events.exists():
+            problem = f"it has no {LEDGER_FILE} and events.jsonl"
+            raise ConfigError(*place, problem, "name the output directory of a run of tailrace train")
+        with closing(Store.open(file, only_read=True)) as store:
+            tables = read_ledger(store)
+        is_dated = bool(config.model.template_date)
+        last, config = tables.lives[max(tables.lives)], dated(config, folder)
+        schedule = msgspec.json.decode(last.config)["schedule"]
+        for key, (before, after) in changed_keys(last.config, config).items():
+            is_untold = key == "model.template_date" and before is None  # an earlier release kept no day
+            if key.startswith(SAME) and not (is_untold and is_dated):
+                problem = f"the samples of {path} were recorded with {before!r}"
+                remedy = "name the day on which it was recorded" if is_untold else "change it back"
+                raise ConfigError(key, after, problem, f"{remedy}, or record a run with it")
+        there = {file: digest for file, digest in inputs_of(config).items() if file in last.inputs}
+        if changed := changed_files(last.inputs, last.inputs | there):
+            say(f"warning: the samples were recorded with another content of {changed}")
+        trained = {each.id for each in tables.trainings.values() if each.undone is None}
+        if not trained or not (order := _order(folder.events)):
+            raise ConfigError(*place, "the run has trained no sample yet", "let it train, or name another")
+        if gone := [id for id in trained if tables.samples[id].pruned]:
+            problem = f"{len(gone)} of its {len(trained)} trained samples are gone: checkpoints cover them"
+            raise ConfigError(*place, problem, "record a run with ledger.keep_tokens = true")
+        found = (tables.samples[id] for id in trained)
+        if config.algorithm.needs_reference and any(
+            each.num_tokens and not each.reference_logprobs for each in found
+        ):
+            problem, key = "the recorded samples have no log-probs of a reference model", "algorithm.kl_coef"
+            raise ConfigError(key, config.algorithm.kl_coef, problem, "record a run with it, or write 0")
+        given = config.schedule.get("groups_per_step")
+        changed_steps = given if given != schedule.get("groups_per_step") else None
+        return Recording(tables, order, changed_steps)

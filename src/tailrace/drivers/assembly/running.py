@@ -4,23 +4,22 @@ import asyncio
 import faulthandler
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import LiveConfig, RunConfig
-from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import end_at_last, watch_controller_lag
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.machine import Fitted
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.report import report
 from tailrace.drivers.assembly.resumption import best_evaluation, dated, ended, go_on, opened, rewind
@@ -51,22 +50,6 @@ STOPPING = "{}: saving a checkpoint; Ctrl-C again ends at once"
 RESUME = "ended at once, and nothing more is saved; --resume continues from the newest checkpoint"
 
 
-class ReplayedRun(Protocol):
-    """A recorded run that is trained again: of the hook `run.replay`, whose `read` gets the config."""
-
-    @property
-    def schedule(self) -> BoundSchedule: ...
-
-    def check(self, config: LiveConfig) -> Fitted[LiveConfig]:
-        """Check and complete the config before anything starts. Raises a ConfigError."""
-
-    def open(self, config: LiveConfig, folder: Path) -> AbstractAsyncContextManager[RunComponents]:
-        """Open its parts."""
-
-    def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
-        """Give a run what was recorded. Returns its schedule."""
-
-
 def train(
     config: RunConfig,
     output_dir: Path,
@@ -92,7 +75,7 @@ def train(
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
     config = LiveConfig.of(with_published_defaults(config))
     config = dated(config, folder) if resume else config
-    recording: ReplayedRun | None = kind_of("run", "replay").read(config) if config.run.replay else None
+    recording = kind_of("run", "replay").read(config) if config.run.replay else None
     schedule = recording.schedule if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
@@ -143,7 +126,7 @@ class _Attempt:
     command: str
     reward: bytes
     interruption: Interruption
-    recording: ReplayedRun | None
+    recording: Any  # a `replay.Recording`, or None
 
     def run(self, resume: bool) -> RunSummary:
         """Train to the end. Raises WorkerDied, and Interrupted if a signal ended the run in order."""

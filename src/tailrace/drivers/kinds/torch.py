@@ -1,15 +1,20 @@
-"""The trainer in processes of the run, one for each rank, and its reference model."""
+"""The trainer in processes of the run, one for each rank, its reference model, and teachers in folders."""
 
 from collections.abc import Iterable
+from typing import get_args
 
 from typing_extensions import override
 
-from tailrace.config import PolicyConfig, RunConfig
+from tailrace.config import LiveConfig, PolicyConfig, RunConfig
 from tailrace.contracts.memory import STATE_BYTES, TRANSFORMERS_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import FILE_BYTES, Reference, TrainerSettings
+from tailrace.drivers.data.settings import longest_sequence
 from tailrace.drivers.kinds.base import Opening, TrainerKind, engine_kind
+from tailrace.drivers.kinds.teacher import TeacherKind, check_context, check_vocabulary
+from tailrace.drivers.reward.settings import FolderTeacherSettings
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
 from tailrace.drivers.trainer.logits import logit_bytes, reference_memory
+from tailrace.drivers.workers.base import Role
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
 from tailrace.drivers.workers.restarting import RestartingTrainer
@@ -21,7 +26,7 @@ from tailrace.drivers.workers.trainer import (
     trainer_jobs,
 )
 from tailrace.errors import ConfigError, say
-from tailrace.model_folder import check_files, draft_tensors
+from tailrace.model_folder import check_files, context_length, draft_tensors
 from tailrace.types import ITEM_BYTES
 
 
@@ -164,3 +169,36 @@ def pass_bytes(settings: TrainerSettings, shape: ModelShape, longest: int) -> in
     if settings.ranks > 1 or settings.cpu_offload:
         weights = (2 * size + 8) * (shape.outside_parameters + shape.block_parameters)
     return tokens * kept + logits + weights
+
+
+class FolderTeacher(TeacherKind):
+    """A folder that a process of the run loads."""
+
+    @override
+    def check(self, teacher: FolderTeacherSettings, config: LiveConfig) -> None:
+        if not all(map(config.host.starts, get_args(Role))):
+            problem = "a process of this host loads a teacher, and the run has workers on others"
+            raise ConfigError("teacher.kind", "folder", problem, 'use a "server"')
+        check_vocabulary("teacher.path", teacher.path, config.model.path)
+        own, students = context_length(teacher.path), context_length(config.model.path)
+        longest = longest_sequence(
+            config.data, config.sampling, max_context_tokens=students, unbounded_prompt=students
+        )
+        check_context("teacher.path", str(teacher.path), own, longest)
+
+    @override
+    def memory(self, teacher: FolderTeacherSettings, config: PolicyConfig) -> Iterable[ProcessMemory]:
+        shape, device = ModelShape.read(teacher.path), teacher.device or config.trainer.device
+        yield reference_memory("teacher", device, config.trainer, shape)
+
+    @override
+    async def begin(self, teacher: FolderTeacherSettings, name: str, opening: Opening) -> Reference:
+        trainer = opening.config.trainer
+        changes = {"lora": None, "device": teacher.device or trainer.device}
+        job = ReferenceJob(
+            threads=teacher.threads,
+            model=teacher.path,
+            trainer=trainer.model_copy(update=changes),
+            temperature=opening.sampling.temperature,
+        )
+        return RemoteReference(await opening.start(ReferenceWorker, name, job))
