@@ -197,7 +197,8 @@ def on_equal_devices(rounds: int, sigma: float, reward_s: float, only: str) -> N
         print(f"{ours} over {april}: {best(ours) / best(april):.2f}x")
     print(f"{ON_POLICY[0]} over tailrace_on_policy: {best(ON_POLICY[0]) / best('tailrace_on_policy'):.2f}x")
     print(f"pipelinerl over the best of tailrace: {best('pipelinerl') / max(map(best, TAILRACE)):.2f}x")
-    print(f"{SCORED} over {AS_MANY}: {best(SCORED) / best(AS_MANY):.2f}x")
+    if reward_s >= SLOW_S:
+        print(f"{SCORED} over {AS_MANY}: {best(SCORED) / best(AS_MANY):.2f}x")
 
 
 def between(chance: random.Random, low: float, high: float) -> float:

@@ -8,7 +8,8 @@ examples/rolloutpipe.toml, or of another config. Before its trials, a trial of o
 `tailrace fit` reads the first trial of --fit-on, and predicts the main time of a round of all schedules in
 virtual time.
 
-    live_s           seconds of main time a round, mean over the rounds of a trial, median of the trials
+    live_s           seconds of main time a round, mean over the rounds of a trial, median of the trials;
+                     in brackets the least and the largest of the trials
     predicted_s      the same in virtual time
     median_error     median over the other schedules of |predicted / live - 1|
     ranking_errors   pairs of schedules whose live times differ by more than 10%, and whose predicted times
@@ -141,7 +142,8 @@ def main(
     errors = {name: simulated[name] / live[name] - 1 for name in race}
     wrong = ranking_errors(live, simulated)
     for name, error in errors.items():
-        print(f"{name:20} live {live[name]:7.2f} s   predicted {simulated[name]:7.2f} s   {error:+.1%}")
+        spread = f"({min(times[name]):.2f} to {max(times[name]):.2f})"
+        print(f"{name:20} live {live[name]:7.2f} s {spread:16} predicted {simulated[name]:7.2f} s {error:+.1%}")
     for part in fitted.parts:
         print("".join(f"note: {note}\n" for note in part.notes), end="")
     figures = {
