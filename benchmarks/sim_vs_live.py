@@ -143,7 +143,8 @@ def main(
     wrong = ranking_errors(live, simulated)
     for name, error in errors.items():
         spread = f"({min(times[name]):.2f} to {max(times[name]):.2f})"
-        print(f"{name:20} live {live[name]:7.2f} s {spread:16} predicted {simulated[name]:7.2f} s {error:+.1%}")
+        print(f"{name:20} live {live[name]:7.2f} s {spread:16} predicted {simulated[name]:7.2f} s", end="")
+        print(f"   {error:+.1%}")
     for part in fitted.parts:
         print("".join(f"note: {note}\n" for note in part.notes), end="")
     figures = {
