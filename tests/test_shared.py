@@ -28,7 +28,7 @@ extras.http.settings urls url model api_key_env
 extras.judges.settings pattern field values url model template api_key_env cache_folder labels
 extras.openenv.settings url reset observation
 extras.tinker.settings urls
-extras.verifiers.settings args verifiers agent
+extras.verifiers.taskset args verifiers agent
 record.base sinks trackers project
 rollout.placement profile
 sim.settings path

@@ -26,7 +26,7 @@ from trl_reference import (
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
-from tailrace.drivers.trainer import model
+from tailrace.drivers.trainer import attention
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
@@ -57,7 +57,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
         samples = [msgspec.structs.replace(sample, advantage=0.0) for sample in samples]
     # A sum over tokens is larger than a mean: the fused kernel's rounding moves it by 1.9e-6.
     if case.trainer == "RLOO":
-        monkeypatch.setattr(model, "attention_kernels", partial(sdpa_kernel, SDPBackend.MATH))
+        monkeypatch.setattr(attention, "attention_kernels", partial(sdpa_kernel, SDPBackend.MATH))
     trainer.accumulate([samples[:3], samples[3:]])
     stats = trainer.step()
     trainer.save(tmp_path / "trained")()

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from tailrace.config import PolicyConfig, RunConfig
 from tailrace.contracts.engine import COUNTS_FOLDER, Engine, EngineProcess, TokenCounter
 from tailrace.contracts.memory import ProcessMemory
-from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings, Reference, Trainer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.data.encoding import Tokenizer
@@ -56,27 +55,17 @@ class Opening:
     """Run beside it, and end it by raising."""
 
     @property
-    def model(self) -> Path:
-        """The folder of the model."""
-        return self.config.model.path
-
-    @property
     def decode(self) -> Decoder:
         """The function that gives the text of tokens, special ones included."""
         return partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-
-    @property
-    def sampling(self) -> SamplingSettings:
-        """How engines sample."""
-        return self.config.sampling
 
     @property
     def probe(self) -> tuple[int, ...]:
         """The sequence by which engines prove that they have a publication; empty: there is none."""
         if not self.config.weights.probe_every:
             return ()
-        vocabulary = read_config(self.model)["vocab_size"]
-        return probe_ids(engine_kind(self.config).prefix, vocabulary, context_length(self.model))
+        vocabulary = read_config(self.config.model.path)["vocab_size"]
+        return probe_ids(engine_kind(self.config).prefix, vocabulary, context_length(self.config.model.path))
 
     async def start(
         self, kind: type[Worker], name: str, job: Job, devices: Devices | None = None, *, watched: bool = True

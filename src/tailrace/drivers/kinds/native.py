@@ -54,9 +54,9 @@ class Native(EngineKind):
         job = EngineJob(
             threads=settings.threads,
             health_timeout_s=settings.health_timeout_s,
-            model=opening.model,
+            model=opening.config.model.path,
             engine=settings,
-            sampling=opening.sampling,
+            sampling=opening.config.sampling,
             adapter=opening.config.trainer.adapter,
         )
 

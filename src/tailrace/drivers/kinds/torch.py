@@ -76,10 +76,10 @@ class Torch(TrainerKind):
         engine, trainer = config.engine, config.trainer
         job = TrainerJob(
             threads=trainer.threads,
-            model=opening.model,
+            model=opening.config.model.path,
             trainer=trainer,
             algorithm=config.algorithm,
-            sampling=opening.sampling,
+            sampling=opening.config.sampling,
             weights=config.weights.in_run_folder(opening.folder),
             published_dtype="float32" if trainer.adapter else engine.dtype,
             checkpoints=opening.folder.absolute() if opening.life is not None else None,
@@ -110,9 +110,9 @@ class Torch(TrainerKind):
             return AdapterOff(trainer)
         job = ReferenceJob(
             threads=settings.threads,
-            model=opening.model,
+            model=opening.config.model.path,
             trainer=settings,
-            temperature=opening.sampling.temperature,
+            temperature=opening.config.sampling.temperature,
         )
         return RemoteReference(await opening.start(ReferenceWorker, "reference", job))
 
@@ -199,6 +199,6 @@ class FolderTeacher(TeacherKind):
             threads=teacher.threads,
             model=teacher.path,
             trainer=trainer.model_copy(update=changes),
-            temperature=opening.sampling.temperature,
+            temperature=opening.config.sampling.temperature,
         )
         return RemoteReference(await opening.start(ReferenceWorker, name, job))

@@ -2,7 +2,6 @@
 and none for long, as they share its file descriptors with its work."""
 
 import asyncio
-import resource
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -94,6 +93,8 @@ class Door:
 
 def raise_file_limit() -> int:
     """Raise the limit of descriptors of this process and of those that it starts, and return it."""
+    import resource  # a browser, which only simulates, has none
+
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS has "unlimited" and refuses it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

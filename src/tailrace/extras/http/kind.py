@@ -47,7 +47,7 @@ class HttpEngines:
         config, settings = LiveConfig.of(opening.config), opening.config.engine
         assert isinstance(settings, ServerEngineSettings)
         self._kind, self._settings, self._opening = kind, settings, opening
-        self.model, self.sampling, self.trainer = opening.model, opening.sampling, trainer
+        self.model, self.sampling, self.trainer = opening.config.model.path, opening.config.sampling, trainer
         self.end_of_text = end_of_text_ids(self.model)
         self.adapter = adapter = config.trainer.adapter
         self.seeds = itertools.count(1)

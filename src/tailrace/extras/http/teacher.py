@@ -63,8 +63,10 @@ class ServerTeacher(TeacherKind):
             raise ConfigError("teacher.url", teacher.url, "it does not tell its vocabulary", NOT_TOLD)
         if not is_same:
             raise ConfigError("teacher.url", teacher.url, OTHER_TOKENS, SAME_TOKENIZER)
-        data, limit = LiveConfig.of(opening.config).data, context_length(opening.model)
-        longest = longest_sequence(data, opening.sampling, max_context_tokens=limit, unbounded_prompt=1)
+        data, limit = LiveConfig.of(opening.config).data, context_length(opening.config.model.path)
+        longest = longest_sequence(
+            data, opening.config.sampling, max_context_tokens=limit, unbounded_prompt=1
+        )
         check_context("teacher.url", teacher.url, context, longest)
         return client
 

@@ -47,7 +47,7 @@ class ServiceEngines(EngineKind):
 
         settings, counter = opening.config.engine, opening.counter("engine-0")
         assert isinstance(settings, TinkerEngineSettings) and isinstance(trainer, TinkerTrainer)
-        return [TinkerEngine(trainer.service, settings, opening.sampling, counter, opening.decode)]
+        return [TinkerEngine(trainer.service, settings, opening.config.sampling, counter, opening.decode)]
 
 
 class ServiceTrainer(TrainerKind):
@@ -64,4 +64,4 @@ class ServiceTrainer(TrainerKind):
         service = await TinkerSession.open(config.engine, (config.trainer.lora or LoraSettings()).rank)
         opening.closing.append(service.close)
         opening.watches.append(service.keep)
-        return TinkerTrainer(service, config.trainer, config.algorithm, opening.sampling)
+        return TinkerTrainer(service, config.trainer, config.algorithm, opening.config.sampling)
