@@ -31,12 +31,14 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.config import load_config
-from tailrace.contracts.engine import EngineSettings, GenerationRequest, SamplingSettings
+from tailrace.contracts.engine import GenerationRequest
+from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.data.open import open_prompts
 from tailrace.drivers.data.procedural import Task, is_held_out
 from tailrace.drivers.data.settings import ProceduralSettings
 from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.settings import NativeEngineSettings
 
 FOLDER = Path(__file__).parent
 INSTRUCTION = "State the final answer to the following arithmetic problem: "
@@ -222,7 +224,7 @@ def check(name: str, batches: int = 24, batch: int = 64) -> None:
     task, tokenizer = Task(settings), load_tokenizer(FOLDER / name)
     prompts = open_prompts(settings, tokenizer, seed=0, split="eval")
     engine = NativeEngine.from_pretrained(
-        FOLDER / name, EngineSettings(), SamplingSettings(max_completion_tokens=ROOM)
+        FOLDER / name, NativeEngineSettings(), SamplingSettings(max_completion_tokens=ROOM)
     )
     for number in range(batches * batch):
         engine.submit(GenerationRequest(str(number), prompts[number].ids, (), number))

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "join": "needs a run that waits for it; tests/extras/cluster",
     "view": "serves until a signal comes; with --output it is run",
     "plan examples/cluster_plan.toml": "tests/extras/plan/test_plan.py",
+    "advise LOG --device H100 --model Qwen3-4B": "needs a log of another framework; tests/extras/plan",
     "plan cluster.toml --from LOG": "needs a run of the cluster's model and devices; tests/extras/plan",
 }
 """Indented commands that other tests run, or that need other machines."""

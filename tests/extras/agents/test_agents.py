@@ -446,7 +446,7 @@ CONTROLLER = """
 import asyncio, sys
 from tailrace.extras.agents.agents import AgentTask, make_agent
 from tailrace.extras.agents.loop_thread import LoopThread
-from tailrace.drivers.environments.settings import AgentSettings
+from tailrace.extras.agents.settings import AgentSettings
 settings = AgentSettings(kind="agent", command=("sh", "-c", sys.argv[1]))
 asyncio.run(make_agent(settings, LoopThread("agents"))(AgentTask({}, [], "", "")))
 """
