@@ -59,6 +59,14 @@ def followed(store: Store) -> tuple[Journal, Ledger]:
     return journal, ledger
 
 
+def drawn(ledger: Ledger, *, in_episode: bool = False) -> Sample:
+    """The only sample of a group that was drawn."""
+    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
+    group.samples = [Sample(SampleId(0, 0, 0), group, in_episode=in_episode)]
+    ledger.draw(group)
+    return group.samples[0]
+
+
 @pytest.mark.virtual
 async def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     store = Cuts()
@@ -87,10 +95,7 @@ async def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
 async def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     store = Cuts()
     journal, ledger = followed(store)
-    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-    sample = Sample(SampleId(0, 0, 0), group)
-    group.samples = [sample]
-    ledger.draw(group)
+    sample = drawn(ledger)
     sample.extend([5, 6], [-0.5, -0.25], 0)
     await journal.finish()
     ledger.waste(sample, "low ess")
@@ -186,10 +191,7 @@ async def test_each_change_of_an_episode_is_written() -> None:
     """A turn ends, a call begins, it answers, the environment's tokens follow, the episode ends."""
     store = Cuts()
     journal, ledger = followed(store)
-    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-    sample = Sample(SampleId(0, 0, 0), group, in_episode=True)
-    group.samples = [sample]
-    ledger.draw(group)
+    sample = drawn(ledger, in_episode=True)
     sample.extend([5, 6], [-0.5, -0.25], 0)
     sample.finish_reason = "stop"
     await journal.finish()
@@ -224,10 +226,7 @@ async def test_versions_that_are_corrected_after_a_commit_are_written() -> None:
     """The last chunk of an aborted request may only say which versions generated the tokens before it."""
     store = Cuts()
     journal, ledger = followed(store)
-    group = Group(Prompt(0, [1]), 1, [], num_launched=1)
-    sample = Sample(SampleId(0, 0, 0), group)
-    group.samples = [sample]
-    ledger.draw(group)
+    sample = drawn(ledger)
     sample.extend([5] * 10, [-0.5] * 10, 7)
     await journal.finish()
     sample.attribute(0, [Span(3, 6), Span(7, 4)])
