@@ -64,17 +64,15 @@ def at_most(pairs: Intervals, limit: float) -> Intervals:
     return union(np.stack((times[:-1], times[1:]), axis=1)[few[:-1]])
 
 
-def most_at_once(pairs: Intervals, weights: NDArray[np.float64] | float = 1.0) -> float:
-    """The largest sum of the weights of intervals that are open at once: their number by default."""
-    return float(np.max(_open_at_once(pairs, weights)[1], initial=0.0))
+def most_at_once(pairs: Intervals) -> float:
+    """The largest number of intervals that are open at once."""
+    return float(np.max(_open_at_once(pairs)[1], initial=0.0))
 
 
-def _open_at_once(
-    pairs: Intervals, weights: NDArray[np.float64] | float = 1.0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The times at which an interval begins or ends, and the sum of the weights of those open after each."""
+def _open_at_once(pairs: Intervals) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The times at which an interval begins or ends, and how many are open after each."""
     times = pairs.T.ravel()
-    changes = np.multiply.outer((1.0, -1.0), np.broadcast_to(weights, len(pairs))).ravel()
+    changes = np.repeat((1.0, -1.0), len(pairs))
     # Ends come first: where one ends as another begins, they are not open at once.
     order = np.lexsort((changes, times))
     return times[order], np.cumsum(changes[order])
