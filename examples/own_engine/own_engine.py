@@ -33,9 +33,10 @@ class ForwardEngine(EngineProcess):
     """The engine. It computes in the process of the controller, and ends with it."""
 
     def __init__(self, name, opening, send):
-        dtype = getattr(torch, opening.config.engine.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(opening.model, dtype=dtype, trust_remote_code=False)
-        self.name, self.sampling, self.ends = name, opening.sampling, end_of_text_ids(opening.model)
+        config = opening.config
+        path, dtype = config.model.path, getattr(torch, config.engine.dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        self.name, self.sampling, self.ends = name, config.sampling, end_of_text_ids(path)
         self.version, self.send, self.link, self.receiver = 0, send, new_link(name), WeightReceiver()
         self.capabilities, self.arrival = Capabilities(exact_versions=True), None
         self.counter, self.running, self.loading = TokenCounter(), 0, asyncio.Lock()
