@@ -34,7 +34,7 @@ BUILT_IN: Mapping[str, str] = {
     "engine.tinker": "tailrace.extras.tinker.kind:ServiceEngines",
     "environment.single_turn": "tailrace.drivers.environments.open:EnvironmentKind",
     "environment.tools": "tailrace.drivers.environments.tools:ToolsEnvironments",
-    "environment.python": "tailrace.drivers.environments.open:PythonEnvironments",
+    "environment.python": "tailrace.drivers.environments.episodes:PythonEnvironments",
     "environment.agent": "tailrace.extras.agents.kind:Agents",
     "environment.verifiers": "tailrace.extras.verifiers.kind:TasksetEnvironments",
     "environment.openenv": "tailrace.extras.openenv.kind:OpenEnvEnvironments",

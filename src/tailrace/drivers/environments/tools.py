@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from tailrace.contracts.environments import Environment, EpisodeOver, Message, Outcome, Policy
 from tailrace.drivers.data.encoding import OPEN_TAG, Tokenizer
+from tailrace.drivers.environments.episodes import EpisodeKind
 from tailrace.drivers.environments.history import RequestEncoder
-from tailrace.drivers.environments.open import EnvironmentKind
 from tailrace.drivers.environments.settings import ParserName, ToolsSettings
 from tailrace.errors import ConfigError
 from tailrace.importing import import_function
@@ -358,7 +358,7 @@ def schemas_of(functions: Mapping[str, Function]) -> list[dict[str, object]]:
     return schemas
 
 
-class ToolsEnvironments(EnvironmentKind):
+class ToolsEnvironments(EpisodeKind):
     """Python functions that the model calls."""
 
     @override

@@ -2,17 +2,16 @@
 
 import importlib.util
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
-from tailrace.drivers.environments.history import AgentPrompts, RequestEncoder
-from tailrace.drivers.environments.open import EnvironmentKind
+from tailrace.drivers.environments.episodes import EpisodeKind
+from tailrace.drivers.environments.history import RequestEncoder
 from tailrace.errors import ConfigError
 from tailrace.extras.agents.loop_thread import LoopThread
 from tailrace.extras.agents.settings import AgentSettings
@@ -35,7 +34,7 @@ async def serving(kind: str, tokenizer: Tokenizer) -> AsyncIterator["tuple[Sessi
         thread.close()
 
 
-class Programs(EnvironmentKind):
+class Programs(EpisodeKind):
     """Environments whose programs send whole conversations, and write the first request themselves."""
 
     sends_new = False
@@ -48,8 +47,8 @@ class Programs(EnvironmentKind):
                 raise ConfigError("environment.kind", settings.kind, problem, remedy)
 
     @override
-    def prompts(self, settings: Any, prompts: Prompts, encoder: Callable[[], RequestEncoder]) -> Prompts:
-        return prompts if self.reads_template(settings) else AgentPrompts(prompts, encoder().start())
+    def writes_first(self, settings: Any) -> bool:
+        return not self.reads_template(settings)
 
 
 class Agents(Programs):

@@ -1,23 +1,22 @@
 """The environment "openenv"."""
 
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 from typing_extensions import override
 
-from tailrace.contracts.data import Prompts
 from tailrace.contracts.environments import Environment
 from tailrace.drivers.data.encoding import Tokenizer
-from tailrace.drivers.environments.history import AgentPrompts, RequestEncoder
-from tailrace.drivers.environments.open import EnvironmentKind
+from tailrace.drivers.environments.episodes import EpisodeKind
+from tailrace.drivers.environments.history import RequestEncoder
 from tailrace.errors import ConfigError
 from tailrace.extras.openenv.settings import OpenEnvSettings
 
 
-class OpenEnvEnvironments(EnvironmentKind):
+class OpenEnvEnvironments(EpisodeKind):
     """Environments behind servers of OpenEnv. Each episode has a session of its own."""
 
     settings = OpenEnvSettings
@@ -36,10 +35,8 @@ class OpenEnvEnvironments(EnvironmentKind):
         return True
 
     @override
-    def prompts(
-        self, settings: OpenEnvSettings, prompts: Prompts, encoder: Callable[[], RequestEncoder]
-    ) -> Prompts:
-        return AgentPrompts(prompts, encoder().start())
+    def writes_first(self, settings: OpenEnvSettings) -> bool:
+        return True
 
     @override
     @asynccontextmanager
