@@ -14,6 +14,7 @@ import gc
 import heapq
 import itertools
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator
@@ -120,6 +121,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap: (time, order, timer)
         self._orders, self._jumps = itertools.count(), itertools.count()
+
+    if sys.platform == "emscripten":  # a browser has neither sockets nor signals, which would wake the loop
+
+        def _make_self_pipe(self) -> None: ...
+
+        def _close_self_pipe(self) -> None: ...
 
     def time(self) -> float:
         return self._now

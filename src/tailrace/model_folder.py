@@ -9,8 +9,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from safetensors import SafetensorError, safe_open
-
 from tailrace.errors import ConfigError
 
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -203,6 +201,8 @@ def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     """Name, shape and type of each tensor of a safetensors file, without reading a tensor. The types are
     those of safetensors, such as "BF16". Raises an OSError or a SafetensorError if the file cannot be
     read."""
+    from safetensors import safe_open
+
     with safe_open(file, framework="numpy") as tensors:
         parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
         return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()]
@@ -210,6 +210,8 @@ def tensor_headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 def weights_defect(file: Path) -> str | None:
     """Return the defect of a safetensors file, by its size and header, to follow its name, or None."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(file, framework="numpy") as tensors:
             return None if tensors.keys() else "holds no tensors"

@@ -10,7 +10,6 @@ from tailrace.drivers.reward.settings import RewardSettings
 from tailrace.drivers.weights.settings import WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings
 from tailrace.drivers.workers.calls import Spawner
-from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 
@@ -28,6 +27,8 @@ class HostKind:
     async def open(self, host: Any, config: Any, folder: Path) -> AsyncIterator[Spawner]:
         """Open what starts the workers of a run of a RunConfig; they must have ended before the block ends.
         Raises a ConfigError if the cluster cannot be reached, or a worker cannot be placed."""
+        from tailrace.drivers.workers.process import LocalSpawner
+
         yield LocalSpawner(folder / "logs")
 
     def rewards_there(self, reward: RewardSettings) -> RewardSettings:
