@@ -9,9 +9,9 @@ from reproductions.base import Figure, Table
 from reproductions.rollpacker_runs import P0, PERIOD, R0, Model, tailbatch_of
 from tailrace.contracts.engine import Engine
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.drivers.assembly.placement import computed_profile
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.assembly.simulation import simulate
+from tailrace.drivers.assembly.tensor_parallel import computed_profile
 from tailrace.record.events import Event, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.rollout.profile import EngineProfile

@@ -44,13 +44,17 @@ BUILT_IN: Mapping[str, str] = {
     "judge.endpoint": "tailrace.extras.judges.kind:EndpointJudges",
     "judge.local": "tailrace.extras.judges.kind:LocalJudges",
     "serve.tinker": "tailrace.extras.tinker.command:TinkerApi",
+    "parts.any_engine": "tailrace.drivers.engine.native.any_model:AnyEngine",
+    "placement.joined": "tailrace.drivers.assembly.tensor_parallel:Joined",
     "run.replay": "tailrace.drivers.assembly.replay:Replay",
+    "restarts.trainer": "tailrace.drivers.workers.restarting:Restarts",
     "sim.fitted": "tailrace.extras.plan.fit_command:FittedSim",
     "sim.judges": "tailrace.extras.judges.kind:SimJudges",
     "weights.shared_memory": "tailrace.drivers.weights.transports:SharedMemory",
     "weights.filesystem": "tailrace.drivers.weights.transports:Filesystem",
     "weights.process_group": "tailrace.drivers.weights.process_group:ProcessGroup",
     "reward.audit": "tailrace.extras.audit.command:ShortAudit",
+    "reward.checkers": "tailrace.drivers.reward.checkers:Checkers",
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
     "teacher.folder": "tailrace.drivers.kinds.torch:FolderTeacher",
     "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",
@@ -65,7 +69,8 @@ BUILT_IN: Mapping[str, str] = {
     "workers.server": "tailrace.extras.http.server:ServerWorker",
 }
 """The class of each kind of this package; and hooks, which are asked for something else than a section (a
-protocol of the module that asks), or imported by the fork server of the workers (`workers`)."""
+protocol of the module that asks), imported by the fork server of the workers (`workers`), or made with
+arguments (`parts`)."""
 
 
 def built_in(section: str) -> list[str]:
@@ -88,8 +93,13 @@ def kind_of(section: str, name: str, key: str = "") -> Any:
         there = [each.partition(".") for each in (*BUILT_IN, *entries("tailrace.kinds"))]
         known = [other for of, _, other in there if of == section]
         raise ConfigError(key, name, "nothing that is installed has such a kind", did_you_mean(name, known))
-    place, _, attribute = BUILT_IN[full].partition(":")
-    return getattr(importlib.import_module(place), attribute)()
+    return class_of(full)()
+
+
+def class_of(name: str) -> Any:
+    """Import a class of BUILT_IN."""
+    place, _, attribute = BUILT_IN[name].partition(":")
+    return getattr(importlib.import_module(place), attribute)
 
 
 def registered(group: str, name: str, key: str, built_in: Mapping[str, object]) -> metadata.EntryPoint | None:

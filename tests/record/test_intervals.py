@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from tailrace.record.bounds import merged
 from tailrace.record.intervals import (
     EMPTY,
     Intervals,
@@ -24,6 +25,14 @@ def test_a_union_joins_what_overlaps_or_touches() -> None:
     assert union(given).tolist() == [[0, 4], [5, 6]]
     assert union([]).tolist() == []
     assert union_of([intervals((0, 1)), EMPTY, intervals((1, 2))]).tolist() == [[0, 2]]
+
+
+def test_the_union_without_numpy_is_the_same_to_the_bit() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        given = rng.integers((0, -1), (12, 4), size=(rng.integers(0, 9), 2))
+        times = [(start / 7, (start + length) / 7) for start, length in given.tolist()]
+        assert [list(each) for each in merged(times)] == union(times).tolist()
 
 
 def test_a_complement_is_what_is_left_of_the_window() -> None:

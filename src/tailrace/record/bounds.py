@@ -43,6 +43,18 @@ RESWEEP = 4
 """The peak rate is computed anew when a quarter of the requests that it is computed from are new."""
 
 
+def merged(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the union of intervals as `intervals.union` does, without numpy, which the heart imports only
+    where it computes with it."""
+    found = list[tuple[float, float]]()
+    for start_s, end_s in sorted(times):
+        if found and start_s <= found[-1][1]:
+            start_s, earlier_s = found.pop()
+            end_s = max(end_s, earlier_s)
+        found.append((start_s, end_s))
+    return [(start_s, end_s) for start_s, end_s in found if end_s > start_s]
+
+
 class RoundBound(Moment, frozen=True):
     """Why a round takes longer than its lower bound, and the lower bound of the run so far."""
 
@@ -238,14 +250,7 @@ class BoundMeter:
 
     def _computed(self) -> list[tuple[float, float]]:
         """The times of the round in which the trainer computed, which do not overlap, in their order."""
-        found = list[tuple[float, float]]()
-        times = ((max(each.start_s, self._round.start_s), each.end_s) for each in self._busy)
-        for start_s, end_s in sorted(times):
-            if found and start_s <= found[-1][1]:
-                start_s, earlier_s = found.pop()
-                end_s = max(end_s, earlier_s)
-            found.append((start_s, end_s))
-        return [(start_s, end_s) for start_s, end_s in found if end_s > start_s]
+        return merged((max(each.start_s, self._round.start_s), each.end_s) for each in self._busy)
 
     def _longest_wait(self) -> str:
         """The longest time in which the trainer did not compute, and what it waited for."""

@@ -174,6 +174,11 @@ class PlacementSettings(OfKind, Settings):
     """The offline profile of the engines, a file of `tailrace fit --profile`. None: a simulation computes it
     from [sim], and a live run has none."""
 
+    @property
+    def joins_engines(self) -> bool:
+        """Whether a tensor-parallel size is chosen."""
+        return bool(self.max_tensor_parallel_size or self.start_tensor_parallel_size or self.profile)
+
 
 class Placement:
     """Disaggregated: engines and trainer never wait for a device."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from tailrace.config import LiveConfig
 from tailrace.contracts.reward import Rewards
 from tailrace.drivers.reward.settings import RewardSettings
+from tailrace.rollout.placement import DeviceSharing, PlacementSettings
 from tailrace.rollout.reward_timeout import Anchors
 from tailrace.sim.host import Host
 from tailrace.sim.reward import SharedJudge
@@ -44,6 +45,21 @@ class FittedCosts(Protocol):
 
     def sim(self, run: Path) -> SimSettings:
         """Return the costs of a run. Raises a ConfigError if there is none, or its files are damaged."""
+
+
+class JoinedEngines(Protocol):
+    """Hook placement.joined: engines that are joined to larger ones."""
+
+    def sharing(
+        self,
+        sharing: DeviceSharing,
+        placement: PlacementSettings,
+        smallest: int,
+        num_engines: int,
+        sim: SimSettings | None,
+    ) -> DeviceSharing:
+        """Return the sharing of devices with the widths of engines. Raises a ConfigError if engines cannot be
+        joined as asked, or the offline profile lacks a size. `smallest`: devices of one engine."""
 
 
 class SimulatedJudges(Protocol):

@@ -1,7 +1,7 @@
 """The trainer in processes of the run, one for each rank, its reference model, and teachers in folders."""
 
-from collections.abc import Iterable
-from typing import get_args
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, get_args
 
 from typing_extensions import override
 
@@ -17,7 +17,6 @@ from tailrace.drivers.trainer.logits import logit_bytes, reference_memory
 from tailrace.drivers.workers.base import Role
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
-from tailrace.drivers.workers.restarting import RestartingTrainer
 from tailrace.drivers.workers.trainer import (
     AdapterOff,
     RemoteTrainer,
@@ -26,8 +25,22 @@ from tailrace.drivers.workers.trainer import (
     trainer_jobs,
 )
 from tailrace.errors import ConfigError, say
+from tailrace.kinds import kind_of
 from tailrace.model_folder import check_files, context_length, draft_tensors
 from tailrace.types import ITEM_BYTES
+
+
+class RestartedTrainer(Protocol):
+    """Hook restarts.trainer: a trainer whose processes start again when one dies."""
+
+    def begin(
+        self,
+        workers: Sequence[RemoteWorker],
+        job: TrainerJob,
+        start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
+        watches: list[Callable[[], Coroutine[Any, Any, None]]],
+    ) -> RemoteTrainer:
+        """Return a trainer of these processes, and add what watches them. `start`: starts new ones."""
 
 
 class Torch(TrainerKind):
@@ -93,8 +106,8 @@ class Torch(TrainerKind):
             return [await opening.start(TrainerWorker, *each, on, watched=watched) for each, on in ranks]
 
         if trainer.restarts:
-            remote: RemoteTrainer = (restarting := RestartingTrainer(await start(), job, start))
-            opening.watches.append(restarting.watch)
+            restarts: RestartedTrainer = kind_of("restarts", "trainer", "trainer.restarts")
+            remote = restarts.begin(await start(), job, start, opening.watches)
         else:
             remote = RemoteTrainer(await start(watched=True), job)
         opening.closing.append(remote.close)

@@ -121,19 +121,18 @@ _CHECKERS: Mapping[str, tuple[Callable[..., float], str | None, str]] = {
 """Each checker, the module that it needs, and the extra that installs it."""
 
 
-def import_checker(name: str, key: str) -> Callable[..., Any] | None:
-    """Return the checker of a name, or None if it is a function of the user's. `key` of the config has it.
-    Raises a ConfigError if the package that the checker needs is not installed, or there is no checker of
-    that name."""
-    if ":" in name:
-        return None
-    if name not in _CHECKERS:
-        remedy = f"write 'package.module:name', 'path/to/file.py:name' or one of {', '.join(_CHECKERS)}"
-        raise ConfigError(key, name, "this names no function", remedy)
-    function, module, extra = _CHECKERS[name]
-    if module is not None:
-        if find_spec(module) is None:
-            problem = f"this checker needs the package {module}"
-            raise ConfigError(key, name, problem, install(extra))
-        import_module(module)  # now, so that it is not in the time of the first call
-    return function
+class Checkers:
+    """The hook reward.checkers."""
+
+    def load(self, name: str, key: str) -> Callable[..., Any]:
+        """Return a checker as `NamedCheckers.load`."""
+        if name not in _CHECKERS:
+            remedy = f"write 'package.module:name', 'path/to/file.py:name' or one of {', '.join(_CHECKERS)}"
+            raise ConfigError(key, name, "this names no function", remedy)
+        function, module, extra = _CHECKERS[name]
+        if module is not None:
+            if find_spec(module) is None:
+                problem = f"this checker needs the package {module}"
+                raise ConfigError(key, name, problem, install(extra))
+            import_module(module)  # now, so that it is not in the time of the first call
+        return function

@@ -23,17 +23,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from typing_extensions import override
 
 from tailrace.drivers.data.open import data_kind
 from tailrace.drivers.data.settings import DataSettings, PromptSettings
 from tailrace.drivers.reward.calls import OWN_ARGUMENTS, Call, Scores
-from tailrace.drivers.reward.checkers import import_checker
 from tailrace.drivers.reward.settings import FunctionSettings, RewardSettings, check_sources
 from tailrace.errors import ConfigError, RewardFailed
 from tailrace.importing import import_function
+from tailrace.kinds import kind_of
 
 VERL_TEXT = ("solution_str", "model_output", "predict_str")
 """Names of the completion's text in verl and its scorers."""
@@ -190,6 +190,14 @@ MAX_DETAIL = 4000
 DEFECTS = (TypeError, NameError, ImportError, AttributeError, KeyError)
 """Exceptions that show a defect of the function, whatever the completion is."""
 UNUSABLE = "name one: 'package.module:name', 'path/to/file.py:name', or a checker"
+
+
+class NamedCheckers(Protocol):
+    """Hook reward.checkers: functions of this package, which a config names without a module."""
+
+    def load(self, name: str, key: str) -> Callable[..., Any]:
+        """Return the checker of a name, which `key` of the config has. Raises a ConfigError if the package
+        that it needs is not installed, or there is none of that name."""
 
 
 class RewardFunction:
@@ -350,13 +358,14 @@ class Scorer:
 
 def _load(settings: FunctionSettings, key: str, completed_only: bool) -> RewardFunction:
     spec = settings.function
-    checker = import_checker(spec, key)
+    checkers: NamedCheckers | None = None if ":" in spec else kind_of("reward", "checkers")
     try:
-        loaded = RewardFunction(checker or import_function(spec, key), settings, key)
+        function = checkers.load(spec, key) if checkers else import_function(spec, key)
+        loaded = RewardFunction(function, settings, key)
     except (TypeError, ValueError) as why:
         problem = f"its parameters cannot be known ({why})"
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
-    loaded.completed_only = completed_only and checker is not None
+    loaded.completed_only = completed_only and checkers is not None
     return loaded
 
 

@@ -102,7 +102,7 @@ class EngineWorker(Worker):
     @override
     @classmethod
     def load_job(cls, job: EngineJob, connection: WorkerConnection) -> "EngineWorker":
-        from tailrace.drivers.engine.native.any_model import engine_class
+        from tailrace.drivers.engine.native.engine import engine_class
 
         lora = job.adapter
         scale, num = (lora.alpha / lora.rank, lora.versions) if lora else (None, 1)

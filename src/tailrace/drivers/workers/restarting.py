@@ -7,7 +7,7 @@ staleness allows. An engine that loads a version meanwhile waits until it is pub
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,3 +155,19 @@ class RestartingTrainer(RemoteTrainer):
                     call.results.append(await call.make())
             say(why)
             say(f"restart {self._num_restarts} of {limit}, after {now() - began_s:.1f} s")
+
+
+class Restarts:
+    """The hook restarts.trainer."""
+
+    def begin(
+        self,
+        workers: Sequence[RemoteWorker],
+        job: TrainerJob,
+        start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
+        watches: list[Callable[[], Coroutine[Any, Any, None]]],
+    ) -> RemoteTrainer:
+        """Return a trainer as `RestartedTrainer.begin`."""
+        trainer = RestartingTrainer(workers, job, start)
+        watches.append(trainer.watch)
+        return trainer

@@ -15,7 +15,7 @@ from tailrace.config import LiveConfig
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.open import open_parts
-from tailrace.drivers.assembly.placement import tensor_parallel_sizes
+from tailrace.drivers.assembly.tensor_parallel import tensor_parallel_sizes
 from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, writing
 from tailrace.drivers.data.open import usable_prompts

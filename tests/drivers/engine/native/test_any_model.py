@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from helpers.architectures import SHAPES, VOCABULARY, random_model
 from tailrace.contracts.engine import GenerationOutput, GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.any_model import AnyEngine, engine_class
-from tailrace.drivers.engine.native.engine import NativeEngine
+from tailrace.drivers.engine.native.any_model import AnyEngine
+from tailrace.drivers.engine.native.engine import NativeEngine, engine_class
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.models.causal_lm import as_in_files, tensors_of
 from tailrace.model_folder import tensor_shapes

@@ -20,7 +20,6 @@ from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.native.model import check_weights
 from tailrace.drivers.engine.native.scheduler import Admitted
 from tailrace.drivers.engine.native.states import Block, CachedBatch, States, emptied, joined
-from tailrace.drivers.engine.native.support import not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.models.causal_lm import (
     backbone,
@@ -195,8 +194,3 @@ class AnyEngine(NativeEngine):
     def probe(self, ids: Many[int], num_prefix: int) -> tuple[list[float], list[float]]:
         logprobs = self.score(ids, num_prefix)
         return logprobs, logprobs
-
-
-def engine_class(path: Path) -> type[NativeEngine]:
-    """The engine of a model: `NativeEngine` if it has the architecture."""
-    return AnyEngine if not_fused(path) else NativeEngine

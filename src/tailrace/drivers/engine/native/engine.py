@@ -35,9 +35,11 @@ from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
 from tailrace.drivers.engine.native.sampler import Drawn, draw, noise, noise_stream, on_device
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.drivers.engine.native.states import States
+from tailrace.drivers.engine.native.support import not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.engine.stops import string_reached
 from tailrace.errors import say
+from tailrace.kinds import class_of
 from tailrace.model_folder import end_of_text_ids, folder_error
 from tailrace.types import KV, FinishReason, SamplingParams
 
@@ -424,3 +426,9 @@ class NativeEngine:
 
     def _tensor(self, values: object) -> Tensor:
         return on_device(values, self._model.device)
+
+
+def engine_class(path: Path) -> type[NativeEngine]:
+    """The engine of a model: `NativeEngine` if it has the architecture."""
+    engine: type[NativeEngine] = class_of("parts.any_engine") if not_fused(path) else NativeEngine
+    return engine
