@@ -3,14 +3,18 @@
 import csv
 import json
 import tomllib
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from peer_logs import LONGEST, MODES, SAMPLES, UNSAID, rows_of, written
 
+from tailrace.cli import main
+from tailrace.config import config_of
 from tailrace.errors import ConfigError
 from tailrace.extras.plan import peers
+from tailrace.extras.plan.command import from_run
 from tailrace.extras.plan.peer_fit import fit_peer, lognormal
 from tailrace.extras.plan.peers import read_peer
 
@@ -57,6 +61,36 @@ def test_a_logged_deviation_decides_how_wide_the_lengths_are(tmp_path: Path) -> 
 def test_what_a_log_does_not_say_is_asked_for(name: str, flag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--{flag} N"):
         read_peer(written(name, tmp_path))
+
+
+def test_fit_and_plan_take_what_a_log_does_not_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = str(written("OpenRLHF sync", tmp_path))
+    words = ["--max-tokens", "9000", "--prompt-tokens", "200", "--output", str(tmp_path / "fitted.toml")]
+    assert main(["fit", log]) == 2
+    assert "give it: --max-tokens N" in " ".join(capsys.readouterr().err.split())
+    assert main(["fit", log, *words]) == 0
+    lengths = tomllib.loads((tmp_path / "fitted.toml").read_text())["sim"]["lengths"]
+    assert (lengths["max_tokens"], lengths["prompt_tokens"]) == (9000, 200)
+    config = config_of(
+        {"run": {"rounds": 1, "group_size": 8}, "schedule": {"name": "serial", "groups_per_step": 64}}
+    )
+    with pytest.raises(ConfigError, match="the planner needs the section"):
+        from_run(config, Path(log), max_tokens=9000)
+
+
+def test_a_log_is_read_row_by_row_and_only_its_figures_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    more = {f"critic/{n}": 1.5 for n in range(400)}
+    row = json.dumps(next(rows_of("verl sync", 1)) | more)
+    with file.open("w") as lines:
+        lines.writelines(row.replace('"step": 1,', f'"step": {step},') + "\n" for step in range(4000))
+    tracemalloc.start()
+    assert len(read_peer(file).steps) == 3999
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < file.stat().st_size
 
 
 def test_a_dump_says_how_long_the_longest_response_is(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def advise(
 ) -> None:
     """Say where the time of a run of another framework goes, what its longest responses cost, and which of
     the framework's own orders of work would be faster on the same devices, with the settings to paste.
-    Nothing leaves the machine.
+    Nothing leaves the machine; a run by its address is asked for with W&B's own client.
 
     Args:
         source: a log as of tailrace fit, what the framework printed, CSV that W&B exported, or

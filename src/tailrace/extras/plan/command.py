@@ -59,6 +59,8 @@ def plan(
     /,
     *,
     run: Annotated[Path | None, Parameter("--from")] = None,
+    max_tokens: int | None = None,
+    prompt_tokens: int | None = None,
     lengths: str = "model",
     output: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
@@ -71,6 +73,8 @@ def plan(
         cluster: a config with [sim.cluster]; with --from it may be left out for overrides.
         run: a run, or a log of another framework as of tailrace fit, made on the devices of [sim.cluster] and
             with its division. Costs and lengths are fitted to it, and it is compared with the candidates.
+        max_tokens: the longest response, where the log of another framework does not say.
+        prompt_tokens: mean length of a prompt, where such a log does not say.
         lengths: the output directory of a run whose responses are as long; "model": as in [sim.lengths].
         output: a file for the config with the fastest candidate.
         json_path: a file for all candidates that were measured.
@@ -81,7 +85,7 @@ def plan(
     given, log = with_lengths(_config(cluster, run, overrides), lengths), None
     config = given
     if run:
-        config, log = from_run(given, run)
+        config, log = from_run(given, run, max_tokens=max_tokens, prompt_tokens=prompt_tokens)
     with progress() as say, signals_awaited() as check:
 
         def said(words: str) -> None:
@@ -126,12 +130,12 @@ def _config(cluster: Path | None, run: Path | None, overrides: Mapping[str, str]
     return config_of({"run": {"rounds": 1}, "schedule": {"name": "serial"}}, overrides)
 
 
-def from_run(config: RunConfig, path: Path) -> tuple[RunConfig, PeerLog]:
+def from_run(config: RunConfig, path: Path, **given: float | None) -> tuple[RunConfig, PeerLog]:
     """The config with the costs and lengths of a run, and what the run logged. Raises a ConfigError if there
-    is no such run, or its steps have other samples than those of the config."""
+    is no such run, or its steps have other samples than those of the config. `given`: of `read_peer`."""
     groups, folder = _groups_per_step(config), RunFolder(path)
     samples, is_own = groups * config.run.group_size, folder.config.exists()
-    log = read_peer(folder.metrics if is_own else path, samples)
+    log = read_peer(folder.metrics if is_own else path, samples, **given)
     if round(log.mean("samples")) != samples:
         problem = f"a step of {path} trains {log.mean('samples'):g} samples, and one of the config {samples}"
         raise ConfigError("schedule.groups_per_step", groups, problem, "change it, or run.group_size")

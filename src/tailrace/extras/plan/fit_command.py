@@ -35,6 +35,8 @@ def fit_run(
     *,
     output: Path | None = None,
     samples: int | None = None,
+    max_tokens: int | None = None,
+    prompt_tokens: int | None = None,
     profile: Path | None = None,
     batches: tuple[int, ...] = (1, 8, 64, 256),
     lengths: tuple[int, ...] = (),
@@ -44,9 +46,12 @@ def fit_run(
 
     Args:
         run: its output directory, or a log of another framework of extras/plan/peers.toml: a folder, or a
-            file of JSONL, CSV, TensorBoard or W&B's offline mode; with --profile also a config file.
+            file of JSONL, CSV, TensorBoard or W&B's offline mode, what the framework printed, or
+            wandb:ENTITY/PROJECT/RUN; with --profile also a config file.
         output: a file for the [sim] section; it is printed without one.
         samples: of a step, where the log of another framework does not say.
+        max_tokens: the longest response, where such a log does not say.
+        prompt_tokens: mean length of a prompt, where such a log does not say.
         profile: a file for the offline profile of the engines, which `placement.profile` names.
         batches: of the profile, requests that begin together.
         lengths: of the profile, tokens of each request. Default: sampling.max_completion_tokens.
@@ -58,7 +63,7 @@ def fit_run(
     for key, value in overrides.items():
         problem = "fit has no config to override without --profile"
         raise ConfigError(f"--{key}", value, problem, "remove it")
-    fitted = fitted_run(run, samples)
+    fitted = fitted_run(run, samples, max_tokens=max_tokens, prompt_tokens=prompt_tokens)
     text = tomli_w.dumps(fitted.tree)
     console = open_console()
     print_table(console, _table(run, fitted), keep=2)
@@ -114,14 +119,14 @@ class FittedSim(FittedCosts):
         return fitted_run(run).sim
 
 
-def fitted_run(path: Path, samples: int | None = None) -> Fit:
-    """Fit a run, or the log of another framework, whose steps have so many samples. Raises a ConfigError if
-    there is none, or one of its files is damaged."""
+def fitted_run(path: Path, samples: int | None = None, **given: float | None) -> Fit:
+    """Fit a run, or the log of another framework, with what the log does not say (`read_peer`). Raises a
+    ConfigError if there is none, or one of its files is damaged."""
     folder = RunFolder(path)
     if not folder.samples.is_dir():
         folder.check_wrote("samples", "train")
     if not folder.config.exists():
-        return fit_peer(read_peer(path, samples))
+        return fit_peer(read_peer(path, samples, **given))
     config = folder.read_config()
     if config.run.replay:
         remedy = f"name the run that it trained again: {config.run.replay}"

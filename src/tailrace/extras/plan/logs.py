@@ -10,12 +10,15 @@ import json
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from sys import intern
 from typing import Any
 
+import httpx
 import msgspec
 
 from tailrace.errors import ConfigError
@@ -29,20 +32,27 @@ _WANDB_HEADER, _WANDB_BLOCK, _WANDB_LAST = 7, 32_768, (1, 4)
 """Bytes of the header and of a block; kinds of a record's last part. The rest is LevelDB's log format."""
 EXTRAS = install("tensorboard,wandb,datasets")
 WANDB = "wandb:"
+_KEY = "log in with `wandb login`, or set WANDB_API_KEY"
+_EXPORTED = "export the run as CSV from its page"
 _VERL_STEP = re.compile(r"\bstep:\d+ - ")
 _NUMPY = re.compile(r"np\.\w+\((.*)\)")
 _PRINTED_STEP = re.compile(r"(?:(?P<step>\d+): )?(?P<row>\{')")
 LogRow = dict[str, float]
 
 
-@dataclass(slots=True)
+@dataclass
 class LogFiles:
     """The rows of each file of a log, in their order."""
 
-    files: dict[Path, list[LogRow]] = field(default_factory=dict)
+    files: Mapping[Path, Sequence[LogRow]]
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {name for rows in self.files.values() for row in rows for name in row}
 
     def names(self, prefix: str) -> set[str]:
-        return {name.removeprefix(prefix) for rows in self.files.values() for row in rows for name in row}
+        """The names of all figures, without a prefix."""
+        return {name.removeprefix(prefix) for name in self._names}
 
     def steps(self, last: str | None, prefix: str, once: Collection[str] = ()) -> list[LogRow]:
         """Join the rows of each step. A later file does not replace what an earlier one says. Raises a
@@ -85,23 +95,23 @@ class LogFiles:
         return [steps[number] for number in sorted(steps)]
 
 
-def read_files(path: Path) -> LogFiles:
+def read_files(path: Path, is_read: Callable[[str], bool]) -> LogFiles:
     """Read a file, all files of a folder, or a run of W&B by its address, wandb:ENTITY/PROJECT/RUN. Raises a
     ConfigError that names a file which is damaged or needs a package that is not installed, or says that
-    W&B does not show the run."""
+    W&B does not show the run. `is_read`: the names of the figures that are kept."""
     if str(path).startswith(WANDB):
         with explained(path):
-            return LogFiles({path: [_numbers(row) for row in _online(path)]})
+            return LogFiles({path: [_numbers(row, is_read) for row in _online(path)]})
     if not path.exists():
         raise refused(path, "there is no such file or folder", "name a run, or another framework's log")
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    log = LogFiles()
+    found: dict[Path, list[LogRow]] = {}
     for file in files:
         reader = next((reader for end, reader in READERS.items() if end in file.name), None)
         reader = reader or (_printed if file == path else None)
         with explained(file):
-            log.files[file] = [_numbers(row) for row in reader(file)] if reader else []
-    return log
+            found[file] = [_numbers(row, is_read) for row in reader(file)] if reader else []
+    return LogFiles(found)
 
 
 @contextmanager
@@ -125,21 +135,22 @@ def refused(path: Path, problem: str, remedy: str) -> ConfigError:
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, without a last line that is cut off. Raises a ValueError that names the
     first bad line."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
-            if 1 < number == len(lines) and not line.endswith(b"\n"):  # it is being written, or was killed
-                return
-            raise ValueError(f"line {number}: {why}") from None
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield msgspec.json.decode(line, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeDecodeError) as why:
+                if number > 1 and not line.endswith(b"\n"):  # it is being written, or was killed
+                    return
+                raise ValueError(f"line {number}: {why}") from None
 
 
-def _numbers(row: Mapping[str, object]) -> LogRow:
+def _numbers(row: Mapping[str, object], is_read: Callable[[str], bool]) -> LogRow:
     inner = row.get("data")  # verl: {"step": 1, "data": {...}}
     flat = {**row, **inner} if isinstance(inner, dict) else row
     numbers = (int, float)
-    return {k: float(v) for k, v in flat.items() if isinstance(v, numbers) and not isinstance(v, bool)}
+    known = {k: v for k, v in flat.items() if isinstance(v, numbers) and not isinstance(v, bool)}
+    return {intern(k): float(v) for k, v in known.items() if is_read(k)}  # one text for all rows
 
 
 def _table(file: Path) -> Iterator[dict[str, Any]]:
@@ -165,29 +176,51 @@ def _number(cell: object) -> object:
 
 def _printed(file: Path) -> Iterator[dict[str, Any]]:
     """Lines of verl's console, and dictionaries that TRL, slime, miles and OpenRLHF print."""
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines()):
-        if at := _VERL_STEP.search(line):
-            pairs = (each.partition(":") for each in line[at.start() :].split(" - "))
-            yield {name: _number(_NUMPY.sub(r"\1", value)) for name, _, value in pairs}
-        elif at := _PRINTED_STEP.search(line):
-            with suppress(ValueError, SyntaxError):  # a text of another kind, or one that is cut off
-                row = ast.literal_eval(line[at.start("row") : line.rindex("}") + 1])
-                step = {"_step": int(at["step"] or number)}
-                yield step | {name: _number(value) for name, value in row.items()}
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines):
+            if at := _VERL_STEP.search(line):
+                pairs = (each.partition(":") for each in line[at.start() :].split(" - "))
+                yield {name: _number(_NUMPY.sub(r"\1", value.strip())) for name, _, value in pairs}
+            elif at := _PRINTED_STEP.search(line):
+                with suppress(ValueError, SyntaxError):  # a text of another kind, or one that is cut off
+                    row = ast.literal_eval(line[at.start("row") : line.rindex("}") + 1])
+                    step = {"_step": int(at["step"] or number)}
+                    yield step | {name: _number(value) for name, value in row.items()}
 
 
 def _online(address: Path) -> Iterator[dict[str, Any]]:
-    """The history of a run on W&B. Raises a ConfigError if W&B does not show it."""
+    """The history of a run on W&B. Raises a ConfigError if the address is none, W&B is not reached, it takes
+    no key, or it does not show the run."""
     import wandb
-    from wandb.errors import CommError, UsageError
+    from wandb.errors import AuthenticationError, UsageError
 
+    name, host = str(address).removeprefix(WANDB), wandb.setup().settings.base_url
+    if [bool(part) for part in name.split("/")] != [True] * 3:
+        remedy = f"name {WANDB}ENTITY/PROJECT/RUN; RUN is the last part of the address of its page"
+        raise refused(address, "it is no address of a run", remedy)
     try:
-        run = wandb.Api().run(str(address).removeprefix(WANDB))
-        yield from run.scan_history()
-    except (CommError, UsageError, ValueError) as why:
-        remedy = "log in with `wandb login` as somebody who may see it, or export it as CSV from its page"
+        yield from wandb.Api().run(name).scan_history()
+    except UsageError:
+        raise refused(address, f"there is no key for {host}", f"{_KEY}, or {_EXPORTED}") from None
+    except Exception as why:  # some of the client's errors have no class of their own
         reason = str(why).splitlines()[0]
-        raise refused(address, f"W&B does not show this run: {reason}", remedy) from None
+        if unreached := _unreached(host):
+            problem, remedy = f"{host} is not reached: {unreached}", "check the network and WANDB_BASE_URL"
+        elif isinstance(why, AuthenticationError):
+            problem, remedy = f"{host} does not take the key", _KEY
+        else:
+            problem = f"{host} does not show this run, which is private or gone: {reason}"
+            remedy = "check the address, log in as somebody who may see it"
+        raise refused(address, problem, f"{remedy}, or {_EXPORTED}") from None
+
+
+def _unreached(host: str) -> str:
+    """Why a server cannot be reached; empty: it can."""
+    try:
+        httpx.head(host)
+    except httpx.TransportError as why:
+        return str(why)
+    return ""
 
 
 def _trainer_state(file: Path) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.extras.plan.fit import Array
-from tailrace.extras.plan.logs import LogFiles, LogRow, explained, json_lines, read_files, refused
+from tailrace.extras.plan.logs import STEP_NAMES, LogFiles, LogRow, explained, json_lines, read_files, refused
 
 TOLERANCE = 1.05
 """The parts of a step take at most so many times as long as the step."""
@@ -73,7 +74,7 @@ def _dump_rows(file: Path) -> Iterator[DumpRow]:
         yield from json_lines(file)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Term:
     """A sum of figures of a framework over a product of others. A summand with "?" may be missing, one after
     a minus is subtracted."""
@@ -84,15 +85,21 @@ class Term:
     def names(self) -> list[str]:
         return [each.removesuffix("?") for each in re.split(" [-+/] ", self.text)]
 
-    def value(self, row: LogRow) -> float | None:
-        """Return the value; None: the row lacks a name."""
+    @cached_property
+    def _parts(self) -> tuple[Mapping[str, int], set[str], Sequence[str]]:
+        """The signs of the summands by their names, the names that a row must have, and the divisors."""
         dividend, *divisors = self.text.split(" / ")
         summands = dividend.replace(" - ", " + -").split(" + ")
         signs = {each.strip("-?"): -1 if each.startswith("-") else 1 for each in summands}
         optional = {each.strip("-?") for each in summands if each.endswith("?")}
-        if not all(name in row for name in {*(signs.keys() - optional), *divisors}):
+        return signs, {*signs, *divisors} - optional, divisors
+
+    def value(self, row: LogRow) -> float | None:
+        """Return the value; None: the row lacks a name."""
+        signs, needed, divisors = self._parts
+        if not needed <= row.keys():
             return None
-        divisor = float(np.prod([row[name] for name in divisors]))
+        divisor = prod(row[name] for name in divisors)
         total = sum(sign * row[name] for name, sign in signs.items() if name in row)
         return total / divisor if divisor else None
 
@@ -111,6 +118,13 @@ class PeerFormat:
             k: [Term(each) for each in ([v] if isinstance(v, str) else v)] for k, v in given.items()
         }
 
+        self.names = {name for terms in self.figures.values() for term in terms for name in term.names}
+
+    def has(self, name: str) -> bool:
+        """Whether it is a name, with or without the prefix, that is read."""
+        name = name.removeprefix(self.prefix)
+        return name in self.names or any(fnmatch(name, each) for each in self.overlaps)
+
     def words(self, *figures: str) -> str:
         """Return its names of figures."""
         return " or ".join(term.text for figure in figures for term in self.figures.get(figure, []))
@@ -126,7 +140,9 @@ class PeerFormat:
         found, before = list[LogRow](), dict[str, float]()
         of_step = {name for term in self.figures["step_s"] for name in term.names}
         rows = files.steps(self.ends, self.prefix, of_step)
-        names = {name for row in rows for name in row if any(fnmatch(name, each) for each in self.overlaps)}
+        names = {
+            name for name in files.names(self.prefix) if any(fnmatch(name, each) for each in self.overlaps)
+        }
         overlaps = any(row.get(name, 0.0) > 0 for row in rows for name in names)
         for row in rows:
             for name in row.keys() & self._cumulative:
@@ -151,6 +167,12 @@ class PeerFormat:
 
 _TABLE = tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 FORMATS = [PeerFormat(name, section) for name, section in _TABLE.items()]
+
+
+@cache
+def _is_read(name: str) -> bool:
+    """Whether a figure of a log is of any framework, or numbers a step."""
+    return name in STEP_NAMES or any(form.has(name) for form in FORMATS)
 
 
 @dataclass(frozen=True)
@@ -236,7 +258,7 @@ def read_peer(path: Path, samples: int | None = None, **given: float | None) -> 
         samples: of a step, where the log does not say.
         given: max_tokens and prompt_tokens, where neither the log nor a dump of responses says them.
     """
-    files = read_files(path)
+    files = read_files(path, _is_read)
     found = [each for each in FORMATS if each.source("step_s", files.names(each.prefix))]
     if len(found) != 1:
         none = "there is no run in it, and no log with the time of steps"
@@ -286,7 +308,7 @@ def _completed(form: PeerFormat, path: Path, row: LogRow, samples: float | None)
     if sequence and "prompt_tokens" in row:
         samples = sequence / (row["prompt_tokens"] + mean)
     if not (num := round(row.get("samples") or samples or 0)):
-        raise refused(path, "it does not say how many samples a step has", "tailrace fit RUN --samples N")
+        raise refused(path, "it does not say how many samples a step has", "give them: --samples N")
     row = {"prompt_tokens": max(1.0, sequence / num - mean)} | row | {"samples": float(num)}
     if "update_s" not in form.figures and "generation_s" in row:
         spent = sum(row.get(name, 0.0) for name in ("generation_s", "reward_s", "sync_s"))
