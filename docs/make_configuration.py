@@ -133,6 +133,8 @@ class _Page:
 
     def _one(self, key: str, section: type[Settings], level: int, field: FieldInfo | None) -> Iterator[str]:
         heading = f"{'#' * level} [{key}]"
+        if self._described.get(section) == f"[{key}]":
+            return
         if section in self._described:
             yield f"{heading}\n\nAs {self._described[section]}."
             return

@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name not in ("configuration.md", "simulation.md")]
 MAX_PICTURE_BYTES = 60_000
-LOOKED_UP = ("configuration.md", "simulation.md", "metrics.md", "scorecard.md", "commands.md", "python.md")
+LOOKED_UP = (
+    *("bias.md", "configuration.md", "simulation.md", "metrics.md", "scorecard.md", "commands.md"),
+    "python.md",
+)
 """Pages that commands write."""
 MAX_WORDS = 15_700
 """Of the other pages, which are read."""

@@ -19,6 +19,7 @@ from tailrace.record.bounds import RoundBound
 from tailrace.record.events import (
     Accumulated,
     Event,
+    GroupDrawn,
     GroupEnded,
     GroupReady,
     Published,
@@ -121,6 +122,7 @@ def pipelined_round(story: Story | None = None, *, round: int = 0, start_s: floa
     second = make_group(2 * round + 1, [10, 20], [1.0, 1.0])
     t = start_s - 10.0
     story.tell(RoundStarted(t + 10, round, version=round))
+    story.tell(GroupDrawn(t + 10, first), GroupDrawn(t + 10, second))
     story.request(first.samples[0], t + 10, t + 12)
     story.request(first.samples[1], t + 10, t + 14)
     story.request(second.samples[0], t + 12, t + 17)

@@ -117,3 +117,20 @@ def test_the_terminal_says_what_the_page_says_and_the_summary_keeps_it() -> None
     (advisory,) = advisories_of_steps([WORTHLESS] * 3)
     assert lines == [f"Advice | groups without variance | {advisory.text}"]
     assert summary._advisor.found == {"groups without variance": f"step 3: {advisory.text}"}
+
+
+def test_what_is_biased_in_each_of_the_last_steps_is_named_once_the_run_has_warmed_up() -> None:
+    rows = [GOOD | {"bias/length": -0.1 - 0.01 * number, "bias/source/code": 0.12} for number in range(5)]
+    assert advisories_of_steps([GOOD] * 4 + rows) == []
+    length, source = advisories_of_steps([GOOD] * 5 + rows)
+    assert length.text.startswith(
+        "The trained responses are at least 10% shorter than all that were drawn. See "
+    )
+    assert source.kind == "bias of code"
+    assert "The share of 'code' in what was trained differs by +12% from its share in what" in source.text
+
+
+@pytest.mark.parametrize("odd", [0.3, -0.05])
+def test_a_bias_that_changes_its_sign_or_comes_and_goes_is_none(odd: float) -> None:
+    rows = [GOOD | {"bias/length": -0.3}] * 9
+    assert advisories_of_steps([*rows, GOOD | {"bias/length": odd}]) == []

@@ -46,7 +46,7 @@ def test_a_sink_that_raises_is_disabled_with_one_line_and_the_others_go_on(
     said: list[str] = []
     sinks = open_sinks([f"{file}:breaks", f"{file}:good"], tmp_path, said.append)
     play(pipelined_round().events, *sinks)
-    assert said == [f"Sink {file}:breaks is disabled | on(RequestStarted) raised RuntimeError: full"]
+    assert said == [f"Sink {file}:breaks is disabled | on(GroupDrawn) raised RuntimeError: full"]
     assert "RoundBound dict" in (tmp_path / "events.txt").read_text()
 
 

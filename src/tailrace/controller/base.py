@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from tailrace.contracts.data import Prompts
+from tailrace.contracts.data import PoolSettings, Prompts
 from tailrace.contracts.engine import Engine
 from tailrace.contracts.reward import Rewards
 from tailrace.contracts.trainer import Reference, Trainer
@@ -95,6 +95,8 @@ class RunComponents:
     """The scorers; rollout/rewards.py has the chain around them."""
     prompts: Prompts
     held_out: Prompts
+    pools: PoolSettings = field(default_factory=PoolSettings)
+    """Difficulty pools of the training prompts."""
     reference: Reference | None = None
     """The reference model; None: the algorithm has no KL to one."""
     sharing: DeviceSharing = DISAGGREGATED

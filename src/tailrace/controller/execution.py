@@ -19,6 +19,7 @@ from tailrace.errors import first_cause
 from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
+from tailrace.rollout.difficulty import DifficultyPools
 from tailrace.rollout.history import History
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import PartialRolloutBuffer, Pool
@@ -106,7 +107,10 @@ def joined(
         engine.on_arrival = partial(ledger.probe, engine.name)
     components.anchors.restore(start.base.anchors)
     history, parked = History(start.base.longest), PartialRolloutBuffer(start.partial_rollouts)
-    prompt_source = PromptSource(components.prompts, settings, ledger, recorder)
+    prompts = components.prompts
+    pools = DifficultyPools(components.pools, settings.seed, start.rewards, prompts.__getitem__)
+    ledger.on_end = pools.observe
+    prompt_source = PromptSource(prompts, pools, settings, ledger, recorder)
     prompt_source.recall([*start.partial_rollouts, *start.interrupted])
     router = Router(engines, recorder, components.run_episode, journal.written, state.version)
     cost = Cost(components.prices, ledger, router, recorder, start)

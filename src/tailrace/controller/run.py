@@ -36,6 +36,7 @@ from tailrace.ledger.recovery import StartingPoint
 from tailrace.record import events
 from tailrace.record.events import Recorder, RowSkipped
 from tailrace.record.lags import Lags
+from tailrace.rollout.difficulty import DifficultyPools
 from tailrace.rollout.history import History
 from tailrace.rollout.in_flight import Ages
 from tailrace.rollout.placement import Placement
@@ -48,16 +49,36 @@ MAX_CONSECUTIVE_BAD_ROWS = 10_000
 
 
 class PromptSource:
-    """Draws each row of the data once, in order. The ledger counts the rows drawn."""
+    """Draws each row of the data once an epoch, in order, or passes it over. The ledger counts both."""
 
-    def __init__(self, prompts: Prompts, settings: RunSettings, ledger: Ledger, recorder: Recorder) -> None:
-        self._prompts, self._settings, self._ledger, self._recorder = prompts, settings, ledger, recorder
+    def __init__(
+        self,
+        prompts: Prompts,
+        pools: DifficultyPools,
+        settings: RunSettings,
+        ledger: Ledger,
+        recorder: Recorder,
+    ) -> None:
+        self._prompts, self._pools, self._settings = prompts, pools, settings
+        self._ledger, self._recorder = ledger, recorder
 
     def group(self, num_samples: int, round: int) -> Group:
-        """A group of the next prompt. Raises a ConfigError if the data has no usable row left."""
-        group = self.begin(Group(self._next_prompt(), 0, [], round_drawn=round), num_samples)
-        self._ledger.draw(group)
-        return group
+        """A group of the next prompt that no pool passes over. Raises a ConfigError if the data has none, or
+        no usable row left."""
+        for _ in range(MAX_CONSECUTIVE_BAD_ROWS):
+            self._ledger.draw(group := Group(self._next_prompt(), 0, [], round_drawn=round))
+            if not (pool := self._pools.passes_over(group.prompt)):
+                return self.begin(group, num_samples)
+            self._ledger.end(group, "dropped", pool)
+        problem = f"{MAX_CONSECUTIVE_BAD_ROWS} rows in succession were passed over"
+        remedy = "raise data.pools.easy_fraction and hard_fraction, or give other rows"
+        raise ConfigError("data.pools", pool, problem, remedy)
+
+    def report_pools(self) -> None:
+        """Record how many rows each pool has."""
+        if self._pools.settings.is_used:
+            sizes = {pool: self._pools.sizes[pool] for pool in ("easy", "hard")}
+            self._recorder.emit(events.PoolsFilled(clock.now(), sizes))
 
     def recall(self, groups: Sequence[Group]) -> None:
         """Take up groups that an earlier process drew. One whose tokens are lost begins anew."""
@@ -384,6 +405,7 @@ class Run:
             self.history.observe(group)
         self.router.report_preemptions()
         self.pool.report_stages()
+        self._parts.prompt_source.report_pools()
         overrun = self._parts.cost.record()
         self._recorder.emit(events.Stepped(start_s, clock.now(), stats, lags, samples))
         self._parts.watchdog.stepped()

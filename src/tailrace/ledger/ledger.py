@@ -18,7 +18,7 @@ from tailrace.clock import now
 from tailrace.contracts.engine import Arrival
 from tailrace.errors import LedgerError
 from tailrace.ledger.base import CheckpointRow
-from tailrace.record.events import GroupEnded, Recorder, TokensWasted, WeightsProbed
+from tailrace.record.events import GroupDrawn, GroupEnded, Recorder, TokensWasted, WeightsProbed
 from tailrace.types import Group, Sample
 
 Fate = Literal["trained", "filtered", "dropped"]
@@ -64,16 +64,20 @@ class Ledger:
         self.active: dict[int, Group] = {}
         """Groups without a fate, by prompt index, in the order drawn."""
         self._recorder = recorder
+        self.on_end: Callable[[Group], None] = lambda group: None
+        """Called with each group that has got its fate. The run sets it."""
         self.measure: Callable[[], None] = lambda: None
         """Brings seconds and prefilled tokens of the totals up to date. The run sets it until it ends."""
 
     def draw(self, group: Group) -> None:
         self.totals.num_drawn += 1
-        self.active[group.prompt.index] = group
+        self.recall([group])
 
     def recall(self, groups: Iterable[Group]) -> None:
-        """Record groups that an earlier life of this run drew and that have no fate yet."""
-        self.active.update((group.prompt.index, group) for group in groups)
+        """Record groups that were drawn, by an earlier life of this run, too, and that have no fate yet."""
+        for group in groups:
+            self.active[group.prompt.index] = group
+            self._recorder.emit(GroupDrawn(now(), group))
 
     def waste(self, sample: Sample, reason: str) -> None:
         """Record that the sample's tokens will not be trained."""
@@ -100,6 +104,7 @@ class Ledger:
         self.totals.groups[fate] += 1
         del self.active[group.prompt.index]
         self._journal.end(group, reason)
+        self.on_end(group)
         self._recorder.emit(GroupEnded(now(), group.prompt.index, fate, reason))
 
     def probe(self, engine: str, arrival: Arrival) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -61,6 +62,8 @@ class StartingPoint:
     """Groups without a fate that have tokens of a dead branch (ledger/base.py)."""
     origins: dict[Sample, list[Origin]] = field(default_factory=dict)
     """Origins of the tokens of each sample without a fate."""
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Mean reward of each prompt that was trained or filtered."""
     missing: list[CheckpointRow] = field(default_factory=list)
     """The rows after the base, whose checkpoints were removed."""
     best: tuple[float, int] | None = None
@@ -127,6 +130,7 @@ def next_life(
         base=base,
         num_generated=num_generated,
         totals=totals_of(tables),
+        rewards=_rewards_of(tables),
         missing=later,
         born=born,
         opening=Transaction([*rows, born]),
@@ -157,6 +161,18 @@ def totals_of(tables: LedgerTables) -> Totals:
     skipped = tables.run.num_drawn - len(tables.groups)  # unusable rows have no group
     totals.groups.update({"dropped": skipped} if skipped else {})
     return totals
+
+
+def _rewards_of(tables: LedgerTables) -> dict[int, float]:
+    """Return the mean reward of the kept samples of each prompt that was trained or filtered."""
+    found: dict[int, float] = {}
+    for prompt, members in tables.members().items():
+        group = tables.groups[prompt]
+        newest = {each.number: each.reward for each in sorted(members, key=lambda each: each.attempt)}
+        rewards = [reward for number in group.kept if (reward := newest.get(number)) is not None]
+        if group.fate in ("trained", "filtered") and rewards:
+            found[prompt] = fmean(rewards)
+    return found
 
 
 def _base(tables: LedgerTables, checkpoints: Path) -> CheckpointRow:

@@ -18,6 +18,8 @@ NUM_SURE = 3
 ZERO_VARIANCE_SHARE = 0.8
 TRUNCATED_SHARE = 0.25
 FAILED_SHARE = 0.2
+BIASED_SHARE = 0.1
+"""Difference between what was trained and what was drawn above which a schedule counts as biased."""
 COLLAPSED_SHARE = 0.1
 """Share of the first steps' entropy below which the policy counts as collapsed."""
 
@@ -54,7 +56,8 @@ def advisories_of_steps(steps: Sequence[Figures]) -> list[Advisory]:
     if not (recent := steps[-NUM_STEPS:]):
         return []
     found = (_zero_variance(recent), _truncation(recent), _failures(recent), _no_calls(recent))
-    return [*chain.from_iterable(found), *_entropy(steps[:NUM_STEPS], recent)]
+    biased = _bias(recent) if len(steps) >= 2 * NUM_STEPS else ()  # at first the long ones are under way
+    return [*chain.from_iterable(found), *_entropy(steps[:NUM_STEPS], recent), *biased]
 
 
 def _zero_variance(steps: Sequence[Figures]) -> Iterator[Advisory]:
@@ -109,6 +112,23 @@ def _entropy(first: Sequence[Figures], steps: Sequence[Figures]) -> Iterator[Adv
         text = f"The entropy of the policy has fallen from {before:.3g} to {now:.3g} nats a token, and the "
         text += "reward has not risen: samples of a prompt are nearly the same. "
         yield Advisory("entropy collapse", text + "Lower trainer.learning_rate.")
+
+
+def _bias(steps: Sequence[Figures]) -> Iterator[Advisory]:
+    """Figures that are far from 0 in each of the steps."""
+    remedy = "See groups/dropped/, tail/wasted_tokens/ and age/ in metrics.jsonl; another schedule.name may "
+    remedy += "train what this one leaves."
+    for key in sorted(key for key in steps[-1] if key.startswith("bias/")):
+        values = [row.get(key) or 0.0 for row in steps]
+        value = min(values, key=abs)
+        if abs(value) < BIASED_SHARE or min(values) * max(values) < 0.0:
+            continue
+        if key == "bias/length":
+            than = f"{abs(value):.0%} {'longer' if value > 0.0 else 'shorter'} than all that were drawn"
+            yield Advisory("length bias", f"The trained responses are at least {than}. {remedy}")
+        elif source := key.partition("bias/source/")[2]:
+            text = f"The share of {source!r} in what was trained differs by {value:+.0%} from its share in "
+            yield Advisory(f"bias of {source}", f"{text}what was drawn. {remedy}")
 
 
 def last_steps(steps: Sequence[Figures]) -> str:

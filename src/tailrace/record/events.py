@@ -14,7 +14,7 @@ import msgspec
 from tailrace.contracts.engine import Arrival, DecodeSums
 from tailrace.contracts.trainer import StepStats
 from tailrace.record.lags import Lags
-from tailrace.types import KV, FinishReason, Sample, SampleId
+from tailrace.types import KV, FinishReason, Group, Sample, SampleId
 
 Row: TypeAlias = dict[str, float]
 """Figures by name (`figures.py`). A step's row has "loss", a round's "round/time_s", an evaluation's
@@ -108,6 +108,12 @@ class ReferenceScored(Interval, frozen=True):
     """Completion tokens."""
 
 
+class GroupDrawn(Moment, frozen=True):
+    """A group was drawn, or taken up by a process that goes on with the run. The run log does not have it."""
+
+    group: Group
+
+
 class GroupReady(Moment, frozen=True):
     """A group is complete and not filtered, and its advantages are set: it can be trained."""
 
@@ -121,6 +127,12 @@ class StagesFilled(Moment, frozen=True):
 
     stages: dict[str, tuple[int, float]]
     """The most groups at a time, and the seconds for which the stage was full and took no group."""
+
+
+class PoolsFilled(Moment, frozen=True):
+    """How many rows each difficulty pool has, by its name. The run log does not have it."""
+
+    rows: dict[str, int]
 
 
 class GroupEnded(Moment, frozen=True):

@@ -34,6 +34,11 @@ def largest(rows: Rows, name: str) -> float:
     return float(max((row[name] for row in rows if name in row), default=0.0))
 
 
+def last(rows: Rows, name: str) -> float:
+    """The value in the last row that has the figure; 0 if none has."""
+    return next((row[name] for row in reversed(rows) if name in row), 0.0)
+
+
 def over_tokens(rows: Rows, name: str) -> float:
     """Mean over trained tokens."""
     return _weighted(rows, name, "tokens/trained")
@@ -219,10 +224,19 @@ probe/time_s | s | summed | - | Time for which engines were held to answer probe
 control/samples | samples | - | - | Samples of the step that are of control groups ([run.groups] control).
 control/mean_length | tokens | - | - | Their mean length.
 control/reward | - | - | - | Their mean reward.
+bias/length | share | last | bias.length | Mean length of the samples trained so far over that of all
+    responses to the prompts drawn so far, minus 1. Those that are not complete count as longer than they are.
+bias/reward | - | last | bias.reward | Mean reward of the samples trained so far, less that of all responses.
+bias/delay | rounds | last | bias.delay | Mean age, from draw to training, of the tokens trained so far, less
+    that of the samples: above 0, long responses are trained later than short ones.
+bias/source/ | share | - | - | Share of each data source that has a name in the samples trained so far, less
+    its share of the prompts drawn so far.
 stage/groups/ | groups | - | - | The most groups at a time, since the last step, in each stage between engines
     and trainer: `generated` (they wait for the scorers), `scoring`, `ready` (for the trainer).
 stage/blocked_s/ | s | - | - | Time since the last step in which a full stage blocked the stage before it.
     Groups that a full stage drops are in groups/dropped/, as `generated_overflow` and `ready_overflow`.
+pool/ | rows | - | - | Rows of each difficulty pool ([data.pools]), `easy` and `hard`. What they pass over is
+    in groups/dropped/, as `easy_pool` and `hard_pool`.
 time/step | s | - | - | Since the last step's end or the round's start: time/train + time/wait. Publishing and
     evaluation are not in it.
 time/wait | s | - | - | Part of time/step in which the trainer did not compute.
@@ -348,7 +362,7 @@ LENGTHS = ("mean", "min", "p50", "p90", "p99", "max", "std")
 TOTALS: Mapping[str, Total] = {
     total.__name__: total
     for total in (
-        summed, largest, over_tokens, over_samples, over_steps, over_rounds, over_time, over_wall_time,
+        summed, largest, last, over_tokens, over_samples, over_steps, over_rounds, over_time, over_wall_time,
         over_rollouts, per_sample, per_thousand_samples, of_batch, of_generated, over_control, less_control,
     )
 }  # fmt: skip

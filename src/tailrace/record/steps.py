@@ -10,6 +10,7 @@ from statistics import fmean
 
 from tailrace.contracts.engine import Arrival
 from tailrace.record import events
+from tailrace.record.bias import BiasMeter
 from tailrace.record.bounds import BoundMeter
 from tailrace.record.events import Event, Recorder, Row, Sink
 from tailrace.record.figures import (
@@ -134,11 +135,12 @@ class StepMeter:
         self._arrivals: list[Arrival] = []
         self._counts: Counter[str] = Counter()
         self._open: _OpenRound | None = None
-        self._bounds = BoundMeter()
+        self._bounds, self._biases = BoundMeter(), BiasMeter()
 
     def on(self, event: Event) -> None:
         self._sinks.emit(event)
         self._bounds.on(event)
+        self._biases.on(event)
         if self._open:
             self._open.measure(event)
         match event:
@@ -168,6 +170,8 @@ class StepMeter:
             case events.StagesFilled():
                 for name, (most, blocked_s) in event.stages.items():
                     self._stages |= {f"stage/groups/{name}": most, f"stage/blocked_s/{name}": blocked_s}
+            case events.PoolsFilled():
+                self._stages |= in_family("pool/", event.rows.items())
             case _:
                 self._count(event)
 
@@ -238,6 +242,7 @@ class StepMeter:
             **event.lags.figures(len(samples)),
             **_group_figures(samples, self._round),
             **_control_figures(samples),
+            **self._biases.figures(),
             **self._stages,
         }
         if stats.engine_mismatch_kl is not None:

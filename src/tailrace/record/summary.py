@@ -114,7 +114,7 @@ class RunSummary:
     ettr: float | None = None
     """Effective training time ratio; None: no round trained."""
     bias: dict[str, float] = field(default_factory=dict)
-    """Bias of the rules of groups; empty without control groups."""
+    """Difference of what was trained and what was drawn, and with control groups the bias of the rules of groups."""
     cost: float | None = None
     """Cost of all processes of the run, in the currency of [prices]; None without prices."""
     advisories: dict[str, str] = field(default_factory=dict)
@@ -187,12 +187,12 @@ class Summary:
             ),
             failures=family(counts, "completions/failed/"),
             rows_skipped=family(counts, "rows/skipped/"),
-            ages={key: each.total(steps, each.name) for key, each in _kept_in("ages") if each.total},
+            ages=_kept("ages", steps),
             mismatch_kl=over_tokens(steps, "mismatch_kl") if steps else None,
             round={key: _median(rounds, each.name) for key, each in _kept_in("round")},
             bound=self._bound_summary(rounds),
             ettr=_totals(rows, ("ettr",))["ettr"] if rounds else None,
-            bias=_totals(rows, BIASES),
+            bias=_totals(rows, BIASES) | _kept("bias", steps),
             cost=next((row["cost/total"] for row in reversed(rows) if "cost/total" in row), None),
             advisories=dict(self._advisor.found),
         )
@@ -226,6 +226,11 @@ def _totals(rows: Rows, keys: Iterable[str]) -> Row:
 def _kept_in(section: str) -> Iterator[tuple[str, Figure]]:
     """The figures of a section of summary.json, with their keys there."""
     return ((each.kept[section], each) for each in FIGURES if section in each.kept)
+
+
+def _kept(section: str, steps: Rows) -> dict[str, float]:
+    """Figures of a section, over the steps."""
+    return {key: each.total(steps, each.name) for key, each in _kept_in(section) if each.total}
 
 
 def _median(rounds: Sequence[Row], name: str) -> float | None:

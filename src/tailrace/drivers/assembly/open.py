@@ -53,6 +53,7 @@ async def open_parts(
                 rewards=rewards,
                 prompts=prompts,
                 held_out=run_prompts(config, tokenizer, "eval"),
+                pools=config.data.pools,
                 reference=opened.reference,
                 sharing=device_sharing(config),
                 anchors=anchors,

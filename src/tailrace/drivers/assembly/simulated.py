@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tailrace.config import RunConfig
-from tailrace.contracts.data import Epochs
+from tailrace.contracts.data import Epochs, PoolSettings
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.kinds.hooks import SimulatedJudges
 from tailrace.kinds import kind_of
@@ -29,6 +29,7 @@ def simulated_parts(
     sharing: DeviceSharing = DISAGGREGATED,
     prices: Prices | None = None,
     max_failures: int | None = None,
+    pools: PoolSettings | None = None,
 ) -> RunComponents:
     """Engines, trainer and rewards that only take virtual time. Call it inside the virtual loop.
 
@@ -39,6 +40,7 @@ def simulated_parts(
         sharing: whether engines and trainer have devices in common.
         prices: what the run pays for.
         max_failures: as RunComponents.
+        pools: difficulty pools of the rows; None: there are none.
     """
     lengths = Lengths(settings.lengths, seed)
     epochs = Epochs(settings.lengths.rows, seed) if settings.lengths.rows else None
@@ -68,6 +70,7 @@ def simulated_parts(
         rewards=rewards_of(settings.rewards, seed, anchors, host, judges),
         prompts=prompts,
         held_out=prompts,
+        pools=pools or PoolSettings(),
         reference=SimReference(settings.reference) if reference else None,
         sharing=sharing,
         anchors=anchors,

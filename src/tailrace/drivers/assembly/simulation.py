@@ -143,6 +143,7 @@ def run_virtual(config: RunConfig, schedule: Schedule, recorder: Recorder) -> fl
         replicas=config.trainer.replicas,
         sharing=device_sharing(config, sim),
         prices=prices_of(config, sim),
+        pools=config.data.pools if config.data else None,
     )
     advantages = ComputeAdvantages(config.algorithm, sim_sampling(config))
     return _executed(schedule, parts, config.run, recorder, advantages)

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tailrace.contracts.data import PoolSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.kinds import OneOf
 from tailrace.settings import RunPath, Settings, Shared
@@ -44,6 +45,7 @@ class PromptSettings(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is dropped with the reason "prompt too long". In every case a prompt is dropped when
     the model's context leaves no room for one completion token."""
+    pools: PoolSettings = PoolSettings()
     kind: str
     """Selects a kind of data."""
 
@@ -107,6 +109,12 @@ class ProceduralSettings(PromptSettings):
     """Regular expression that extracts the answer from a completion: the last group of the last match.
     Without it the whole completion is the answer."""
 
+    @model_validator(mode="after")
+    def _check_pools(self) -> "ProceduralSettings":
+        if self.pools.is_used and self.size is None:
+            raise ValueError("pools are of prompts that come again: they need size")
+        return self
+
 
 class RowsSettings(PromptSettings):
     """Rows of a file or a data set."""
@@ -161,6 +169,7 @@ class MixtureSettings(Settings):
     """Selects this kind of data."""
     sources: tuple[SourceSettings, ...] = Field(min_length=1, max_length=100)
     """The sources, each with the keys of its own kind."""
+    pools: PoolSettings = PoolSettings()
 
     @model_validator(mode="after")
     def _check_names(self) -> "MixtureSettings":
@@ -168,6 +177,8 @@ class MixtureSettings(Settings):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two sources have the name {name!r}")
+        if any(source.pools.is_used for source in self.sources):
+            raise ValueError("the pools of a mixture are data.pools, and not those of a source")
         return self
 
 

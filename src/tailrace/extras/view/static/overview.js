@@ -14,6 +14,7 @@ const CHARTS = [
   { title: "Waiting ratio of rounds", unit: "share", share: true, series: [["round/waiting_ratio", "waiting ratio"]] },
   { title: "Lag", unit: "optimizer steps", series: [["lag/mean", "mean"], ["lag/max", "largest"]] },
   { title: "Effective sample size", unit: "share", share: true, series: [["ess", "ESS"]] },
+  { title: "Trained against drawn", unit: "share or reward", series: [["bias/length", "length"], ["bias/reward", "reward, difference"]] },
   { title: "Learning rate", series: [["learning_rate", "learning rate"]] },
 ];
 const NUM_LAST = 20;

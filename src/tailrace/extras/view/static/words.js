@@ -51,8 +51,16 @@ function accountsOf({ figures, record }) {
     ["Problems", "", Object.entries(problems).flatMap(([what, numbers]) => Object.entries(numbers).map(([why, number]) => [`${what}: ${spaced(why)}`, format(number), null]))],
     ["Time", "", section("time")],
     ["Age and length", "", section("age")],
+    ["Trained against drawn", biasInWords(totals.bias), []],
     ["Bias of the rules", "", section("bias")],
   ].filter(([, text, rows]) => text || rows.length);
+}
+
+/** What was trained against what was drawn (record/bias.py); nothing for a run that does not have it. */
+function biasInWords({ length, reward, delay }) {
+  if (length === undefined) return "";
+  const by = `${percent(Math.abs(length), 1)} ${length < 0 ? "shorter" : "longer"} than all that were drawn, their mean reward is ${Math.abs(reward).toFixed(3)} ${reward < 0 ? "below" : "above"} that of all`;
+  return `Trained responses are ${by}. A token was trained ${Math.abs(delay).toFixed(1)} rounds ${delay < 0 ? "sooner" : "later"} after its draw than a response, in the mean.`;
 }
 
 /** Whether published weights arrived in the engines. */
