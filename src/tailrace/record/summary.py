@@ -114,7 +114,8 @@ class RunSummary:
     ettr: float | None = None
     """Effective training time ratio; None: no round trained."""
     bias: dict[str, float] = field(default_factory=dict)
-    """Difference of what was trained and what was drawn, and with control groups the bias of the rules of groups."""
+    """Differences of what was trained and what was drawn; with control groups, also the bias of the rules of
+    groups."""
     cost: float | None = None
     """Cost of all processes of the run, in the currency of [prices]; None without prices."""
     advisories: dict[str, str] = field(default_factory=dict)
