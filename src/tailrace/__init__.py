@@ -74,7 +74,14 @@ _MODULES = {  # examples/nano.py has those that are not in __all__: some need to
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
-    return getattr(import_module(f"tailrace.{_MODULES[name]}"), name)
+    try:
+        return getattr(import_module(f"tailrace.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as why:
+        from tailrace.importing import TRAINING, install
+
+        if why.name not in TRAINING:
+            raise
+        raise ImportError(f"tailrace.{name} needs {why.name}: {install('train')}", name=why.name) from None
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,7 @@ from tailrace.drivers.reward.settings import RewardSettings, TeacherSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
 from tailrace.errors import ConfigError, did_you_mean
+from tailrace.importing import check_training
 from tailrace.kinds import OneOf, import_all, sections_in
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
@@ -204,13 +205,16 @@ class PolicyConfig(RunConfig):
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Return a config with these sections, and with the folder of the model in place of its id on the
-        hub. Raises a ConfigError if one of the sections is missing, and as `find_folder`."""
+        hub. Raises a ConfigError if one of the sections is missing, and as `check_training` and
+        `find_folder`."""
         if isinstance(config, cls):
             return config
         for name, field in cls.model_fields.items():
             if field.is_required() and getattr(config, name) is None:
                 problem = "this command needs the section"
                 raise ConfigError(name, None, problem, f"add [{name}] to the config")
+        assert config.model is not None
+        check_training("model.path", str(config.model.path))
         given = dict(config) | {"sampling": config.sampling or SamplingSettings()}
         found: Self = cls.model_construct(config.model_fields_set, **given)
         return found.changed(model={"path": find_folder(found.model.path)})

@@ -50,6 +50,24 @@ def import_function(spec: str, key: str) -> Any:
     return function
 
 
+TRAINING = ("torch", "transformers", "huggingface_hub", "cloudpickle")
+"""The packages of the extra `train`, as they are imported."""
+
+
+def check_training(key: str, value: object, extra: str = "train") -> None:
+    """Check that the packages with which a model is trained or served are installed, without importing them.
+    Raises a ConfigError.
+
+    Args:
+        key: of the setting, or the name of the argument, that asks for a model.
+        value: of it.
+        extra: `train`, or another one that brings its packages, too.
+    """
+    if missing := [name for name in TRAINING if importlib.util.find_spec(name) is None]:
+        problem = f"a model needs packages that are not installed: {', '.join(missing)}"
+        raise ConfigError(key, value, problem, install(extra))
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra of this package where it is installed: by the same tool, and
     from the same source."""

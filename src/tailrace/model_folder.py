@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tailrace.errors import ConfigError
+from tailrace.importing import check_training
 
 _SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 _OPTIONAL = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -51,7 +52,7 @@ def model_name(path: Path | str) -> str:
 def find_folder(path: Path) -> Path:
     """The folder of a model that is named by its path, by the output directory of the run that trained it,
     or by its id on the Hugging Face hub: then it is taken from the cache, or downloaded into it. Raises a
-    ConfigError if there is no such folder, and the hub does not give it."""
+    ConfigError if there is no such folder, and the hub does not give it, and as `check_training`."""
     name = str(path)
     if any((path / name).is_file() for name in _RUN_FILES) and not (path / "config.json").is_file():
         if not (path / "model").is_dir():
@@ -61,6 +62,7 @@ def find_folder(path: Path) -> Path:
         return path / "model"
     if not is_hub_id(name) or path.exists():
         return path
+    check_training("model.path", name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 

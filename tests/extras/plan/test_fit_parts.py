@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tailrace.extras.plan.fit import correlation_within_groups, non_negative, overlap
+from tailrace.extras.plan.fit import correlation_within_groups, least_squares, non_negative, overlap
 from tailrace.record.events import Interval
 
 
@@ -30,6 +30,20 @@ def test_of_two_columns_that_grow_alike_the_later_is_left_out() -> None:
 def test_a_column_of_zeros_has_the_coefficient_0() -> None:
     columns = {"one": np.array([1.0, 2]), "never": np.zeros(2)}
     assert non_negative(columns, np.array([2.0, 4])).coefficients == pytest.approx({"one": 2, "never": 0})
+
+
+def test_the_least_squares_are_those_of_scipy_on_random_problems() -> None:
+    nnls = pytest.importorskip("scipy.optimize", reason="pip install 'tailrace[dev]'").nnls
+    rng, num_bound = np.random.default_rng(0), 0
+    for _ in range(200):
+        columns = int(rng.integers(1, 9))
+        matrix = rng.normal(rng.normal(), 1.0, (columns + int(rng.integers(0, 40)), columns))
+        matrix *= 10.0 ** rng.uniform(-6, 6, columns)
+        target = matrix @ rng.normal(size=columns) + rng.normal(size=len(matrix))
+        expected, _ = nnls(matrix, target)
+        np.testing.assert_allclose(least_squares(matrix, target), expected, rtol=1e-6, atol=0.0)
+        num_bound += int(np.sum(expected == 0))
+    assert num_bound > 200, "coefficients of 0 are among them"
 
 
 def test_overlaps_are_counted_once() -> None:

@@ -30,6 +30,7 @@ from tailrace.drivers.workers.process import LocalSpawner, start_process
 from tailrace.drivers.workers.wire import Hello
 from tailrace.drivers.workers.worker import Job, Worker
 from tailrace.errors import ConfigError, WorkerDied, say
+from tailrace.importing import check_training
 
 TOKEN_VARIABLE = "TAILRACE_JOIN_TOKEN"
 GOES_ON = "{}: works until the run lets go, which may be saving; Ctrl-C then ends it at once"
@@ -52,9 +53,10 @@ def join(role: Role, address: str, /, *, token: str | None = None) -> None:
         token: The token that the run prints. Without it: $TAILRACE_JOIN_TOKEN.
 
     Raises:
-        ConfigError: nothing answers at the address, or there is no token.
+        ConfigError: nothing answers at the address, there is no token, or as `check_training`.
         WorkerDied: the process of the worker ended before the run let go.
     """
+    check_training("ROLE", role)
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REACH_S).close()

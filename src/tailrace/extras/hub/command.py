@@ -6,6 +6,7 @@ from pathlib import Path
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
 from tailrace.errors import ConfigError, TailraceError
+from tailrace.importing import check_training
 from tailrace.model_folder import check_files, is_hub_id, model_name
 
 CARD = "README.md"
@@ -31,6 +32,7 @@ def push(run: Path, repo: str, /, *, private: bool = False, dry_run: bool = Fals
         private: whether a new repository is private.
         dry_run: print the card, and stop.
     """
+    check_training("RUN", str(run))
     from tailrace.extras.hub.card import card_of
 
     if not is_hub_id(repo):

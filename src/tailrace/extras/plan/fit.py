@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from tailrace.contracts.engine import DecodeSums
 from tailrace.errors import ConfigError
-from tailrace.importing import install
 from tailrace.record.events import Decoded, Interval
 from tailrace.record.intervals import union
 from tailrace.record.metrics import read_row
@@ -87,8 +86,8 @@ class Fit:
 
 def fit(events: Path, metrics: Path, samples: Path, workers: int) -> Fit:
     """Fit a run from its events.jsonl, its metrics.jsonl and its folder of samples. Raises a ConfigError if a
-    file is missing or damaged (the message names the first bad line), nothing was trained, or scipy is not
-    installed. `workers`: samples that were scored at the same time."""
+    file is missing or damaged (the message names the first bad line), or nothing was trained. `workers`:
+    samples that were scored at the same time."""
     timelines = RunTimelines(events)
     timelines.update()
     run = timelines.all
@@ -143,18 +142,13 @@ class Solution(NamedTuple):
 
 
 def non_negative(columns: Mapping[str, Array], target: Array, variances: Array | None = None) -> Solution:
-    """Fit a target by columns, with coefficients of at least 0. Raises a ConfigError without scipy.
+    """Fit a target by columns, with coefficients of at least 0.
 
     Args:
         columns: in the order of their importance.
         variances: relative variance of each observation; None: all are equal. In proportion to a column, the
             sum of the fitted values is that of the target.
     """
-    try:
-        from scipy.optimize import nnls
-    except ImportError as why:
-        remedy = install("fit")
-        raise ConfigError("fit", "scipy", "this package is not installed", remedy) from why
     matrix = np.column_stack([*columns.values()])
     weights = np.ones(len(target)) if variances is None else 1 / np.sqrt(variances)
     weighted = matrix * weights[:, None]
@@ -163,10 +157,39 @@ def non_negative(columns: Mapping[str, Array], target: Array, variances: Array |
     # The diagonal of R is what each column adds to those before it. A column of zeros keeps its place.
     added = np.abs(np.diag(np.linalg.qr(weighted / scale)[1]))
     kept = [n for n, column in enumerate(matrix.T) if not column.any() or added[n : n + 1].sum() > COLLINEAR]
-    found = nnls(weighted[:, kept] / scale[kept], target * weights)[0] / scale[kept]
+    found = least_squares(weighted[:, kept] / scale[kept], target * weights) / scale[kept]
     names = [*columns]
     coefficients = {names[n]: float(value) for n, value in zip(kept, found, strict=True)}
     return Solution(coefficients, explained(matrix[:, kept] @ found, target))
+
+
+def least_squares(matrix: Array, target: Array) -> Array:
+    """Return the x >= 0 with the least norm of `matrix @ x - target` (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23).
+
+    Args:
+        matrix: [rows, columns], of linearly independent columns.
+        target: [rows].
+    """
+    num = matrix.shape[1]
+    found, is_free = np.zeros(num), np.zeros(num, bool)  # a coefficient that is not free is 0
+    tolerance = 10 * max(matrix.shape) * np.finfo(float).eps * np.abs(matrix).sum(axis=0).max(initial=0.0)
+    for _ in range(3 * num):  # rounding can free and bind the same coefficient for ever
+        gradient = np.where(is_free, -np.inf, matrix.T @ (target - matrix @ found))
+        if gradient.max(initial=-np.inf) <= tolerance:
+            break
+        is_free[gradient.argmax()] = True
+        while True:
+            solved = np.zeros(num)
+            solved[is_free] = np.linalg.lstsq(matrix[:, is_free], target)[0]
+            if not (is_low := is_free & (solved < 0)).any():
+                break
+            # The share of the way from `found` to `solved` after which a coefficient is 0.
+            shares = np.divide(found, found - solved, out=np.full(num, np.inf), where=is_low)
+            found = np.where(shares == shares.min(), 0.0, found + shares.min() * (solved - found))
+            is_free &= shares > shares.min()
+        found = solved
+    return found
 
 
 def explained(predicted: Array, target: Array) -> float:

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from tailrace.errors import ConfigError
-from tailrace.importing import install
+from tailrace.importing import TRAINING, install
 
 STEP_NAMES = ("step", "rollout/step", "global_step", "training/global_step", "train/global_step", "_step")
 """Figures that number the step of a row, the first that it has."""
@@ -122,7 +122,8 @@ def explained(file: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as why:
-        raise refused(file, f"reading it needs the package {why.name}", EXTRAS) from None
+        remedy = install("train") if why.name in TRAINING else EXTRAS
+        raise refused(file, f"reading it needs the package {why.name}", remedy) from None
     except Exception as why:  # the readers' packages have errors of their own
         problem = f"it is damaged or of another version ({type(why).__name__}: {why})"
         raise refused(file, problem, "remove it, or name another one") from None

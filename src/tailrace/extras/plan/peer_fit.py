@@ -20,7 +20,7 @@ MANY = 100
 
 
 def fit_peer(log: PeerLog) -> Fit:
-    """Fit the costs and lengths of a simulation to a log. Raises a ConfigError if scipy is not installed."""
+    """Fit the costs and lengths of a simulation to a log."""
     decode, passes, notes = _solved(log)
     if log.other_s > SHOWN * log.mean("step_s"):
         notes.append(f"{log.other_s:.3g} s a step are in no part, and count as the optimizer step's")

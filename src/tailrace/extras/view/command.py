@@ -45,7 +45,8 @@ def view(
     if perfetto:
         _write_perfetto(runs, perfetto)
         return
-    check_installed()
+    if output is None:
+        check_installed()
     opened = open_runs(runs, wait=output is None, trust=trust)
     if output:
         with writing("--output", output):

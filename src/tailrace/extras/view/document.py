@@ -27,7 +27,7 @@ EXTRA = install("view")
 
 
 def check_installed() -> None:
-    """Raises a ConfigError if a package of the page is missing."""
+    """Raises a ConfigError if a package that serves the page is missing."""
     for name in ("starlette", "uvicorn"):
         if find_spec(name) is None:
             raise ConfigError("view", name, "this package is not installed", EXTRA)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from tailrace.config import RunConfig, load_config
 from tailrace.errors import ConfigError, TailraceError
+from tailrace.importing import install
 from tailrace.ledger.base import SampleRow, TokensRow
 from tailrace.ledger.store import open_store
 from tailrace.record.samples import files_by_round
@@ -197,16 +199,18 @@ class SampleBook:
 
 class TokenTexts:
     """Decodes token ids one by one, by the first of the model folders that has a tokenizer.json. Raises a
-    ConfigError if none has one, or it cannot be read."""
+    ConfigError if none has one, it cannot be read, or no package is installed that could."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        from tokenizers import Tokenizer
-
         paths = [each / "tokenizer.json" for each in folders]
         path = next((each for each in paths if each.is_file()), None)
         if path is None:
             places = ", ".join(map(str, folders))
             raise ConfigError("model.path", places, "no folder has a tokenizer.json", "put one there")
+        if find_spec("tokenizers") is None:
+            raise ConfigError("model.path", str(path), "tokenizers is not installed", install("train"))
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as why:  # the library raises bare exceptions
