@@ -84,13 +84,13 @@ class Recording:
 
     @asynccontextmanager
     async def open(self, config: LiveConfig, folder: Path) -> AsyncIterator[RunComponents]:
-        """Start the trainer of a replay alone. Raises as `open_trainer`."""
+        """Start the trainer alone, as `RecordedRun.open`."""
         async with open_trainer(config, folder, load_tokenizer(config.model.path)) as trainer:
             prompts = training_prompts(config)
             yield RunComponents((), trainer, NoFunctions(), prompts, prompts)
 
     def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
-        """Give a run what was recorded. Returns its schedule."""
+        """Give a run what was recorded, as `RecordedRun.begin`."""
         if start.life == 1:
             self._fill(start, config, folder)
         else:
@@ -204,8 +204,7 @@ class Replay:
     """The hook `run.replay`."""
 
     def read(self, config: LiveConfig) -> Recording:
-        """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
-        some steps, or they are not samples of this config."""
+        """Read a run as `Replays.read`."""
         path = config.run.replay
         assert path
         check_own_trainer(config)

@@ -4,22 +4,23 @@ import asyncio
 import faulthandler
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from tailrace import clock
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.config import LiveConfig, RunConfig
-from tailrace.controller.base import RunSettings
+from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.execution import RunResult, execute
 from tailrace.controller.interruption import Interruption
 from tailrace.controller.watchdog import end_at_last, watch_controller_lag
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.drivers.assembly.machine import Fitted
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.report import report
 from tailrace.drivers.assembly.resumption import best_evaluation, dated, ended, go_on, opened, rewind
@@ -75,7 +76,7 @@ def train(
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
     config = LiveConfig.of(with_published_defaults(config))
     config = dated(config, folder) if resume else config
-    recording = kind_of("run", "replay").read(config) if config.run.replay else None
+    recording = recorded_run(config)
     schedule = recording.schedule if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")
     begin_start(config)
@@ -116,6 +117,40 @@ def _with_reward(config: LiveConfig, reward: Callable[..., Any] | None, path: Pa
     return config.changed(reward={"function": f"{path.resolve()}:{name}", "functions": ()})
 
 
+class RecordedRun(Protocol):
+    """The trained samples of a run, which another run trains again."""
+
+    @property
+    def schedule(self) -> BoundSchedule:
+        """The schedule that repeats their order."""
+
+    def check(self, config: LiveConfig) -> Fitted[LiveConfig]:
+        """Check a config before anything starts, and fit it to the samples and the machine. Raises a
+        ConfigError."""
+
+    def open(self, config: LiveConfig, folder: Path) -> AbstractAsyncContextManager[RunComponents]:
+        """Start the trainer alone. Raises as `open_trainer`."""
+
+    def begin(self, start: StartingPoint, config: LiveConfig, folder: RunFolder) -> BoundSchedule:
+        """Give a run what was recorded. Returns its schedule."""
+
+
+class Replays(Protocol):
+    """Hook run.replay: runs with `run.replay`."""
+
+    def read(self, config: LiveConfig) -> RecordedRun:
+        """Read the run that `run.replay` names. Raises a ConfigError if it has no samples, lacks those of
+        some steps, or they are not samples of this config."""
+
+
+def recorded_run(config: LiveConfig) -> RecordedRun | None:
+    """Return the run that `run.replay` names, as `Replays.read`; None: there is none."""
+    if not config.run.replay:
+        return None
+    replays: Replays = kind_of("run", "replay")
+    return replays.read(config)
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """A run until it ends or a worker dies. `reward`: a function that is saved as reward.pkl, or empty."""
@@ -126,7 +161,7 @@ class _Attempt:
     command: str
     reward: bytes
     interruption: Interruption
-    recording: Any  # a `replay.Recording`, or None
+    recording: RecordedRun | None
 
     def run(self, resume: bool) -> RunSummary:
         """Train to the end. Raises WorkerDied, and Interrupted if a signal ended the run in order."""

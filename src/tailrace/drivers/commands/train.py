@@ -8,7 +8,7 @@ from pathlib import Path
 from tailrace.config import LiveConfig, load_config
 from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.machine import Machine, uses_gpu
-from tailrace.drivers.assembly.running import train
+from tailrace.drivers.assembly.running import recorded_run, train
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.drivers.kinds.hooks import RewardAudit
 from tailrace.errors import say
@@ -42,8 +42,8 @@ def run(
         train(load_config(config, overrides), output_dir, resume=resume)
         return
     loaded = LiveConfig.of(load_config(config, overrides))
-    if loaded.run.replay:
-        fitted = kind_of("run", "replay").read(loaded).check(loaded)
+    if recording := recorded_run(loaded):
+        fitted = recording.check(loaded)
     else:
         cluster = loaded.sim.cluster if uses_gpu(loaded) else None
         machine = Machine.of(cluster) if cluster else None
