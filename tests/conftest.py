@@ -29,7 +29,6 @@ SLOW = (
     "drivers/data/test_procedural.py::test_a_prompt_is_the_same_in_another_process",
     "drivers/data/test_procedural.py::test_both_splits_have_the_same_distribution_of_lengths",
     "drivers/data/test_tokenizer.py::test_torch_is_not_imported_for_the_data",
-    "drivers/engine/native/test_native_sampler.py::test_drawn_frequencies_are_the_probabilities",
     "drivers/engine/native/test_native_steps.py::test_in_bfloat16_a_late_read_changes_no_token_of",
     "drivers/trainer/test_fsdp.py",
     "drivers/trainer/test_trainer.py::test_the_effective_sample_size_is_one_on_policy",

@@ -1,5 +1,4 @@
-"""The tokens of a seed are those in reference_tokens.json. An earlier engine drew them, which made its noise
-with numpy, kept a tensor for each tier and read every token at once."""
+"""The tokens of a seed are those in reference_tokens.json. They were drawn one a step, and read at once."""
 
 import json
 from collections import defaultdict

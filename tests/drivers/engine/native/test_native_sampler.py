@@ -1,12 +1,14 @@
 """How tokens are drawn: exact noise, exact distributions, and log-probs of the whole vocabulary."""
 
+import math
+
 import pytest
 import torch
 from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.sampler import draw, noise, noise_stream
+from tailrace.drivers.engine.native.sampler import draw, noise, noise_keys, noise_stream
 from tailrace.types import SamplingParams
 
 MASK = 2**64 - 1
@@ -19,46 +21,110 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def drawn(logits, uniforms, greedy=(), **params):
+def drawn(logits, keys, greedy=(), **params):
     """Token ids and their log-probs, [T] each; all rows are sampled alike."""
-    return draw(logits, uniforms, [SamplingParams(1, **params)] * len(logits), greedy)
+    return draw(logits, keys, [SamplingParams(1, **params)] * len(logits), greedy)
 
 
-def noise_of(seeds, places):
+def keys_of(seeds, places):
     """Of the first place of each seed, and so on: [T]."""
     streams = torch.tensor([noise_stream(seed) for seed in seeds])
-    return noise(streams, torch.tensor(list(places)))
+    return noise_keys(streams, torch.tensor(list(places)))
+
+
+def keys(num, seed=3):
+    """Of the first places of one seed."""
+    return noise_keys(torch.tensor(noise_stream(seed)), torch.arange(num))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 + 5])
-def test_noise_is_splitmix64_of_seed_and_place(seed):
+def test_noise_is_splitmix64_of_seed_place_and_number(seed):
     expected = [
-        (mix((mix(seed & MASK) + (place + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
-        for place in range(200)
+        [
+            -math.log(((mix((mix(seed & MASK) + counter * 0x9E3779B97F4A7C15) & MASK) >> 12) + 0.5) / 2**52)
+            for counter in range((place << 20) + 1, (place << 20) + 8)
+        ]
+        for place in range(100)
     ]
-    assert noise_of([seed] * 200, range(200)).tolist() == expected
+    found = noise(keys(100, seed), 7)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_each_completion_has_the_noise_of_its_own_seed_and_place():
-    alone = [noise_of([3], [7]).item(), noise_of([4], [0]).item()]
-    assert noise_of([3, 4], [7, 0]).tolist() == alone
+    alone = [noise(keys_of([3], [7]), 9).tolist()[0], noise(keys_of([4], [0]), 9).tolist()[0]]
+    assert noise(keys_of([3, 4], [7, 0]), 9).tolist() == alone
 
 
-def test_drawn_frequencies_are_the_probabilities():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, float("-inf")])
-    num = 40_000
-    uniforms = noise_of([3] * num, range(num))
-    ids, logprobs = drawn(logits.expand(num, -1), uniforms)
-    frequencies = torch.bincount(ids, minlength=5) / num
-    torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.008, rtol=0)
+def zipf(num, power):
+    return -power * torch.arange(1, num + 1).float().log()
+
+
+DISTRIBUTIONS = {
+    "two": (torch.tensor([0.0, 1.0]), {}),
+    "ties": (torch.zeros(5), {}),
+    "zeros": (torch.tensor([2.0, float("-inf"), 1.0, 0.0, -1.0, float("-inf")]), {}),
+    "a sharp one": (zipf(96, 3.0), {}),
+    "hot": (zipf(61, 2.0), {"temperature": 1.7}),
+    "blocks of 16": (zipf(640, 1.0), {}),
+    "large blocks, the last of them short": (zipf(2100, 0.7).flip(0), {}),
+    "blocks without weight": (zipf(2304, 1.1).index_fill(0, torch.arange(128, 2000), float("-inf")), {}),
+    "top-k with ties": (zipf(300, 1.0).repeat_interleave(2), {"top_k": 7}),
+    "top-p": (zipf(96, 1.0), {"top_p": 0.6, "temperature": 0.8}),
+}
+
+
+def kept(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """The distribution of a draw, in Python's numbers: [V]."""
+    weights = (logits.double() / temperature).softmax(0).tolist()
+    if top_k:
+        least = sorted(weights)[-top_k]
+        weights = [weight if weight >= least * (1 - 1e-9) else 0.0 for weight in weights]
+    if top_p < 1:
+        total, before = sum(weights), 0.0
+        for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+            own = weights[place]
+            weights[place] = own if before < top_p * total else 0.0
+            before += own
+    return torch.tensor(weights, dtype=torch.float64) / sum(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_a_million_draws_have_the_frequencies_of_the_distribution(name):
+    """Chi-square, within five standard deviations of its mean."""
+    logits, params = DISTRIBUTIONS[name]
+    num, part = 1_000_000, 4_000
+    counts = torch.zeros(len(logits), dtype=torch.float64)
+    for part_keys in keys(num).split(part):
+        ids, _ = drawn(logits.expand(part, -1), part_keys, **params)
+        counts += torch.bincount(ids, minlength=len(logits))
+    expected = num * kept(logits, **params)
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 10
+    observed, expected = (torch.cat((x[often], x[~often].sum()[None])) for x in (counts, expected))
+    rows = expected > 0
+    squares, degrees = ((observed - expected)[rows] ** 2 / expected[rows]).sum(), int(rows.sum()) - 1
+    assert abs(squares - degrees) < 5 * math.sqrt(2 * degrees)
+
+
+def test_the_log_prob_of_a_drawn_token_is_that_of_the_whole_vocabulary():
+    """In a vocabulary of several blocks, the last of them short. No token without weight is drawn."""
+    logits = zipf(2500, 1.0).index_fill(0, torch.arange(0, 2000, 3), float("-inf"))
+    ids, logprobs = drawn(logits.expand(2_000, -1), keys(2_000))
     torch.testing.assert_close(logprobs, logits.log_softmax(0)[ids])
+    assert logprobs.isfinite().all() and len(set(ids.tolist())) > 300
 
 
-def test_the_draw_inverts_the_cumulative_distribution():
-    logits = torch.tensor([0.0, 0.25, 0.25, 0.5, 0.0]).log()
-    uniforms = torch.tensor([0.0, 0.2499, 0.2501, 0.4999, 0.5001, 1 - 2**-53], dtype=torch.float64)
-    ids, _ = drawn(logits.expand(6, -1), uniforms)
-    assert ids.tolist() == [1, 1, 2, 2, 3, 3]
+@pytest.mark.parametrize("size", [96, 3000])
+def test_other_weights_change_few_tokens_of_a_seed(size):
+    """At most three times the total variation. The inverse of the cumulative distribution would change some
+    thirty times it in a large vocabulary."""
+    num, generator = 4_000, torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(num, size, generator=generator)
+    moved = logits + 0.03 * torch.randn(num, size, generator=generator)
+    variation = (logits.softmax(-1) - moved.softmax(-1)).abs().sum(-1).mean() / 2
+    changed = drawn(logits, keys(num)).ids != drawn(moved, keys(num)).ids
+    assert 0.5 * variation < changed.double().mean() < 3 * variation
 
 
 @pytest.mark.parametrize(
@@ -74,8 +140,7 @@ def test_the_draw_inverts_the_cumulative_distribution():
 )
 def test_truncation_cuts_the_tail_but_not_the_recorded_logprob(settings, kept):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    uniforms = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    ids, logprobs = drawn(probs.log().expand(1000, -1), uniforms, **settings)
+    ids, logprobs = drawn(probs.log().expand(1000, -1), keys(1000), **settings)
     assert set(ids.tolist()) == kept
     torch.testing.assert_close(logprobs, probs.log()[ids])
 
@@ -99,30 +164,12 @@ def test_top_k_one_is_greedy(make_engine, models):
     assert tokens[17:] == best[16:-1]
 
 
-def test_a_token_of_a_large_vocabulary_is_chosen_as_from_one_cumulative_sum():
-    """All mass lies in four of 24 blocks; the last tokens have none."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.full((1, 6000), float("-inf"))
-    places = torch.randperm(5000, generator=generator)[:900] // 4 + 1000
-    logits[0, places] = torch.randn(900, generator=generator)
-    num = 4_000
-    uniforms = torch.rand(num, generator=generator, dtype=torch.float64)
-    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    ids, logprobs = drawn(logits.expand(num, -1), uniforms)
-    cumulative = logits[0].double().softmax(0).cumsum(0)
-    wanted = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
-    near = (cumulative[ids] - uniforms).abs().minimum((cumulative[wanted] - uniforms).abs()) < 1e-6
-    assert torch.equal(ids[~near], wanted[~near]) and (~near).sum() > 0.99 * num
-    assert logits[0, ids].isfinite().all()
-    torch.testing.assert_close(logprobs, logits[0].log_softmax(0)[ids])
-
-
 def test_greedy_rows_get_the_most_likely_token_and_the_others_do_not_change():
-    logits = torch.tensor([[0.0, 1.0, 0.5]] * 3)
-    uniforms = torch.tensor([0.99, 0.01, 0.99], dtype=torch.float64)
-    ids, logprobs = drawn(logits, uniforms, greedy=[0, 1])
-    assert ids.tolist() == [1, 1, 2]
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1, 2], [1, 1, 2]])
+    logits = torch.tensor([[0.0, 1.0, 0.5]] * 300)
+    ids, logprobs = drawn(logits, keys(300), greedy=range(200))
+    assert ids.tolist()[:200] == [1] * 200
+    assert ids.tolist()[200:] == drawn(logits, keys(300)).ids.tolist()[200:] != [1] * 100
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
 
 
 def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):
@@ -134,18 +181,15 @@ def test_a_greedy_request_does_not_depend_on_its_seed(make_engine):
 
 
 def test_every_row_is_sampled_by_its_own_parameters():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 4)
-    uniforms = torch.full((4,), 0.999, dtype=torch.float64)
-    params = [
-        SamplingParams(1),
-        SamplingParams(1, top_k=2),
-        SamplingParams(1, top_p=0.5),
-        SamplingParams(1, temperature=0.1),
-    ]
-    found = draw(logits, uniforms, params)
-    assert found.ids.tolist() == [3, 1, 0, 0]
-    plain, cold = logits[0].log_softmax(-1).tolist(), (logits[0] / 0.1).log_softmax(-1).tolist()
-    assert found.logprobs.tolist() == pytest.approx([plain[3], plain[1], plain[0], cold[0]], abs=1e-6)
+    """As if all rows had them."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(400, -1)
+    params = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.1}]
+    found = draw(logits, keys(400), [SamplingParams(1, **each) for each in params * 100])
+    for number, each in enumerate(params):
+        alike = drawn(logits, keys(400), **each)
+        assert found.ids[number::4].tolist() == alike.ids[number::4].tolist()
+        assert found.logprobs[number::4].tolist() == alike.logprobs[number::4].tolist()
+    assert [len(set(found.ids[number::4].tolist())) for number in range(3)] == [4, 2, 1]
 
 
 def test_parameters_of_a_request_replace_the_settings_of_the_engine(make_engine):

@@ -32,7 +32,7 @@ from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
 from tailrace.drivers.engine.native.graphs import Graphs
 from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
-from tailrace.drivers.engine.native.sampler import Drawn, draw, noise, noise_stream, on_device
+from tailrace.drivers.engine.native.sampler import Drawn, draw, noise_keys, noise_stream, on_device
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.drivers.engine.native.states import States
 from tailrace.drivers.engine.native.support import not_fused
@@ -372,7 +372,7 @@ class NativeEngine:
         of_noise = [[s.noise_stream for s in sequences], [lengths[s] - s.num_prompt for s in sequences]]
         greedy = [row for row, sequence in enumerate(sequences) if sequence.greedy]
         sampling = [sequence.sampling for sequence in sequences]
-        drawn = draw(logits, noise(*self._tensor(of_noise)), sampling, greedy)
+        drawn = draw(logits, noise_keys(*self._tensor(of_noise)), sampling, greedy)
         for sequence in sequences:
             sequence.num_unread += 1
         on_host = Drawn(*(x.to("cpu", non_blocking=True) for x in drawn))

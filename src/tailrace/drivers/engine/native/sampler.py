@@ -1,9 +1,13 @@
-"""How a token is drawn: a pure function of its logits and of one uniform number.
+"""How a token is drawn: a pure function of its logits and of the noise of its place.
 
-The number is a function of the request's seed and of the token's index in the completion: counter-based
-noise after SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). The draw inverts the cumulative distribution. So
-the tokens of a request do not depend on the other requests of a batch, the replica or interruptions. All is
-computed on the device of the logits.
+The noise is a function of the request's seed and of the token's index in the completion: counter-based
+numbers after SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). So the tokens of a request do not depend on the
+other requests of a batch, the replica or interruptions. All is computed on the device of the logits.
+
+The draw adds Gumbel noise to log-probs and takes the largest sum (Maddison, Tarlow and Minka, NeurIPS 2014):
+first of blocks of the vocabulary, then of the tokens of that block. Each candidate has noise of its own, so
+under slightly other weights nearly all tokens of a seed are the same. The inverse of the cumulative
+distribution would change many of them: each change of a probability moves the borders of all tokens behind.
 """
 
 from collections import defaultdict
@@ -16,8 +20,9 @@ from torch.nn import functional as F
 
 from tailrace.types import SamplingParams
 
-BLOCK, MIN_BLOCKS = 128, 16
-"""128 divides the vocabularies of most models, which then need no padding."""
+BLOCK, SMALL_BLOCK, SMALL = 128, 16, 2048
+"""Tokens of a block; those of a block of a vocabulary that is at most so small. 128 divides the vocabularies
+of most models, which then need no padding."""
 
 
 def _signed(number: int) -> int:
@@ -30,14 +35,14 @@ _GOLDEN, _MIX_1, _MIX_2 = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """Shift to the right with zeros; torch's own shift of int64 repeats the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(z: Tensor) -> Tensor:
     """The finaliser of SplitMix64. Products of int64 keep the last 64 bits."""
-    z = (z ^ _shifted(z, 30)) * _MIX_1
-    z = (z ^ _shifted(z, 27)) * _MIX_2
-    return z ^ _shifted(z, 31)
+    z = (z ^ _shifted(z, 30)).mul_(_MIX_1)
+    z = z.bitwise_xor_(_shifted(z, 27)).mul_(_MIX_2)
+    return z.bitwise_xor_(_shifted(z, 31))
 
 
 def noise_stream(seed: int) -> int:
@@ -45,10 +50,18 @@ def noise_stream(seed: int) -> int:
     return int(_mix(torch.tensor(_signed(seed))))
 
 
-def noise(streams: Tensor, indices: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), [T] float64, of the `noise_stream` of each completion's seed and the index
-    of the token in the completion, from 0: [T] int64."""
-    return _shifted(_mix(streams + (indices + 1) * _GOLDEN), 11).double() * 2.0**-53
+def noise_keys(streams: Tensor, indices: Tensor) -> Tensor:
+    """The counter at which the noise of a token begins, [T] int64, of the `noise_stream` of each completion's
+    seed and the index of the token in the completion, from 0: [T] int64. A token has 2^20 numbers."""
+    return streams + (indices << 20) * _GOLDEN
+
+
+def noise(keys: Tensor, num: int) -> Tensor:
+    """The first numbers of the noise of each token: [T, num] float64, exponentially distributed. -log of one
+    is Gumbel noise; the largest log w - log e belongs to the largest w / e."""
+    z = _mix(keys[:, None] + torch.arange(1, num + 1, device=keys.device) * _GOLDEN)
+    # The middle of one of 2^52 intervals of (0, 1), which float64 has exactly: no number is 0 or infinite.
+    return _shifted(z, 12).double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 
 def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
@@ -65,13 +78,13 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    logits: Tensor, uniforms: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
+    logits: Tensor, keys: Tensor, sampling: Sequence[SamplingParams], greedy: Sequence[int] = ()
 ) -> Drawn:
     """Draw one token from each row, by its own sampling parameters.
 
     Args:
         logits: [T, V], float32.
-        uniforms: [T], float64, in [0, 1).
+        keys: [T], the `noise_keys` of the tokens.
         greedy: the rows that get their most likely token.
     """
     device = logits.device
@@ -85,41 +98,23 @@ def draw(
     for (top_k, top_p), numbers in truncated.items():
         rows = on_device(numbers, device)
         weights = weights.index_copy(0, rows, _truncate(weights[rows], top_k, top_p))
-    ids = _choose_in_blocks(weights, uniforms[:, None])
+    ids = _choose(weights, keys)
     if greedy:
         rows = on_device(greedy, device)
         ids[rows] = logits[rows].argmax(-1, keepdim=True)
     return Drawn(ids[:, 0], whole.gather(1, ids).log_()[:, 0])
 
 
-def _choose_in_blocks(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Choose a block, then one of its tokens: float64 sums over a large vocabulary would take too long."""
-    if weights.shape[1] <= MIN_BLOCKS * BLOCK:
-        return _choose(weights, uniforms)[0]
-    short = -weights.shape[1] % BLOCK
-    blocks = (F.pad(weights, (0, short)) if short else weights).view(len(weights), -1, BLOCK)
-    block, within = _choose(blocks.sum(-1), uniforms)
-    chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK))[:, 0]
-    return (block * BLOCK + _choose(chosen, within)[0]).clamp_(max=weights.shape[1] - 1)
-
-
-def _choose(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose an index of each row with a probability proportional to its weight.
-
-    Args:
-        weights: [T, N]
-        uniforms: [T, 1], float64, in [0, 1).
-
-    Returns:
-        The first indices whose cumulative weight exceeds the uniform share of the sum, [T, 1]: never one of
-        weight zero. And where the share lies within the weight: uniform numbers in [0, 1), [T, 1].
-    """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    targets = uniforms * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, targets, right=True).clamp_(max=weights.shape[1] - 1)
-    own = weights.gather(1, ids).double()
-    within = (targets - (cumulative.gather(1, ids) - own)) / own
-    return ids, within.clamp_(0.0, 1.0 - 2.0**-53)
+def _choose(weights: Tensor, keys: Tensor) -> Tensor:
+    """Choose an index of each row with a probability proportional to its weight, [T, 1]: never one of weight
+    zero. `weights`: [T, V]. The noise of the tokens of all blocks is the same: one block is chosen."""
+    size = BLOCK if weights.shape[1] > SMALL else SMALL_BLOCK
+    short = -weights.shape[1] % size
+    blocks = (F.pad(weights, (0, short)) if short else weights).view(len(weights), -1, size)
+    of_tokens, of_blocks = noise(keys, size + blocks.shape[1]).split((size, blocks.shape[1]), 1)
+    block = (blocks.sum(-1) / of_blocks).argmax(-1, keepdim=True)
+    tokens = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]
+    return block.mul_(size).add_((tokens / of_tokens).argmax(-1, keepdim=True))
 
 
 def _truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
