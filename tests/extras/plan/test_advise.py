@@ -88,7 +88,10 @@ def test_each_mode_has_a_first_answer(name: str, tmp_path: Path) -> None:
 
 
 def test_every_framework_has_orders_whose_schedules_and_words_exist() -> None:
-    assert {*ORDERS} == {form.name for form in FORMATS} - {"tailrace"}
+    assert {*ORDERS} == {*advise.SOURCES} == {form.name for form in FORMATS} - {"tailrace"}
+    assert all(
+        re.search(r" \((August|November) 2026\): .+\.(py|yaml)\b", text) for text in advise.SOURCES.values()
+    )
     names = re.compile(r"{(\w+)}")
     known = {"devices", "rollout", "train", "parallel", "engines", "lag", "versions", "groups", "alive"}
     for mode in [mode for modes in ORDERS.values() for mode in modes]:

@@ -33,12 +33,15 @@ GROUP_SIZE = 8
 """Responses to a prompt, where neither a dump nor a flag says."""
 LIMITS = {"steps": 16, "min_ess": 0.0, "max_mean_lag": 1e9, "max_length_bias": 1.0}
 """[plan]: all orders are shown, with what is wrong with them."""
+STEPS, SAMPLES = 8, 16_384
+"""Optimizer steps over which an order of large steps is measured, at least; and the samples of others."""
 BIASED = 0.02
 """Bias of the trained lengths from which on it is said."""
 SHOWN = 3
 """Orders that are described, at most."""
 _TABLE = tomllib.loads(Path(__file__).with_name("advise.toml").read_text(encoding="utf-8"))
 DUMPS: Mapping[str, str] = _TABLE.pop("dumps")
+SOURCES: Mapping[str, str] = _TABLE.pop("sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +193,10 @@ class Advice:
         assert config.sim.cluster
         asked, found, devices = problem_of(config), list[BestOrder](), config.sim.cluster.devices
         fields = {name: getattr(asked, name) for name in Problem.__dataclass_fields__}
+        fields |= {"progress": progress, "steps": min(asked.steps, max(STEPS, SAMPLES // self.samples))}
         for mode in MODES.get(self.log.framework, []):
             try:
-                best = search(_OfMode(**fields | {"progress": progress}, mode=mode)).best
+                best = search(_OfMode(**fields, mode=mode)).best
             except ConfigError:
                 continue
             seconds = best.step_s + self.log.other_s
