@@ -1,5 +1,6 @@
 """Which tests and parameters are slow, which files begin first, what was imported to collect them, what the
-garbage collector skips, how many examples hypothesis draws, and the loop on which an async test runs.
+garbage collector skips, how many examples hypothesis draws, what HTTP clients share, and the loop on which an
+async test runs.
 
 Its presence lets the tests import the helpers that stand beside it.
 """
@@ -7,8 +8,10 @@ Its presence lets the tests import the helpers that stand beside it.
 import asyncio
 import gc
 import inspect
+import ssl
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -161,6 +164,10 @@ with suppress(ModuleNotFoundError):  # `make release-check` has pytest alone
 
 ELSEWHERE = {"ray", "slurm", "launch", "verifiers", "environments", "tinker", "peers", "vllm"}
 IMPORTED = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_configure() -> None:
+    ssl.create_default_context = cache(ssl.create_default_context)  # an HTTP client reads 140 certificates
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

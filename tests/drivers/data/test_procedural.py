@@ -55,22 +55,18 @@ def test_the_model_reads_the_template_and_the_row_keeps_the_entry(plain_tokenize
 
 
 def test_no_prompt_is_in_both_splits_even_of_different_seeds(plain_tokenizer):
-    train = {open_prompts(CHAIN, plain_tokenizer, seed=0, split="train")[i].text for i in range(2000)}
-    held_out = {open_prompts(CHAIN, plain_tokenizer, seed=1, split="eval")[i].text for i in range(300)}
+    prompts = open_prompts(CHAIN, plain_tokenizer, seed=0, split="train")
+    others = open_prompts(CHAIN, plain_tokenizer, seed=1, split="eval")
+    train, held_out = {prompts[i].text for i in range(2000)}, {others[i].text for i in range(300)}
     short = {text for text in train if len(text) < 80}
     assert len(short) > 100
     assert not train & held_out
 
 
 def test_both_splits_have_the_same_distribution_of_lengths(plain_tokenizer):
-    medians = [
-        median(
-            open_prompts(CHAIN, plain_tokenizer, seed=0, split=split)[i].row["metadata"]["num_terms"]
-            for i in range(500)
-        )
-        for split in ("train", "eval")
-    ]
-    assert abs(medians[0] - medians[1]) <= 1
+    splits = [open_prompts(CHAIN, plain_tokenizer, seed=0, split=split) for split in ("train", "eval")]
+    train, held_out = (median(each[i].row["metadata"]["num_terms"] for i in range(500)) for each in splits)
+    assert abs(train - held_out) <= 1
 
 
 @given(st.floats(1, 50), st.floats(0, 2), st.integers(1, 10), st.integers(0, 90), st.integers())

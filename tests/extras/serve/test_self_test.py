@@ -40,6 +40,7 @@ faulty = pytest.mark.parametrize(
     ("folder", "served_dtype"),
     [("tiny", "float32"), ("tiny", "bfloat16"), ("smollm2", "bfloat16")],
     indirect=["folder"],
+    scope="module",
 )
 """Servers with a fault. In float32 the limits are narrow: the real model shows what the tiny one does."""
 
