@@ -146,6 +146,12 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """All nodes of every module: a walk takes longer than a search."""
+    return {name: [*ast.walk(tree)] for name, tree in trees().items()}
+
+
 def names_imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """The full names that these statements import."""
     for node in nodes:
@@ -174,8 +180,7 @@ def room_of(module: str) -> str:
 @cache
 def edges() -> list[tuple[str, str]]:
     """Every import between two files, those inside functions included."""
-    found = {(name, other) for name, tree in trees().items() for other in modules_imported(ast.walk(tree))}
-    return sorted(found)
+    return sorted({(name, other) for name, all in nodes().items() for other in modules_imported(all)})
 
 
 def is_inside(module: str, allowed: str) -> bool:
@@ -217,7 +222,7 @@ def test_the_heart_and_the_drivers_import_no_product_but_the_known_ones() -> Non
 def test_a_kind_of_this_package_is_a_class_of_it(kind: str) -> None:
     """Kinds are named by strings, which no type checker reads."""
     module, _, name = BUILT_IN[kind].partition(":")
-    assert name in set(types_defined(trees()[module.removeprefix("tailrace.")]))
+    assert name in set(types_defined(module.removeprefix("tailrace.")))
 
 
 @pytest.mark.parametrize("rooms", [HEART | DRIVERS | ABOVE, EXTRAS])
@@ -270,9 +275,9 @@ def test_a_product_has_a_limit_of_its_own(room: str) -> None:
     assert sum(LINES[name] for name in MODULES if room_of(name) == room) <= MAX_PRODUCT_LINES[room]
 
 
-def questions_after_a_kind(tree: ast.Module) -> Iterator[int]:
+def questions_after_a_kind(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """The lines that ask of which class a section is."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Call(func=ast.Name(id="isinstance"), args=[_, kind]):
                 asked = ast.unparse(kind)
@@ -285,7 +290,7 @@ def questions_after_a_kind(tree: ast.Module) -> Iterator[int]:
 
 
 def test_what_a_kind_knows_is_asked_of_the_kind_and_not_of_its_class() -> None:
-    found = {name: lines for name, tree in trees().items() if (lines := [*questions_after_a_kind(tree)])}
+    found = {name: lines for name, all in nodes().items() if (lines := [*questions_after_a_kind(all)])}
     assert sum(map(len, found.values())) <= MAX_QUESTIONS, found
 
 
@@ -310,7 +315,7 @@ ASKED_OUTSIDE: Mapping[str, tuple[int, str]] = {
 """Questions after a kind by its name outside of the kind: how many, and why. At most 5."""
 
 
-def kinds_named(tree: ast.Module) -> Iterator[int]:
+def kinds_named(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """The lines that compare a kind with names, or look one up in a table, outside of its own class."""
 
     def is_tag(node: ast.AST) -> bool:
@@ -324,7 +329,7 @@ def kinds_named(tree: ast.Module) -> Iterator[int]:
             for each in ast.walk(node)
         )
 
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Compare(left=left, comparators=others):
                 sides = [left, *others]
@@ -337,7 +342,7 @@ def kinds_named(tree: ast.Module) -> Iterator[int]:
 
 
 def test_nothing_outside_a_kind_asks_which_kind_a_section_is() -> None:
-    found = {name: [*kinds_named(tree)] for name, tree in trees().items()}
+    found = {name: [*kinds_named(all)] for name, all in nodes().items()}
     counts = {name: len(lines) for name, lines in found.items() if lines}
     assert NO_SECTIONS.keys() <= counts.keys(), "a module that asks nothing needs no entry"
     assert {name: found[name] for name in counts.keys() - NO_SECTIONS.keys() - ASKED_OUTSIDE.keys()} == {}
@@ -354,8 +359,8 @@ def test_pytorch_is_the_only_compiler() -> None:
     compilers = {"numba", "llvmlite", "cython", "jax", "triton"}
     found = {
         (name, top)
-        for name, tree in trees().items()
-        for top in (each.partition(".")[0] for each in names_imported(ast.walk(tree)))
+        for name, all in nodes().items()
+        for top in (each.partition(".")[0] for each in names_imported(all))
         if top in compilers
     }
     assert found == set()
@@ -364,8 +369,8 @@ def test_pytorch_is_the_only_compiler() -> None:
 def test_only_workers_on_a_cluster_import_ray() -> None:
     importers = {
         name
-        for name, tree in trees().items()
-        if "ray" in {each.partition(".")[0] for each in names_imported(ast.walk(tree))}
+        for name, all in nodes().items()
+        if "ray" in {each.partition(".")[0] for each in names_imported(all)}
     }
     assert importers == {"extras.cluster.ray"}
     assert {importer for importer, other in edges() if other == "extras.cluster.ray"} == {
@@ -393,11 +398,11 @@ for name in {modules}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def types_defined(tree: ast.Module) -> Iterator[str]:
+def types_defined(module: str) -> Iterator[str]:
     """The names of all classes of a file, and of its type aliases: capitalised names that get a value there,
     but no type variables."""
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    for node in tree.body:
+    yield from (node.name for node in nodes()[module] if isinstance(node, ast.ClassDef))
+    for node in trees()[module].body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             makes_variable = isinstance(node.value, ast.Call) and "TypeVar" in ast.unparse(node.value.func)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -406,5 +411,5 @@ def types_defined(tree: ast.Module) -> Iterator[str]:
 
 
 def test_a_class_or_type_alias_has_a_name_of_its_own_in_the_package() -> None:
-    defined = Counter(name for tree in trees().values() for name in types_defined(tree) if not name.isupper())
+    defined = Counter(name for module in MODULES for name in types_defined(module) if not name.isupper())
     assert {name for name, count in defined.items() if count > 1} == set()

@@ -341,23 +341,23 @@ def test_the_context_length_is_the_number_of_positions(whole: Path) -> None:
     assert context_length(whole) == 512
 
 
-def found(home: Path, name: str, **environment: str) -> str:
-    """What a process whose cache of the hub is in `home` finds under a name, or its error."""
+def found(home: Path, *names: str, **environment: str) -> list[str]:
+    """What a process whose cache of the hub is in `home` finds under each name, or its error."""
     code = (
         "import sys, tailrace\n"
         "from tailrace.config import PolicyConfig\n"
-        "try:\n"
-        "    config = tailrace.load_config('run.toml', {'model.path': sys.argv[1]})\n"
-        "    print(PolicyConfig.of(config).model.path)\n"
-        "except tailrace.ConfigError as why:\n"
-        "    print(why)\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        config = tailrace.load_config('run.toml', {'model.path': name})\n"
+        "        print(PolicyConfig.of(config).model.path)\n"
+        "    except tailrace.ConfigError as why:\n"
+        "        print(why)\n"
     )
     (home / "run.toml").write_text("[run]\nrounds = 1\ngroup_size = 2\n[schedule]\nname = 'serial'\n")
     given = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", **environment}
-    command = [sys.executable, "-c", code, name]
-    return subprocess.run(
-        command, cwd=home, env=given, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, cwd=home, env=given, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def test_a_model_of_the_hub_is_taken_from_the_cache_without_the_network(whole: Path, tmp_path: Path) -> None:
@@ -366,18 +366,20 @@ def test_a_model_of_the_hub_is_taken_from_the_cache_without_the_network(whole: P
     shutil.copytree(whole, snapshot)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("0" * 40)
-    assert found(tmp_path, "our-lab/tiny") == str(snapshot)
     check_files(snapshot)
+    both = cache.with_name("models--our-lab--here")
+    shutil.copytree(cache, both)
     (tmp_path / "our-lab").mkdir()
-    shutil.copytree(whole, tmp_path / "our-lab" / "tiny")
-    assert found(tmp_path, "our-lab/tiny") == "our-lab/tiny"
+    shutil.copytree(whole, tmp_path / "our-lab" / "here")
+    assert found(tmp_path, "our-lab/tiny", "our-lab/here") == [str(snapshot), "our-lab/here"]
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_with_the_other_ways(tmp_path: Path) -> None:
-    said = found(tmp_path, "our-lab/other", HF_HUB_OFFLINE="1")
+    (said,) = found(tmp_path, "our-lab/other", HF_HUB_OFFLINE="1")
     assert said.startswith("model.path = 'our-lab/other': there is no such folder, and the Hugging Face hub")
     assert said.endswith("; name a folder, or, where there is a network, unset HF_HUB_OFFLINE")
-    assert "gives no such model" in found(tmp_path, "our-lab/other")
+    (said,) = found(tmp_path, "our-lab/other")
+    assert "gives no such model" in said
 
 
 class RefusingHub(BaseHTTPRequestHandler):
@@ -400,16 +402,17 @@ class RefusingHub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("name", ["our-lab/gated", "our-lab/private"])
-def test_a_model_that_the_hub_refuses_is_named_with_what_gives_access(tmp_path: Path, name: str) -> None:
+def test_a_model_that_the_hub_refuses_is_named_with_what_gives_access(tmp_path: Path) -> None:
+    names = "our-lab/gated", "our-lab/private"
     with ThreadingHTTPServer(("127.0.0.1", 0), RefusingHub) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
-        assert found(tmp_path, name, HF_ENDPOINT=endpoint) == (
+        assert found(tmp_path, *names, HF_ENDPOINT=endpoint) == [
             f"model.path = {name!r}: there is no such folder, and the Hugging Face hub gives no such model "
             "to this account; correct it; to a gated or private model ask for access on its page, and set "
             "HF_TOKEN"
-        )
+            for name in names
+        ]
         server.shutdown()
 
 

@@ -32,14 +32,24 @@ from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.types import SampleId
 
 
+@pytest.fixture(scope="module")
+def reference_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference")
+    reference_model().save_pretrained(path)
+    return path
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("max_tokens_per_microbatch", [10, 1000])
 def test_loss_and_gradients_equal_those_trl_gave(
-    tmp_path: Path, name: str, max_tokens_per_microbatch: int, monkeypatch: pytest.MonkeyPatch
+    reference_path: Path,
+    tmp_path: Path,
+    name: str,
+    max_tokens_per_microbatch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted_loss, wanted_gradient = stored()[name]
     case = CASES[name]
-    reference_model().save_pretrained(tmp_path / "model")
     settings = TrainerSettings(
         betas=(0.0, 0.9), max_grad_norm=1e9, max_tokens_per_microbatch=max_tokens_per_microbatch
     )
@@ -47,7 +57,7 @@ def test_loss_and_gradients_equal_those_trl_gave(
     if case.trainer != "IWOPD":
         algorithm["old_policy"] = "recomputed" if case.vllm else "recorded"
     trainer = TorchTrainer(
-        tmp_path / "model",
+        reference_path,
         settings,
         AlgorithmSettings.model_validate(algorithm),
         SamplingSettings(temperature=TEMPERATURE, max_completion_tokens=MAX_TOKENS),

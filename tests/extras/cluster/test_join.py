@@ -268,8 +268,7 @@ async def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:x"])
-def test_a_run_that_does_not_listen_is_named(address: str) -> None:
-    words = [sys.executable, "-m", "tailrace.cli", "join", "engine", address]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"tailrace: HOST:PORT = '{address}': no run listens there")
+def test_a_run_that_does_not_listen_is_named(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", "engine", address]) == 2
+    said = f"tailrace: HOST:PORT = '{address}': no run listens there"
+    assert capsys.readouterr().err.startswith(said)

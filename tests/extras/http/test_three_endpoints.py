@@ -23,7 +23,7 @@ from tailrace.record.metrics import read_rows
 from tailrace.record.summary import RunSummary
 
 OVERRIDES = {
-    "run.rounds": "12",
+    "run.rounds": "8",
     "run.group_size": "8",
     "run.checkpoint_every": "0",
     "run.eval_every": "0",

@@ -162,7 +162,7 @@ def test_every_schedule_is_a_candidate_or_left_out_with_one_that_represents_it()
 def test_what_the_planner_knows_of_a_schedule_is_what_the_schedule_does(name: str) -> None:
     work, served, most = WORKS[name], Counter[int](), 0
     sim = change(virtual.SIM, engines=change(virtual.SIM.engines, count=1, slots=200, versions=4))
-    outcome = simulate(work.ready(), change(virtual.SETTINGS, rounds=6), sim)
+    outcome = simulate(work.ready(), change(virtual.SETTINGS, rounds=4), sim)
     for event in outcome.events:
         if isinstance(event, RequestStarted):
             served[event.sample.prompt] += 1
