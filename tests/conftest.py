@@ -88,6 +88,7 @@ EVERY = (
 """Tests of every schedule: `make test` takes SCHEDULES, `make test-slow` all others."""
 FEW = {
     "drivers/commands/test_readers.py::test_a_damaged_folder_is_shown": ("events.jsonl", "config.toml"),
+    "drivers/assembly/test_trainer_memory.py::test_the_activations_that_autograd_keeps": ("qwen3",),
     "drivers/engine/native/test_any_model.py::test_log_probs_equal_transformers": ("llama", "mamba2", "gpt2"),
     "drivers/engine/native/test_native_adapters.py::test_an_adapter_is_added_to_the_layers": ("qwen3",),
     "drivers/engine/native/test_native_cache.py::test_at_no_moment_does_the_cache_hold_more": ("1000",),

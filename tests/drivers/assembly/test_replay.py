@@ -107,7 +107,7 @@ def test_a_replay_that_begins_again_counts_the_same_staleness(
     config = write_small_run(tmp_path)
     config.write_text(config.read_text().replace('name = "rolloutpipe"', 'name = "serial"'))
     out, found = tmp_path / "out", tmp_path / "replay"
-    words = ["--schedule.groups_per_round", "2"]
+    words = ["--schedule.groups_per_round", "2", "--run.rounds", "2"]
     assert train_here(config, *KEPT, *words) == 0
     assert replay(config, out, *words) == 0
     for checkpoint in (found / "checkpoints").iterdir():
@@ -116,7 +116,7 @@ def test_a_replay_that_begins_again_counts_the_same_staleness(
     assert replay(config, out, *words, "--resume") == 0
     assert "resumed from round_000000, step 0" in capsys.readouterr().err
     rows = [json.loads(line) for line in (found / "metrics.jsonl").read_text().splitlines()]
-    assert [row["staleness/max"] for row in rows if "loss" in row] == [0, 0, 0]
+    assert [row["staleness/max"] for row in rows if "loss" in row] == [0, 0]
     assert all(torch.equal(each, weights(found)[name]) for name, each in weights(out).items())
 
 
@@ -159,10 +159,10 @@ def test_a_run_whose_samples_are_gone_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_small_run(tmp_path)
-    assert train_here(config, "--run.eval_every", "0") == 0
+    assert train_here(config, "--run.eval_every", "0", "--run.rounds", "2") == 0
     assert replay(config, tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert "of its 24 trained samples are gone" in said
+    assert "of its 16 trained samples are gone" in said
     assert "record a run with ledger.keep_tokens = true" in said
     shutil.rmtree(tmp_path / "out")
     assert replay(config, tmp_path / "out") == 2
@@ -209,31 +209,27 @@ def texts(folder: Path, kind: str = "") -> set[str]:
     return {json.loads(line)["prompt"][-4:] for line in lines}
 
 
-def test_a_replay_on_another_day_has_the_prompts_of_its_run(dated: Path, day: Callable[[int], None]) -> None:
-    day(28)
-    assert train_here(dated, *KEPT) == 0
-    day(29)
-    assert replay(dated, dated.parent / "out") == 0
-    assert texts(dated.parent / "replay") == texts(dated.parent / "out") == {"28 ="}
-    assert max(each["mismatch_kl"] for each in steps(dated.parent / "replay")) < 1e-5
-    assert replay(dated, dated.parent / "out", "--model.template_date", "2026-11-29", out="other") == 2
-
-
-def test_a_run_of_a_release_that_kept_no_day_is_replayed_with_the_day_that_the_user_names(
+def test_a_replay_on_another_day_has_the_prompts_of_its_run_or_of_the_day_that_the_user_names(
     dated: Path, day: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A release kept no day: there the user names it."""
+    out, once = dated.parent / "out", ["--run.rounds", "1"]
     day(28)
-    assert train_here(dated, *KEPT, "--run.rounds", "1") == 0
-    out = dated.parent / "out"
+    assert train_here(dated, *KEPT, *once) == 0
+    day(29)
+    assert replay(dated, out, *once, out="first") == 0
+    assert texts(dated.parent / "first") == texts(out) == {"28 ="}
+    assert max(each["mismatch_kl"] for each in steps(dated.parent / "first")) < 1e-5
+    assert replay(dated, out, *once, "--model.template_date", "2026-11-29", out="other") == 2
     (out / "config.toml").write_text((out / "config.toml").read_text().replace("template_date = ", "# "))
     with closing(Store.open(out / LEDGER_FILE)) as store:
         (life,) = store.rows(LifeRow)
         store.commit(Transaction([structs.replace(life, config=life.config.replace('"2026-11-28"', "null"))]))
-    day(29)
-    assert replay(dated, out, "--run.rounds", "1") == 2
+    capsys.readouterr()
+    assert replay(dated, out, *once) == 2
     said = "model.template_date = '2026-11-29': the samples of"
     assert said in (err := capsys.readouterr().err) and "name the day on which it was recorded" in err
-    assert replay(dated, out, "--run.rounds", "1", "--model.template_date", "2026-11-28") == 0
+    assert replay(dated, out, *once, "--model.template_date", "2026-11-28") == 0
     assert texts(dated.parent / "replay") == texts(out) == {"28 ="}
 
 
