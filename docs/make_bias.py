@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 
 from tailrace.config import RunConfig, config_of
-from tailrace.drivers.assembly.schedule import compared_parameters, resolve, rounds_of_equal_steps
+from tailrace.drivers.assembly.compared import compared_parameters, rounds_of_equal_steps
+from tailrace.drivers.assembly.schedule import resolve
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.record.events import Event, GroupDrawn, Recorder, RequestStarted, RoundStarted, Stepped
 from tailrace.record.steps import StepMeter

@@ -10,11 +10,11 @@ import pytest
 from helpers.virtual import SIM, change, simulate
 from tailrace.config import RunConfig
 from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.compared import shared_parameters
 from tailrace.drivers.assembly.schedule import (
     bind,
     check_parameter_names,
     resolve,
-    shared_parameters,
     with_published_defaults,
 )
 from tailrace.drivers.engine.settings import NativeEngineSettings

@@ -66,7 +66,7 @@ def resolve(config: RunConfig) -> BoundSchedule:
     name = config.schedule.get("name")
     section = {**config.schedule, **config.schedules.get(str(name), {})}
     parameters = {key: value for key, value in section.items() if key != "name"}
-    return bind(_find(name), parameters, config)
+    return bind(find_schedule(name), parameters, config)
 
 
 def bind(schedule: Schedule, parameters: Mapping[str, Any], config: RunConfig) -> BoundSchedule:
@@ -93,71 +93,17 @@ def _ordered(schedule: Schedule, order: Order) -> Schedule:
     return ordered
 
 
-def shared_parameters(config: RunConfig, name: str) -> dict[str, Any]:
-    """The [schedule] section for another schedule: the parameters that the other schedule has, too. Raises a
-    ConfigError if there is no such schedule."""
-    accepted = _parameters_of(_find(name))
-    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
-
-
-def compared_parameters(config: RunConfig, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """[schedule] for a schedule of a comparison. What it needs and the config does not give makes its rounds
-    as large as those of the others, with twice a step in flight. One that makes one step of each round has
-    the groups of a step in a round: its steps are as large as those of the others.
-
-    Returns:
-        The parameters, and those of them that the config does not give.
-    """
-    shared, needed = shared_parameters(config, name), _parameters_of(_find(name))
-    given = {**config.schedule, **config.schedules.get(name, {})}
-    step = given.get("groups_per_step") or given.get("groups_per_round")
-    if not isinstance(step, int):
-        return shared, {}  # the check of the parameters says what is missing
-    groups = given.get("groups_per_round") or step * given.get("steps_per_round", 1)
-    if "groups_per_step" not in needed:
-        groups = config.schedules.get(name, {}).get("groups_per_round", step)
-    staleness = given.get("staleness", 1)
-    requests = math.ceil(config.run.group_size / (config.sim.engines.count or config.engine.num_engines))
-    sensible = {
-        "groups_per_round": groups,
-        "groups_per_step": step,
-        "steps_per_round": max(1, groups // step),
-        "groups_launched": math.ceil(1.5 * groups),
-        "groups_per_draw": math.ceil(1.5 * groups),
-        "staleness": staleness,
-        "steps_off_policy": staleness,
-        "groups_in_flight": (staleness + 1) * step,
-        "window": step,
-        "ring_groups": 2 * step,
-        "in_flight_per_engine": 2 * step * requests,
-        "requests_per_engine": math.ceil(1.5 * groups) * requests,
-    }
-    missing = [key for key, each in needed.items() if each.default is each.empty and key not in given]
-    if shared.get("groups_per_round", groups) != groups:
-        missing.append("groups_per_round")
-    chosen = {key: sensible[key] for key in missing if key in sensible}
-    return shared | chosen, chosen
-
-
-def rounds_of_equal_steps(config: RunConfig, compared: RunConfig, schedule: BoundSchedule) -> int:
-    """The rounds in which a compared schedule makes as many optimizer steps as run.rounds rounds of the
-    config's groups_per_round in steps of groups_per_step."""
-    given = config.schedule
-    step, groups = given.get("groups_per_step"), given.get("groups_per_round")
-    steps = groups // step if step and groups else given.get("steps_per_round", 1)
-    own = steps_of_a_round(compared, schedule) or steps
-    return max(1, int(config.run.rounds * steps / own + 0.5))
-
-
 def check_parameter_names(config: RunConfig, compared: Iterable[str] = ()) -> None:
     """Check that a schedule, or one of those compared with it, has each key of [schedule], and that each
     [schedules.NAME] fits its schedule. Raises a ConfigError if not."""
-    schedules = map(_find, (config.schedule.get("name"), *compared))
-    parameters = chain.from_iterable(map(_parameters_of, schedules))
+    schedules = map(find_schedule, (config.schedule.get("name"), *compared))
+    parameters = chain.from_iterable(map(parameters_of, schedules))
     _check_keys("schedule", config.schedule, ["name", *dict.fromkeys(parameters)])
     for name, section in config.schedules.items():
         if ":" not in name:  # a file need not be importable while another schedule runs
-            _check_keys(f"schedules.{name}", section, [*_parameters_of(_find(name, f"schedules.{name}"))])
+            _check_keys(
+                f"schedules.{name}", section, [*parameters_of(find_schedule(name, f"schedules.{name}"))]
+            )
 
 
 def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str]) -> None:
@@ -166,13 +112,15 @@ def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str
         raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
 
 
-def _parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
+def parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a schedule by name, the order of the queue among them."""
     _, *parameters = inspect.signature(schedule).parameters.items()  # the first is the run
     own = dict(parameters)
     return own | {"order": own.get("order", ORDER)}
 
 
-def _find(name: object, key: str = "schedule.name") -> Schedule:
+def find_schedule(name: object, key: str = "schedule.name") -> Schedule:
+    """Return a schedule of this package or of the user's. Raises a ConfigError of a key if there is none."""
     names = ", ".join(SCHEDULES)
     if not isinstance(name, str):
         raise ConfigError(key, name, "it is missing", f"choose from {names}")
@@ -190,7 +138,7 @@ def _find(name: object, key: str = "schedule.name") -> Schedule:
 
 def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given parameters, as the types of the signature."""
-    parameters = _parameters_of(schedule)
+    parameters = parameters_of(schedule)
     _check_keys("schedule", given, [*parameters])
     for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:

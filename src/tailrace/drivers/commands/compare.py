@@ -27,13 +27,12 @@ from rich.table import Table
 from tailrace import clock
 from tailrace.config import PolicyConfig, RunConfig, load_config
 from tailrace.drivers.assembly.check import begin_start, check_live
+from tailrace.drivers.assembly.compared import compared_parameters, rounds_of_equal_steps
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
 from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
-    compared_parameters,
     resolve,
-    rounds_of_equal_steps,
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import run_virtual, sources

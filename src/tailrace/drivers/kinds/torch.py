@@ -1,7 +1,8 @@
 """The trainer in processes of the run, one for each rank, its reference model, and teachers in folders."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, get_args
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import get_args
 
 from typing_extensions import override
 
@@ -25,22 +26,9 @@ from tailrace.drivers.workers.trainer import (
     trainer_jobs,
 )
 from tailrace.errors import ConfigError, say
-from tailrace.kinds import kind_of
+from tailrace.kinds import class_of
 from tailrace.model_folder import check_files, context_length, draft_tensors
 from tailrace.types import ITEM_BYTES
-
-
-class RestartedTrainer(Protocol):
-    """Hook restarts.trainer: a trainer whose processes start again when one dies."""
-
-    def begin(
-        self,
-        workers: Sequence[RemoteWorker],
-        job: TrainerJob,
-        start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
-        watches: list[Callable[[], Coroutine[Any, Any, None]]],
-    ) -> RemoteTrainer:
-        """Return a trainer of these processes, and add what watches them. `start`: starts new ones."""
 
 
 class Torch(TrainerKind):
@@ -105,11 +93,10 @@ class Torch(TrainerKind):
         async def start(*, watched: bool = False) -> list[RemoteWorker]:
             return [await opening.start(TrainerWorker, *each, on, watched=watched) for each, on in ranks]
 
+        made: Callable[..., RemoteTrainer] = RemoteTrainer
         if trainer.restarts:
-            restarts: RestartedTrainer = kind_of("restarts", "trainer", "trainer.restarts")
-            remote = restarts.begin(await start(), job, start, opening.watches)
-        else:
-            remote = RemoteTrainer(await start(watched=True), job)
+            made = partial(class_of("parts.restarting_trainer"), start=start, watches=opening.watches)
+        remote = made(await start(watched=not trainer.restarts), job)
         opening.closing.append(remote.close)
         return remote
 

@@ -37,15 +37,22 @@ class _Call(Generic[T]):
 
 
 class RestartingTrainer(RemoteTrainer):
-    """A RemoteTrainer that starts its processes again. `start`: starts new ones."""
+    """A RemoteTrainer that starts its processes again.
+
+    Args:
+        start: starts new ones.
+        watches: of the run; `watch` is added.
+    """
 
     def __init__(
         self,
         workers: Sequence[RemoteWorker],
         job: TrainerJob,
         start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
+        watches: list[Callable[[], Coroutine[Any, Any, None]]],
     ) -> None:
         super().__init__(workers, job)
+        watches.append(self.watch)
         self.transfers = Transfers(self.send, find=self._find)
         self._start, self._num_restarts, self._is_restarting, self._restarted = start, 0, False, Signal()
         self._checkpoint: Path | None = None
@@ -155,19 +162,3 @@ class RestartingTrainer(RemoteTrainer):
                     call.results.append(await call.make())
             say(why)
             say(f"restart {self._num_restarts} of {limit}, after {now() - began_s:.1f} s")
-
-
-class Restarts:
-    """The hook restarts.trainer."""
-
-    def begin(
-        self,
-        workers: Sequence[RemoteWorker],
-        job: TrainerJob,
-        start: Callable[[], Awaitable[Sequence[RemoteWorker]]],
-        watches: list[Callable[[], Coroutine[Any, Any, None]]],
-    ) -> RemoteTrainer:
-        """Return a trainer as `RestartedTrainer.begin`."""
-        trainer = RestartingTrainer(workers, job, start)
-        watches.append(trainer.watch)
-        return trainer

@@ -36,6 +36,7 @@ from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly import schedule as schedules_of
 from tailrace.drivers.assembly.check import begin_start, check_live
+from tailrace.drivers.assembly.compared import shared_parameters
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.resumption import rewind
 from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers, run_trial
@@ -129,7 +130,7 @@ def _experiments(config: RunConfig, name: str) -> dict[str, BoundRun]:
     """The run of a schedule, and those that test its parts."""
     if engine_kind(config).prefix is None:
         raise _cannot_score(config, "such an engine")
-    own = {**schedules_of.shared_parameters(config, name), **config.schedules.get(name, {})}
+    own = {**shared_parameters(config, name), **config.schedules.get(name, {})}
     config = config.changed(schedule=own, schedules={})
     config = schedules_of.with_published_defaults(config)
     begin_start(config)
@@ -139,7 +140,7 @@ def _experiments(config: RunConfig, name: str) -> dict[str, BoundRun]:
     recomputing = config.changed(schedule={**own, "kv": "recompute"})
     changes: dict[str, dict[str, object]] = {
         CONFIGURED: {},
-        RECOMPUTED: {"schedule": schedules_of.shared_parameters(recomputing, name)},
+        RECOMPUTED: {"schedule": shared_parameters(recomputing, name)},
         FRESH: {"schedule": fresh},
         FROZEN: {"trainer": {"learning_rate": 0.0}},
     }

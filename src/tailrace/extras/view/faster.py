@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tailrace.config import RunConfig
+from tailrace.drivers.assembly.compared import compared_parameters
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
-from tailrace.drivers.assembly.schedule import compared_parameters, resolve, steps_of_a_round
+from tailrace.drivers.assembly.schedule import resolve, steps_of_a_round
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.drivers.kinds.hooks import FittedCosts
 from tailrace.errors import ConfigError
