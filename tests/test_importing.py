@@ -90,8 +90,30 @@ CHECKOUT, WHEEL = "/home/me/my%20tailrace", "/home/me/tailrace-0.2.0-py3-none-an
 FORMS = {
     "an index": (None, "pip", "", "pip install 'tailrace[lora]'"),
     "an index, by uv": (None, "uv", "", "uv pip install 'tailrace[lora]'"),
-    "an index, as a tool of uv": (None, "uv", "uv-receipt.toml", "uv tool install 'tailrace[lora]'"),
-    "an index, by pipx": (None, "pip", "pipx_metadata.json", "pipx install --force 'tailrace[lora]'"),
+    "an index, as a tool of uv": (
+        None,
+        "uv",
+        'uv-receipt.toml: tool.requirements = [{ name = "more" }, { name = "tailrace" }]',
+        "uv tool install 'tailrace[lora]'",
+    ),
+    "an index, as a tool of uv that has extras": (
+        None,
+        "uv",
+        'uv-receipt.toml: tool.requirements = [{ name = "tailrace", extras = ["view", "lora", "math"] }]',
+        "uv tool install 'tailrace[view,lora,math]'",
+    ),
+    "an index, by pipx": (
+        None,
+        "pip",
+        'pipx_metadata.json: {"main_package": {"package_or_url": "tailrace"}}',
+        "pipx install --force 'tailrace[lora]'",
+    ),
+    "an index, by pipx, with extras": (
+        None,
+        "pip",
+        'pipx_metadata.json: {"main_package": {"package_or_url": "/w/tailrace.whl[view,json]"}}',
+        "pipx install --force 'tailrace[view,json,lora]'",
+    ),
     "a wheel": (
         {"url": f"file://{WHEEL}", "archive_info": {}},
         "pip",
@@ -119,7 +141,7 @@ FORMS = {
     "a checkout, editable, as a tool of uv": (
         {"url": f"file://{CHECKOUT}", "dir_info": {"editable": True}},
         "uv",
-        "uv-receipt.toml",
+        'uv-receipt.toml: tool.requirements = [{ name = "tailrace", editable = "/home/me/my tailrace" }]',
         "uv tool install --editable '/home/me/my tailrace[lora]'",
     ),
     "a repository": (
@@ -129,7 +151,7 @@ FORMS = {
         "pip install 'tailrace[lora] @ git+https://example.org/t.git@c0ffee'",
     ),
 }
-"""direct_url.json, the installer, the file of a tool in the environment, and the command for an extra."""
+"""direct_url.json, the installer, the receipt of a tool, and the command for an extra."""
 
 
 def test_the_packages_of_a_model_are_those_of_the_extra_train() -> None:
@@ -161,8 +183,9 @@ def test_an_extra_is_installed_by_the_tool_and_from_the_source_of_the_package(
     if direct_url:
         (info / "direct_url.json").write_text(json.dumps(direct_url))
     if receipt:
-        (tmp_path / receipt).touch()
+        name, _, content = receipt.partition(": ")
+        (tmp_path / name).write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert install("lora") == command
-    assert source() in command.replace("[lora]", "")
+    assert source() in re.sub(r"\[[\w,]+\]", "", command)

@@ -8,8 +8,10 @@ import importlib
 import importlib.util
 import json
 import pickle
+import re
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,18 +71,24 @@ def check_training(key: str, value: object, extra: str = "train") -> None:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra of this package where it is installed: by the same tool, and
-    from the same source."""
+    """Return the command that installs an extra of this package where it is installed: by the same tool, from
+    the same source, and with the extras that the tool would otherwise remove."""
     origin, installer = _origin()
-    environment = Path(sys.prefix)
-    if (environment / "uv-receipt.toml").exists():
+    uv, pipx = (Path(sys.prefix) / name for name in ("uv-receipt.toml", "pipx_metadata.json"))
+    kept: list[str] = []
+    if uv.exists():
         tool = "uv tool install"
-    elif (environment / "pipx_metadata.json").exists():
+        installed = tomllib.loads(uv.read_text(encoding="utf-8"))["tool"]["requirements"]
+        kept = next((each.get("extras", []) for each in installed if each["name"] == "tailrace"), [])
+    elif pipx.exists():
         tool = "pipx install --force"
+        given = json.loads(pipx.read_text(encoding="utf-8"))["main_package"]["package_or_url"]
+        found = re.search(r"\[([\w,-]+)\]", given)
+        kept = found[1].split(",") if found else []
     else:
         tool = "uv pip install" if installer == "uv" else "pip install"
     editable = " --editable" if origin.get("dir_info", {}).get("editable") else ""
-    return f"{tool}{editable} {source(extra)}"
+    return f"{tool}{editable} {source(','.join(dict.fromkeys([*kept, extra])))}"
 
 
 def source(extra: str = "") -> str:
