@@ -46,7 +46,7 @@ real: env-train env-view $(SMOLLM2)
 	$(BIN)/tailrace view runs/real --output runs/real.html
 	$(BIN)/python examples/smollm2/before_and_after.py runs/real
 
-IN_TWO = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+IN_TWO = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 # `make release-check` runs what is ignored.
 test: env-dev

@@ -37,6 +37,21 @@ from tailrace.record.lags import Lags
 from tailrace.record.steps import StepMeter
 from tailrace.types import FinishReason, Group, Prompt, Sample, SampleId, Turn
 
+GOOD: Row = {
+    "step": 1.0,
+    "round": 0.0,
+    "loss": 0.1,
+    "entropy": 1.0,
+    "reward": 0.5,
+    "reward_std": 0.4,
+    "frac_reward_zero_std": 0.2,
+    "completions/clipped_ratio": 0.1,
+    "completions/max_length": 900.0,
+    "samples/trained": 8.0,
+    "groups/trained": 2.0,
+}
+"""A row of a step that shows nothing to look at."""
+
 
 def make_group(prompt: int, lengths: list[int], rewards: list[float], *, version: int = 0) -> Group:
     """A complete group; responses of 20 tokens and more hit the length limit."""

@@ -5,24 +5,10 @@ import io
 import pytest
 from rich.console import Console
 
+from helpers.record_story import GOOD
 from tailrace.record.advisories import Advisor, advisories_of_steps
 from tailrace.record.display import Display
-from tailrace.record.events import Row
 from tailrace.record.summary import Summary
-
-GOOD: Row = {
-    "step": 1.0,
-    "round": 0.0,
-    "loss": 0.1,
-    "entropy": 1.0,
-    "reward": 0.5,
-    "reward_std": 0.4,
-    "frac_reward_zero_std": 0.2,
-    "completions/clipped_ratio": 0.1,
-    "completions/max_length": 900.0,
-    "samples/trained": 8.0,
-    "groups/trained": 2.0,
-}
 
 
 def test_good_steps_have_none() -> None:

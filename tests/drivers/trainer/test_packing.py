@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -179,16 +180,13 @@ def test_an_observation_before_the_first_turn_follows_the_shared_context() -> No
     assert batch.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
 
 
+def masked_episode(**more: Any) -> TrainingSample:
+    ids, logprobs = [0, 1, 2, 3], [-0.5, -1.5, -2.5, -3.5]
+    return TrainingSample(SampleId(0, 0, 0), [100, 101], ids, logprobs, advantage=1.0, num_masked=3, **more)
+
+
 def test_observations_are_inputs_and_no_targets() -> None:
-    episode = TrainingSample(
-        SampleId(0, 0, 0),
-        [100, 101],
-        [0, 1, 2, 3],
-        [-0.5, -1.5, -2.5, -3.5],
-        advantage=1.0,
-        num_masked=3,
-        observations=[(1, [50, 51]), (3, [52])],
-    )
+    episode = masked_episode(observations=[(1, [50, 51]), (3, [52])])
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 51, 1, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]]
@@ -201,16 +199,7 @@ def test_observations_are_inputs_and_no_targets() -> None:
 
 
 def test_the_branches_of_a_sample_are_sequences_and_its_tokens_are_those_of_one_sample() -> None:
-    episode = TrainingSample(
-        SampleId(0, 0, 0),
-        [100, 101],
-        [0, 1, 2, 3],
-        [-0.5, -1.5, -2.5, -3.5],
-        advantage=1.0,
-        num_masked=3,
-        observations=[(1, [50]), (3, [52])],
-        branches=[(2, [100, 60, 61])],
-    )
+    episode = masked_episode(observations=[(1, [50]), (3, [52])], branches=[(2, [100, 60, 61])])
     batch = MicroBatch.of([episode, sample(1, 1, 2)], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[100, 101, 0, 50, 100, 60, 61, 2, 52, 100, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]]

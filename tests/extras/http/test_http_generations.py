@@ -28,7 +28,7 @@ from helpers.fakes.connect import (
 from helpers.fakes.generations import GENERATIONS
 from helpers.fakes.model import text_of
 from helpers.fakes.server import FakeServer
-from helpers.tiny_models import VOCABULARY, save_tiny_model
+from helpers.tiny_models import VOCABULARY
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import TensorInfo, Weights
 from tailrace.drivers.engine import supervised as supervision
@@ -53,18 +53,7 @@ SLOW = {"step_s": 0.004}
 """Decode steps that leave time to do something between them."""
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_S", 0.01)
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(supervision, "TRANSFER_PAUSE_S", 0.01)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture(scope="module")

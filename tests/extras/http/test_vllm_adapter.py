@@ -13,16 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from helpers.fakes.connect import NUM_TOKENS, compare_with_records, connected, distinct_samples
 from helpers.fakes.vllm import FakeVllm
-from helpers.tiny_models import save_tiny_model
 from tailrace.config import config_of
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Weights
-from tailrace.drivers.engine import supervised as supervision
 from tailrace.drivers.kinds.base import engine_kind
 from tailrace.drivers.trainer.adapter import adapter_tensors, peft_config
 from tailrace.drivers.weights.filesystem import FilesystemSender
 from tailrace.errors import ConfigError, VersionGone
-from tailrace.extras.http import engine as http
 from tailrace.extras.http.vllm import max_rank, write_plugin
 from tailrace.record.events import Recorder
 from tailrace.rollout.router import Router
@@ -32,17 +29,7 @@ LORA = LoraSettings(rank=4, alpha=8.0, publish="adapter")
 Publish = Callable[[int], Weights]
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "RETRY_S", 0.01)
-    monkeypatch.setattr(supervision, "TRANSFER_PAUSE_S", 0.01)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +130,6 @@ async def test_a_pinned_request_names_the_adapter_of_its_version_or_is_refused(
 async def test_a_server_that_was_started_again_unnoticed_gets_its_adapter_again(
     model: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
     with FakeVllm("vllm-0.33", model, step_s=0.002, adapters=True) as fake:
         async with connected(fake, lora=LORA) as (engine,):
             await engine.load(publish(1), kv="keep")

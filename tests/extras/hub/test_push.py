@@ -54,12 +54,12 @@ def push_here(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """In this process, with what huggingface_hub has read of its environment."""
     disable_progress_bars()
 
-    def push_here(endpoint: str, *words: str, token: str = TOKEN) -> tuple[int, str, str]:
+    def push_here(endpoint: str, *words: str, token: str = TOKEN, folder: Path = run) -> tuple[int, str, str]:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(run.parent / "hf" / "token"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", token)
-        code = main(["push", str(run), *(words or ("me/sums",))])
+        code = main(["push", str(folder), *(words or ("me/sums",))])
         return code, *capsys.readouterr()
 
     return push_here
@@ -181,12 +181,12 @@ def test_a_base_model_of_the_hub_has_its_id() -> None:
 
 
 def test_an_adapter_of_an_earlier_version_names_its_base_without_a_path(
-    run: Path, tmp_path: Path, hub: HubServer
+    run: Path, tmp_path: Path, hub: HubServer, push_here: Push
 ) -> None:
     shutil.copytree(run, tmp_path / "out")
     (adapter := tmp_path / "out" / "model" / "adapter").mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/q", "r": 2}')
-    assert push(tmp_path / "out", hub.url).returncode == 0
+    assert push_here(hub.url, folder=tmp_path / "out")[0] == 0
     files = hub.repos["me/sums"]
     assert files["adapter/adapter_config.json"] == b'{"base_model_name_or_path": "q", "r": 2}'
 

@@ -127,7 +127,7 @@ def test_a_connection_without_a_next_request_is_closed_and_a_slow_reply_is_not()
     whole = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     async def app(scope, receive, send):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -150,7 +150,7 @@ def test_a_connection_without_a_next_request_is_closed_and_a_slow_reply_is_not()
         return b"".join(said)
 
     async def run():
-        server = HttpServer(app, bound, idle_timeout_s=0.3)
+        server = HttpServer(app, bound, idle_timeout_s=0.2)
         serving = asyncio.ensure_future(server.serve())
         address = bound.getsockname()
         first, second = await asyncio.gather(told(address, whole), told(address, whole, whole))

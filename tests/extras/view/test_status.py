@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.record_story import GOOD
 from tailrace.extras.view.status import OpenWork, Pace, RunStatus, advisories, open_work, state_of
 from tailrace.record.events import EngineStateChanged, OptimizerStep, Published, StagesFilled, Waiting
 from tailrace.record.timeline import Lanes, Pairs, RoundSpan, Scoring, ServedRequest, Timeline
@@ -224,17 +225,6 @@ def test_a_run_that_was_killed_or_hangs_says_what_it_did_last() -> None:
 
 
 # -- advisories --
-
-GOOD = {
-    "loss": 0.1,
-    "reward": 0.5,
-    "reward_std": 0.4,
-    "frac_reward_zero_std": 0.2,
-    "completions/clipped_ratio": 0.1,
-    "completions/max_length": 900.0,
-    "samples/trained": 8.0,
-    "groups/trained": 2.0,
-}
 
 
 def request(number: int, outcome: str, gained: int) -> ServedRequest:
