@@ -96,17 +96,17 @@ class OneReward:
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_a_run_ends_when_all_groups_are_filtered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = pool.LOSS_LIMITS["filtered"]._replace(num_groups=100)
+    limit = pool.LOSS_LIMITS["filtered"]._replace(num_groups=40)
     monkeypatch.setitem(pool.LOSS_LIMITS, "filtered", limit)
     outcome = Outcome()
-    with pytest.raises(AllFiltered, match="the last 100 groups were filtered: zero variance"):
+    with pytest.raises(AllFiltered, match="the last 40 groups were filtered: zero variance"):
         simulate(
             SCHEDULES_BY_NAME[name],
             algorithm=AlgorithmSettings(filter="zero_variance"),
             parts=lambda: replace(simulated_parts(SIM, seed=0), rewards=OneReward()),
             into=outcome,
         )
-    assert outcome.totals.groups["filtered"] == 100
+    assert outcome.totals.groups["filtered"] == 40
 
 
 class NoReward:
@@ -116,9 +116,9 @@ class NoReward:
 
 @pytest.mark.parametrize("name", SCHEDULES_BY_NAME)
 def test_a_run_ends_when_no_group_has_a_reward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = pool.LOSS_LIMITS["dropped"]._replace(num_groups=100)
+    limit = pool.LOSS_LIMITS["dropped"]._replace(num_groups=40)
     monkeypatch.setitem(pool.LOSS_LIMITS, "dropped", limit)
-    with pytest.raises(AllDropped, match="the last 100 groups had no sample with a reward: reward down"):
+    with pytest.raises(AllDropped, match="the last 40 groups had no sample with a reward: reward down"):
         simulate(
             SCHEDULES_BY_NAME[name],
             parts=lambda: replace(simulated_parts(SIM, seed=0), rewards=NoReward()),

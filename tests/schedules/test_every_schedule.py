@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -133,15 +133,21 @@ def test_every_schedule_takes_another_order_of_the_queue(name: str, order: Order
     assert outcome.run.overtime and outcome.run.pool.order is ORDERS[order]
 
 
+@cache
+def undisturbed(name: str) -> tuple[float, int]:
+    """When a schedule ends without faults, and how many groups it has trained by then."""
+    outcome = simulate(SCHEDULES_BY_NAME[name])
+    return outcome.ended_s, outcome.totals.groups["trained"]
+
+
 @EVERY
 def test_filtered_groups_are_replaced(name: str) -> None:
-    whole = simulate(SCHEDULES_BY_NAME[name])
     outcome = simulate(SCHEDULES_BY_NAME[name], algorithm=ZERO_VARIANCE)
     assert outcome.totals.groups["filtered"] > 0 and outcome.totals.wasted_tokens["zero variance"] > 0
     if name in FLUSHING:
         assert outcome.run.parked.groups == []  # how many there were at the end is chance
     else:
-        assert outcome.totals.groups["trained"] == whole.totals.groups["trained"]
+        assert outcome.totals.groups["trained"] == undisturbed(name)[1]
     for step in outcome.of(Stepped):
         for sample in step.samples:
             assert len({kept.reward for kept in sample.group.trainable}) > 1
@@ -149,9 +155,9 @@ def test_filtered_groups_are_replaced(name: str) -> None:
 
 @EVERY
 def test_dead_engines_cost_no_token_and_break_no_bound(name: str) -> None:
-    clean = simulate(SCHEDULES_BY_NAME[name])
-    moments = [clean.ended_s * share for share in (0.1, 0.3, 0.31, 0.6)]
-    deaths = [Death(at_s, number % 2, clean.ended_s / 20) for number, at_s in enumerate(moments)]
+    ended_s, _ = undisturbed(name)
+    moments = [ended_s * share for share in (0.1, 0.3, 0.31, 0.6)]
+    deaths = [Death(at_s, number % 2, ended_s / 20) for number, at_s in enumerate(moments)]
     outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(*deaths))
     assert outcome.run.overtime
     resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens > 0]
@@ -163,15 +169,15 @@ def test_dead_engines_cost_no_token_and_break_no_bound(name: str) -> None:
 
 @EVERY
 def test_all_engines_dead_at_once_is_a_pause(name: str) -> None:
-    clean = simulate(SCHEDULES_BY_NAME[name])
+    ended_s, num_trained = undisturbed(name)
     for share in (0.05, 0.5, 0.95):  # among them while nothing is served and while weights are published
-        at_s = clean.ended_s * share
+        at_s = ended_s * share
         outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(Death(at_s, 0, 30.0), Death(at_s, 1, 31.0)))
         assert outcome.run.overtime
         if name in FLUSHING:
             assert outcome.run.parked.groups == []  # how many there were at the end is chance
         else:
-            assert outcome.totals.groups["trained"] == clean.totals.groups["trained"]
+            assert outcome.totals.groups["trained"] == num_trained
 
 
 @EVERY

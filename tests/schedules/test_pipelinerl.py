@@ -1,6 +1,6 @@
 """Every stage of PipelineRL is bounded when rewards are slower than the engines (section 4, ring buffers)."""
 
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from typing import Any
 
@@ -23,8 +23,10 @@ EQUAL = SimLengthSettings(median_tokens=200, sigma=0.0)
 UNEQUAL = SimLengthSettings(median_tokens=200, sigma=0.6, max_tokens=1000)
 
 
+@cache
 def slow_rewards(lengths: SimLengthSettings = UNEQUAL, **parameters: Any) -> Outcome:
-    """Four reward workers take 1 s a sample; the engine could generate nearly four times as many."""
+    """Four reward workers take 1 s a sample; the engine could generate nearly four times as many. Each
+    world is played once, and only read."""
     sim = SimSettings(
         engines=SimEngineSettings(count=1, slots=64),
         rewards=SimRewardSettings(workers=4, median_s=1.0, sigma=0.0),
