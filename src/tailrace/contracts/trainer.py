@@ -97,7 +97,11 @@ class TrainerSettings(Settings):
     """Precision of forward and backward computation. Weights, gradients and optimizer states are float32.
     Not set: bfloat16 on a processor with AMX or AVX512-BF16, and on a GPU that computes it; else float32."""
     ranks: int = Field(default=1, ge=1, le=1024)
-    """Processes over which each replica is sharded: weights, gradients and optimizer states (FSDP2)."""
+    """Shards of each replica: of weights, gradients and optimizer states (FSDP2). A shard is a process, or
+    `tensor_parallel` processes."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Processes that divide each layer of a shard, and the vocabulary, by the plan that transformers has for
+    the architecture. They communicate in each layer. A replica has `ranks` x `tensor_parallel` processes."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Copies of the sharded model. They divide the samples of a step and add their gradients in it."""
     activation_checkpointing: bool = False
@@ -123,6 +127,16 @@ class TrainerSettings(Settings):
         """The parts of the state that stay in the memory of the device while the trainer sleeps."""
         stay = ("device", "host") if self.device == "cpu" or self.cpu_offload else ("device",)
         return [part for part, place in self.offload.places().items() if place in stay]
+
+    @property
+    def replica_processes(self) -> int:
+        """Processes of one replica."""
+        return self.ranks * self.tensor_parallel
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the trainer."""
+        return self.replica_processes * self.replicas
 
     def least_tokens(self) -> int:
         """`min_tokens_per_microbatch`, or its default."""

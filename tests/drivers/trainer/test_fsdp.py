@@ -1,9 +1,11 @@
-"""Several processes make the step of one: sharded models, replicas of them, and checkpoints across sizes.
+"""Several processes make the step of one: sharded models, divided layers, replicas, and checkpoints across
+sizes.
 
 Two processes are started for the layouts of every change, and four for the others, which are slow. They join
 in one layout after another, and each layout runs its cases.
 """
 
+import math
 import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -46,20 +48,45 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "adapter alone": {"lora": {"rank": 4, "publish": "adapter"}, "old_policy": "recomputed"},
 }
 """Settings of the trainer or of the algorithm."""
-Layout = tuple[int, int]
-"""Ranks and replicas."""
+
+
+class Layout(NamedTuple):
+    ranks: int
+    replicas: int
+    tensor_parallel: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        return math.prod(self)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+FSDP, DIVIDED = Layout(2, 1), Layout(1, 1, 2)
 LAYOUTS: Mapping[Layout, Sequence[str]] = {
-    (2, 1): ["token means", "critic", "bfloat16", "experts", "low rank"],
-    (4, 1): ["sample means", "checkpointed, offloaded"],
-    (1, 2): ["token means", "old policy"],
-    (2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
+    FSDP: ["token means", "critic", "bfloat16", "experts", "low rank"],
+    DIVIDED: ["token means", "critic", "bfloat16", "low rank", "old policy", "adapter alone"],
+    Layout(4, 1): ["sample means", "checkpointed, offloaded"],
+    Layout(1, 2): ["token means", "old policy"],
+    Layout(2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
+    Layout(2, 1, 2): ["token means", "checkpointed, offloaded", "critic", "bfloat16", "low rank"],
+    Layout(1, 2, 2): ["sample means", "adapter alone"],
 }
 """The cases of each layout."""
-SLOW = ((4, 1), (2, 2))
+SLOW = tuple(layout for layout in LAYOUTS if layout.num_processes > 2)
 """Layouts that `make test` leaves to `make test-slow`: two cores run four processes in turn."""
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
-CHECKPOINT = {1: "2x1 critic", 2: "alone critic", 4: "2x1 critic"}
-"""The checkpoint that so many ranks resume from."""
+ALONE = Layout(1, 1)
+RESUMED = {
+    (ALONE, "2x1x1"),
+    (ALONE, "1x1x2"),
+    (FSDP, "alone"),
+    (DIVIDED, "2x1x1"),
+    (Layout(4, 1), "2x1x1"),
+    (Layout(2, 1, 2), "1x1x2"),
+}
+"""Layouts, and whose checkpoint each resumes from."""
 
 
 class Outcome(NamedTuple):
@@ -108,31 +135,30 @@ def told(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], f
 
 def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], folder: Path) -> None:
     torch.set_num_threads(1)
-    for (num_ranks, num_replicas), port in ports.items():
-        cases = LAYOUTS[num_ranks, num_replicas]
-        if number >= num_ranks * num_replicas:
+    for layout, port in ports.items():
+        if number >= layout.num_processes:
             continue
-        replica, rank = divmod(number, num_ranks)
-        layout = {"ranks": num_ranks, "replicas": num_replicas}
-        settings = TrainerSettings(ranks=num_ranks, replicas=num_replicas, collective_timeout_s=120)
+        replica, rank = divmod(number, layout.num_processes // layout.replicas)
+        sizes = layout._asdict()
+        settings = TrainerSettings(**sizes, collective_timeout_s=120)
         store = TCPStore(HOST, port, is_master=False)
         outcomes = {}
         with joined(settings, store, replica=replica, rank=rank) as ranks:
-            for case in cases:
-                trainer = make(models, case, ranks, **layout)
-                own = [0, 1] if num_replicas == 1 else [replica]
-                outcomes[case] = run(trainer, own, folder / f"{num_ranks}x{num_replicas} {case}")
-            if (num_ranks, num_replicas) == (2, 1):
-                trainer = make(models, "token means", ranks, **layout, offload=ON_DISK)
-                outcomes["slept"] = run(trainer, [0, 1], folder / "2x1 slept", sleeps=True)
-            if num_replicas == 1:
-                trainer = make(models, "critic", ranks, **layout)
+            for case in LAYOUTS[layout]:
+                trainer = make(models, case, ranks, **sizes)
+                own = [0, 1] if layout.replicas == 1 else [replica]
+                outcomes[case] = run(trainer, own, folder / f"{layout} {case}")
+            if layout in (FSDP, DIVIDED):
+                trainer = make(models, "token means", ranks, **sizes, offload=ON_DISK)
+                outcomes["slept"] = run(trainer, [0, 1], folder / f"{layout} slept", sleeps=True)
+            for saved in [saved for resuming, saved in RESUMED if resuming == layout]:
+                trainer = make(models, "critic", ranks, **sizes)
                 with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
                     trainer.restore(folder / "nowhere")
                 with pytest.raises(ScheduleError, match="nothing was accumulated"):
                     trainer.step()
-                outcomes["resumed"] = resume(trainer, folder / CHECKPOINT[num_ranks])
-        torch.save(outcomes, folder / f"{num_ranks}x{num_replicas} {number}.pt")
+                outcomes["resumed"] = resume(trainer, folder / f"{saved} critic")
+        torch.save(outcomes, folder / f"{layout} {number}.pt")
 
 
 def resume(trainer: TorchTrainer, folder: Path) -> Outcome:
@@ -191,7 +217,7 @@ def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path
     preload()  # its processes have no output
     context = multiprocessing.get_context("forkserver")
     ports = {layout: store.port for layout, store in stores.items()}
-    num_processes = max(ranks * replicas for ranks, replicas in layouts)
+    num_processes = max(layout.num_processes for layout in layouts)
     processes = [context.Process(target=told, args=(n, ports, models, folder)) for n in range(num_processes)]
     for process in processes:
         process.start()
@@ -200,11 +226,10 @@ def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path
     errors = [path.read_text() for path in folder.glob("*.error")]
     assert [process.exitcode for process in processes] == [0] * num_processes, errors
     return {
-        (ranks, replicas): [
-            torch.load(folder / f"{ranks}x{replicas} {n}.pt", weights_only=False)
-            for n in range(ranks * replicas)
+        layout: [
+            torch.load(folder / f"{layout} {n}.pt", weights_only=False) for n in range(layout.num_processes)
         ]
-        for ranks, replicas in layouts
+        for layout in layouts
     }
 
 
@@ -239,8 +264,9 @@ def test_many_processes_make_the_steps_of_one(
         assert_equal(outcomes[case], alone(case), tolerance)
 
 
-def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together) -> None:
-    for outcomes in together[2, 1]:
+@pytest.mark.parametrize("layout", [FSDP, DIVIDED])
+def test_ranks_that_sleep_between_calls_train_the_same_bits(together: Together, layout: Layout) -> None:
+    for outcomes in together[layout]:
         slept, awake = outcomes["slept"], outcomes["token means"]
         assert [stats.grad_norm for stats in slept.stats] == [stats.grad_norm for stats in awake.stats]
         assert all(torch.equal(slept.weights[name], awake.weights[name]) for name in awake.weights)
@@ -253,18 +279,22 @@ def test_weights_are_published_with_the_names_of_the_files(
 ) -> None:
     names = load_file(models["moe" if case == "experts" else "tied"] / "model.safetensors").keys()
     assert alone(case).weights.keys() == names
-    assert load_file(folder / f"2x1 {case}" / "model.safetensors").keys() == names
+    assert load_file(folder / f"{FSDP} {case}" / "model.safetensors").keys() == names
 
 
-@pytest.mark.parametrize(("fixture", "layout"), [marked((ranks, 1)) for ranks in (1, 2, 4)])
+@pytest.mark.parametrize(("fixture", "layout", "saved"), [marked(*each) for each in sorted(RESUMED)])
 def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
-    request: pytest.FixtureRequest, models: dict[str, Path], folder: Path, fixture: str, layout: Layout
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    folder: Path,
+    fixture: str,
+    layout: Layout,
+    saved: str,
 ) -> None:
-    num_ranks, _ = layout
     together = request.getfixturevalue(fixture)
     wanted = resume(make(models, "critic"), folder / "alone critic")
-    if num_ranks == 1:
-        got = [resume(make(models, "critic"), folder / CHECKPOINT[1])]
+    if layout == ALONE:
+        got = [resume(make(models, "critic"), folder / f"{saved} critic")]
     else:
         got = [outcomes["resumed"] for outcomes in together[layout]]
     for outcome in got:
@@ -274,8 +304,9 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
 def test_an_adapter_of_two_ranks_is_resumed_by_one_process(
     together: Together, alone: Alone, models: dict[str, Path], folder: Path
 ) -> None:
-    assert together[2, 1] and alone("low rank")
-    got, wanted = (
-        resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in ("2x1", "alone")
+    assert together[FSDP] and together[DIVIDED] and alone("low rank")
+    *got, wanted = (
+        resume(make(models, "low rank"), folder / f"{saved} low rank") for saved in (FSDP, DIVIDED, "alone")
     )
-    assert_equal(got, wanted, 1e-5)
+    for each in got:
+        assert_equal(each, wanted, 1e-5)

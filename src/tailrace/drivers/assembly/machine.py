@@ -231,7 +231,7 @@ def _threads(config: RunConfig, machine: Machine, overlaps: bool) -> Iterator[tu
     engine, trainer, placement = config.engine, config.trainer, config.placement
     keys = ("engine.threads", "trainer.threads")
     num_engines = 0 if config.engines_on_gpu or not engine.resources else engine.num_engines
-    nums = (num_engines, trainer.ranks * trainer.replicas if trainer.device == "cpu" else 0)
+    nums = (num_engines, trainer.num_processes if trainer.device == "cpu" else 0)
     lists = (placement.engines, placement.trainer) if placement.devices == "cpus" else ((), ())
     listed = [sum(map(len, each)) for each in lists]
     for own, other in ((0, 1), (1, 0)):

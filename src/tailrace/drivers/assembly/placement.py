@@ -22,7 +22,7 @@ def device_map(config: RunConfig) -> DeviceMap:
     """Return the devices of each process of a live run. Without a list the processes share the machine.
     Raises a ConfigError if there are too few, or two processes would have the same device."""
     placement, num_engines = config.placement, config.engine.num_engines
-    ranks, replicas = config.trainer.ranks, config.trainer.replicas
+    ranks, replicas = config.trainer.replica_processes, config.trainer.replicas
     engines, trainers = placement.engines, placement.trainer
     host_kind(config.host).check_placement(placement)
     _check_lists("placement.engines", engines, num_engines, "engines", config.engine.num_devices)
@@ -87,7 +87,7 @@ def prices_of(config: RunConfig, sim: SimSettings | None = None) -> Prices | Non
         return Prices(config.prices, *sim.cluster.devices_by_use)
     placement, trainer = config.placement, config.trainer
     num_engines = sim.engines.count or 1 if sim else config.engine.num_engines
-    generating, training = num_engines * config.engine.num_devices, trainer.ranks * trainer.replicas
+    generating, training = num_engines * config.engine.num_devices, trainer.num_processes
     if not sim and placement.devices == "gpus" and placement.engines and placement.trainer:
         gpus = _numbers(placement.engines)
         return Prices(config.prices, len(gpus), len(_numbers(placement.trainer) - gpus))
@@ -131,7 +131,7 @@ def _check_reference(config: RunConfig) -> None:
 def _check_gpus_of_ranks(config: RunConfig) -> None:
     """NCCL refuses two ranks on one GPU. Without a list of GPUs all processes would use the same one."""
     trainer, placement = config.trainer, config.placement
-    num = trainer.ranks * trainer.replicas
+    num = trainer.num_processes
     has_own = config.host.gives_devices or (placement.devices == "gpus" and placement.trainer)
     if num > 1 and trainer.device != "cpu" and not has_own:
         problem = f"the {num} processes of the trainer would all use {trainer.device}"

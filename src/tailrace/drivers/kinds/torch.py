@@ -15,6 +15,7 @@ from tailrace.drivers.kinds.teacher import TeacherKind, check_context, check_voc
 from tailrace.drivers.reward.settings import FolderTeacherSettings
 from tailrace.drivers.trainer.adapter import adapter_parameters, check_lora
 from tailrace.drivers.trainer.logits import logit_bytes, reference_memory
+from tailrace.drivers.trainer.plans import check_tensor_parallel
 from tailrace.drivers.workers.base import Role
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.reference import ReferenceJob, ReferenceWorker, RemoteReference
@@ -41,6 +42,7 @@ class Torch(TrainerKind):
             say(f"checkpoints have {len(drafts)} untrained weights of the base: {min(drafts)}, ...")
         if config.trainer.lora:
             check_lora(config.model.path, config.trainer.lora)
+        check_tensor_parallel(config.model.path, config.trainer.tensor_parallel)
         if adapter := config.trainer.adapter:
             engine_kind(config).check_adapter(adapter, config)
         apart = not config.placement.takes_turns and not config.weights.is_streamed
@@ -128,14 +130,14 @@ def trainer_memory(
         copies: bytes that it holds while it reads, publishes or saves the model.
     """
     settings, whole = config.trainer, shape.num_parameters
-    ranks, on_cpu = settings.ranks, settings.device == "cpu"
+    processes, on_cpu = settings.replica_processes, settings.device == "cpu"
     critic = whole if config.algorithm.advantage == "gae" else 0
     trained = (adapter if settings.lora else whole) + critic
     numbers = dict.fromkeys(STATE_BYTES, trained) | {"weights": whole + adapter + critic}
-    state = {part: STATE_BYTES[part] * num // ranks for part, num in numbers.items()}
+    state = {part: STATE_BYTES[part] * num // processes for part, num in numbers.items()}
     work = {"micro-batch": pass_bytes(settings, shape, longest)}
     if config.algorithm.old_policy == "recomputed":
-        work["old policy"] = 4 * (trained - critic) // ranks
+        work["old policy"] = 4 * (trained - critic) // processes
     copies += state["optimizer"] * settings.async_checkpoints + 2 * min(FILE_BYTES, state["optimizer"])
     if on_cpu and not (config.run.checkpoint_every and settings.async_checkpoints):
         copies = max(0, copies - work["micro-batch"])  # they do not exist during a pass
@@ -148,27 +150,30 @@ def trainer_memory(
         if config.placement.takes_turns and not on_cpu:
             places = settings.offload.places()
             host["asleep"] = sum(size for part, size in state.items() if places[part] == "host")
-    return ProcessMemory("trainer", settings.device, work, host, ranks * settings.replicas, asleep)
+    return ProcessMemory("trainer", settings.device, work, host, settings.num_processes, asleep)
 
 
 def pass_bytes(settings: TrainerSettings, shape: ModelShape, longest: int) -> int:
     """An upper bound of what a forward and backward pass takes: activations, logits, and the weights that are
     gathered or cast to the type of the computation, with their gradients.
 
-    A block keeps float32 for its norms, those of the heads included, and the input of each linear layer.
+    A block keeps float32 for its norms, those of the heads included, and the input of each linear layer. With
+    `tensor_parallel` a process has a part of the heads, of the feed-forward layer and of the vocabulary.
     """
     size, tokens = ITEM_BYTES[settings.dtype], max(settings.max_tokens_per_microbatch, longest)
-    numbers = 5 * shape.hidden_size + 6 * (shape.query_size + shape.kv_size) + 4 * shape.mlp_size
+    parts = settings.tensor_parallel
+    divided = 6 * (shape.query_size + shape.kv_size) + 4 * shape.mlp_size
+    numbers = 5 * shape.hidden_size + divided // parts
     block, input = 16 * shape.hidden_size + size * numbers, 4 * shape.hidden_size
-    attention = size * shape.query_size
+    attention = size * shape.query_size // parts
     kept = block * shape.num_layers
     if settings.activation_checkpointing:
         kept = block + shape.num_layers * (input + attention)
-    logits = logit_bytes(tokens, shape)
+    logits = logit_bytes(tokens, shape, parts)
     weights = 4 * shape.outside_parameters + (size * shape.num_parameters if size < 4 else 0)
     if settings.ranks > 1 or settings.cpu_offload:
         weights = (2 * size + 8) * (shape.outside_parameters + shape.block_parameters)
-    return tokens * kept + logits + weights
+    return tokens * kept + logits + weights // parts
 
 
 class FolderTeacher(TeacherKind):

@@ -263,9 +263,9 @@ def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None,
         return weights, _read_state(folder / STATE_FOLDER, owners, ranks)
 
     weights, state = ranks.together(prepare)
-    scatter(weights, parameters)
+    scatter(weights, parameters, ranks)
     if critic is not None:
-        scatter(section("critic.weight.", state), critic)
+        scatter(section("critic.weight.", state), critic, ranks)
     return state
 
 

@@ -48,10 +48,10 @@ class Critic:
         self._values = Values(model, DTYPES[settings.dtype]).eval()
         if settings.activation_checkpointing:
             recompute_activations(blocks(model))
-        if ranks.mesh is None:
+        if ranks.group is None:
             self._values.to(settings.device)
         else:
-            shard(self._values, model, ranks.mesh, settings)
+            shard(self._values, model, ranks, settings)
         own = settings.changed(learning_rate=settings.critic_learning_rate)
         self.optimizer = Optimizer(self.parameters(), own)
 

@@ -4,13 +4,16 @@ Each rank keeps a shard of every parameter, gradient and optimizer state. The pa
 gathered while it is computed. Gradients are summed over the ranks, not averaged, because the trainer divides
 its sum of gradients by the count of the whole step. The replicas' sums are added in that step (optimizer.py).
 
-The processes of one trainer: `ranks` for each of `replicas` copies of the model.
+The processes of one trainer: `ranks` x `tensor_parallel` for each of `replicas` copies of the model. With
+`tensor_parallel` = N a rank is N processes in sequence, which divide each layer (tensor_parallel.py) and
+compute the same micro-batch.
 
-Ranks of one replica communicate in every forward and backward pass, so they compute the same plan
+Processes of one replica communicate in every forward and backward pass, so they compute the same plan
 of micro-batches (packing.py). Replicas communicate only in an optimizer step. A trainer of one process
 does not communicate, and does not initialise torch.distributed.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -71,13 +74,29 @@ def recompute_activations(modules: Iterable[nn.Module]) -> None:
         )
 
 
-def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: TrainerSettings) -> None:
-    """Shard a model whose whole parameters are on the CPU. Rank 0 has their values, the others get them.
-    `root`: what is called; the model is in it. What is in no block is gathered with it: norms, head, and the
-    embedding that is tied to the head."""
+def shard(root: nn.Module, model: PreTrainedModel, ranks: "Ranks", settings: TrainerSettings) -> None:
+    """Shard a model whose whole parameters are on the CPU. Process 0 has their values, the others get them.
+    `root`: what is called; the model is in it."""
     whole = None
-    if mesh.get_local_rank() == 0:
+    if ranks.rank == 0:
         whole = {name: parameter.detach() for name, parameter in root.named_parameters()}
+    if ranks.tensor:
+        from tailrace.drivers.trainer.tensor_parallel import divide  # of transformers 5.19
+
+        divide(model, ranks.tensor)
+    if ranks.mesh:
+        _shard_fully(root, model, ranks.mesh, settings)
+    else:
+        root.to(settings.device)
+    scatter(whole, dict(root.named_parameters()), ranks)
+    for buffer in root.buffers():
+        dist.broadcast(buffer, group=ranks.group, group_src=0)
+
+
+def _shard_fully(
+    root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: TrainerSettings
+) -> None:
+    """Shard each block. Norms, head, and the embedding that is tied to it are gathered with the root."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
     dtype, is_pinned = DTYPES[settings.dtype], settings.device != "cpu"
@@ -94,19 +113,25 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, settings: T
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # Gloo has no reduction with a factor
             module.set_gradient_divide_factor(1.0)
-    scatter(whole, dict(root.named_parameters()))
-    for buffer in root.buffers():
-        dist.broadcast(buffer, group=mesh.get_group(), group_src=0)
 
 
 @torch.no_grad()
-def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor]) -> None:
-    """Copy tensors of rank 0, by name, into parameters; other ranks give None. Tensors that are sharded as
-    the parameters are copied in each rank."""
+def scatter(whole: Mapping[str, Tensor] | None, parameters: Mapping[str, Tensor], ranks: "Ranks") -> None:
+    """Copy tensors of process 0, by name, into parameters; other processes give None. Tensors that are
+    sharded as the parameters are copied in each process."""
     for name, parameter in parameters.items():
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype) if whole is None else whole[name]
-        if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+        if isinstance(tensor, DTensor):
+            local(parameter).copy_(local(tensor))
+            continue
+        source: int | None = 0
+        if ranks.tensor:  # those of one shard are in several meshes
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=ranks.group, group_src=0)
+            source = None
+        if isinstance(parameter, DTensor):
+            place = parameter.device_mesh, parameter.placements
+            tensor = distribute_tensor(tensor, *place, src_data_rank=source)
         local(parameter).copy_(local(tensor))
 
 
@@ -127,6 +152,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """The processes over which a tensor is sharded or divided; None: this one has all of it."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
 T = TypeVar("T")
 
 
@@ -137,21 +167,40 @@ class Ranks:
     rank: int = 0
     """Among those of the replica."""
     num_ranks: int = 1
+    """Processes of the replica."""
+    group: ProcessGroup | None = None
+    """The processes of the replica; None: this process has the whole model."""
     mesh: DeviceMesh | None = None
-    """The ranks of the replica, over which the model is sharded; None: this process has the whole model."""
+    """One process of each shard, over which the model is sharded; None: there is one shard."""
+    tensor: DeviceMesh | None = None
+    """The processes that divide the layers of one shard; None: this process has them."""
     replicas: ProcessGroup | None = None
     """The process of the same rank in every replica; None: there is one replica."""
     writers: ProcessGroup | None = None
     """The ranks of the replica once more, on Gloo: for the threads that write a checkpoint, because the
     collectives of two threads would mix in one group."""
 
+    @property
+    def place_in_shard(self) -> int:
+        """Number of this process among those that divide the layers of its shard."""
+        return self.tensor.get_local_rank() if self.tensor else 0
+
+    @property
+    def shard(self) -> int:
+        """Number of its shard. All processes of a shard compute the same micro-batches."""
+        return self.rank // (self.tensor.size() if self.tensor else 1)
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_ranks // (self.tensor.size() if self.tensor else 1)
+
     def sum_over_all(self, values: Tensor) -> None:
         """Add up values of all processes, in place."""
-        if self.mesh or self.replicas:
+        if self.group or self.replicas:
             dist.all_reduce(values)
 
-    def sum_over_ranks(self, values: Tensor) -> None:
-        """Add up values of the ranks of this replica, in place."""
+    def sum_over_shards(self, values: Tensor) -> None:
+        """Add up values of the shards of this replica, in place."""
         if self.mesh:
             dist.all_reduce(values, group=self.mesh.get_group())
 
@@ -164,8 +213,8 @@ class Ranks:
     def of_first(self, value: T) -> T:
         """The value that rank 0 of this replica has."""
         values = [value]
-        if self.mesh:
-            dist.broadcast_object_list(values, group=self.mesh.get_group(), group_src=0)
+        if self.group:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -176,11 +225,11 @@ class Ranks:
         try:
             result = work()
         except CheckpointError as error:
-            if not self.mesh:
+            if not self.group:
                 raise
             failures[self.rank] = str(error)
-        if self.mesh:
-            dist.all_gather_object(failures, failures[self.rank], group=self.mesh.get_group())
+        if self.group:
+            dist.all_gather_object(failures, failures[self.rank], group=self.group)
         if failure := next((each for each in failures if each), None):
             raise CheckpointError(failure)
         return result  # type: ignore[return-value]
@@ -201,26 +250,40 @@ def joined(settings: TrainerSettings, store: TCPStore, *, replica: int, rank: in
     device = torch.device(settings.device)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # torch refuses a device without a number here
+    if settings.tensor_parallel > 1:  # it warns of collectives that no mesh of two dimensions can merge
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if store.host in ("127.0.0.1", "::1"):  # Gloo otherwise listens where the host's name points
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    shape = settings.replicas, settings.ranks
+    num_ranks, num_shards = settings.replica_processes, settings.ranks
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
-        rank=replica * settings.ranks + rank,
-        world_size=settings.replicas * settings.ranks,
+        rank=replica * num_ranks + rank,
+        world_size=settings.replicas * num_ranks,
         timeout=timeout,
     )
     try:
-        numbers = torch.arange(settings.replicas * settings.ranks).view(shape)
+        numbers = torch.arange(settings.replicas * num_ranks).view(settings.replicas, num_ranks)
         new_groups: Any = dist.new_subgroups_by_enumeration
         replica_ranks, _ = new_groups(numbers.tolist(), timeout=timeout)
         same_rank, _ = new_groups(numbers.T.tolist(), timeout=timeout)
         writers, _ = new_groups(numbers.tolist(), timeout=timeout, backend="gloo")
-        sharded = settings.ranks > 1 or settings.cpu_offload
-        mesh = DeviceMesh.from_group(replica_ranks, device.type) if sharded else None
+        sharded = num_shards > 1 or settings.cpu_offload
+        mesh, tensor = None, None
+        if settings.tensor_parallel > 1:
+            grids = numbers.view(settings.replicas, num_shards, -1)
+            same_place, _ = new_groups(grids.transpose(1, 2).flatten(0, 1).tolist(), timeout=timeout)
+            same_shard, _ = new_groups(grids.flatten(0, 1).tolist(), timeout=timeout)
+            names, grid = ("shards", "tensor"), grids[replica]
+            both = DeviceMesh.from_group(
+                [same_place, same_shard], device.type, mesh=grid, mesh_dim_names=names
+            )
+            mesh, tensor = both["shards"] if sharded else None, both["tensor"]
+        elif sharded:
+            mesh = DeviceMesh.from_group(replica_ranks, device.type)
+        group = replica_ranks if mesh or tensor else None
         replicas = same_rank if settings.replicas > 1 else None
-        yield Ranks(rank, settings.ranks, mesh, replicas, writers if mesh else None)
+        yield Ranks(rank, num_ranks, group, mesh, tensor, replicas, writers if group else None)
     finally:
         dist.destroy_process_group()
 

@@ -91,6 +91,8 @@ class StepStatistics:
             self._totals[NUM_SUMS + 1] += sum(sample.num_loss_tokens for sample in unit)
 
     def add_micro_batch(self, sums: TokenSums[Tensor]) -> None:
+        if self._ranks.place_in_shard:  # all processes of a shard compute the same micro-batch
+            return
         self._totals[:NUM_SUMS] += torch.stack([value.double() for value in sums])
         self._totals[NUM_SUMS + 2] += 1
 

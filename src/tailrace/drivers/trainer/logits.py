@@ -14,9 +14,11 @@ def logit_rows(tokens: int, vocabulary: int) -> int:
     return min(tokens, max(least, min(tokens // 8, most)))
 
 
-def logit_bytes(tokens: int, shape: ModelShape) -> int:
-    """Bytes of the logits that a micro-batch holds at once."""
-    return LOGIT_BYTES * logit_rows(tokens, shape.vocabulary) * shape.vocabulary
+def logit_bytes(tokens: int, shape: ModelShape, parts: int = 1) -> int:
+    """Bytes of the logits that a micro-batch holds at once, where a process has one of so many parts of the
+    vocabulary."""
+    vocabulary = shape.vocabulary // parts
+    return LOGIT_BYTES * logit_rows(tokens, vocabulary) * vocabulary
 
 
 def reference_memory(name: str, device: str, trainer: TrainerSettings, shape: ModelShape) -> ProcessMemory:

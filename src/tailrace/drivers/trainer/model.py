@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -47,6 +49,14 @@ if TYPE_CHECKING:
     from tailrace.drivers.trainer.lora import Adapter
 
 
+class Columns(NamedTuple):
+    """The columns of the logits that a process computes: those from `first` on, of a vocabulary that the
+    processes of a group divide."""
+
+    group: ProcessGroup
+    first: int
+
+
 class TokenLogProbs(NamedTuple):
     """Log-probs and entropies of C tokens."""
 
@@ -64,16 +74,18 @@ def token_logprobs(
     vocabulary: int,
     temperature: float,
     dtype: torch.dtype = torch.float32,
+    columns: Columns | None = None,
 ) -> TokenLogProbs:
     """Compute log softmax(head(h) / temperature) at the targets: the distribution that was sampled from.
 
     Args:
         hidden: [C, D] final hidden states at the positions that predict the targets.
         targets: [C]
-        vocabulary: logits of a token.
+        vocabulary: logits of a token that the head returns.
         dtype: of the matrix products; the softmax is float32.
+        columns: those that the head returns; None: all.
     """
-    rows, others = logit_rows(len(targets), vocabulary), (head, temperature, dtype)
+    rows, others = logit_rows(len(targets), vocabulary), (head, temperature, dtype, columns)
     if len(targets) <= rows:
         return TokenLogProbs(*_chunk(hidden, targets, *others))
     parts = [
@@ -85,13 +97,18 @@ def token_logprobs(
 
 
 def _chunk(
-    hidden: Tensor, targets: Tensor, head: Head, temperature: float, dtype: torch.dtype
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    dtype: torch.dtype,
+    columns: Columns | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, [rows] each."""
     with torch.autocast(hidden.device.type, dtype, enabled=dtype != torch.float32):
         logits = head(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        found: tuple[Tensor, Tensor] = _Chosen.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor] = _Chosen.apply(logits, targets, temperature, columns)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -100,25 +117,50 @@ class _Chosen(torch.autograd.Function):
     (1[target] - p) / temperature, is made in the memory of the probabilities p, so a forward pass has one
     backward pass: autograd would make a matrix for each operation. liger-kernel's fused linear scaled cross
     entropy returns the same, but of heads only that neither scale nor cap their logits, and has a kernel of
-    its own on Hopper alone."""
+    its own on Hopper alone. Where several processes have parts of the columns, each makes the gradient of
+    its own after three reductions of [rows]: the largest logit, the sum, and both results."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, columns: Columns | None
+    ) -> tuple[Tensor, Tensor]:
         scaled = logits if temperature == 1 else logits.float() / temperature
-        logp = scaled.log_softmax(-1, dtype=torch.float32)
+        is_own = None
+        if columns is None:
+            logp = scaled.log_softmax(-1, dtype=torch.float32)
+        else:
+            logp = _divided_log_softmax(scaled, columns.group)
+            targets = targets - columns.first
+            is_own = (targets >= 0) & (targets < logits.shape[1])
+            targets = targets.where(is_own, 0)
         chosen, probs = logp.gather(1, targets[:, None])[:, 0], logp.exp()
         entropy = logp.mul_(probs).sum(-1).neg()
-        ctx.save_for_backward(probs, targets)
+        if columns is not None and is_own is not None:
+            results = torch.stack([chosen.where(is_own, 0.0), entropy])
+            dist.all_reduce(results, group=columns.group)
+            chosen, entropy = results[0].clone(), results[1].clone()
+        ctx.save_for_backward(probs, targets, is_own)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.mark_non_differentiable(entropy)
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        probs, targets = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        probs, targets, is_own = ctx.saved_tensors
         upstream = upstream[:, None] / ctx.temperature
-        gradient = probs.mul_(-upstream).scatter_add_(1, targets[:, None], upstream)
-        return gradient.to(ctx.dtype), None, None
+        at_targets = upstream if is_own is None else upstream * is_own[:, None]
+        gradient = probs.mul_(-upstream).scatter_add_(1, targets[:, None], at_targets)
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _divided_log_softmax(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """log softmax over the columns of all processes, of those of this one: [rows, columns] float32."""
+    largest = logits.amax(-1, keepdim=True).float()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shifted = logits.float() - largest
+    total = shifted.exp().sum(-1, keepdim=True)
+    dist.all_reduce(total, group=group)
+    return shifted.sub_(total.log_())
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
@@ -150,18 +192,23 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, dtype: torch.dtype)
 class LogProbs(nn.Module):
     """The computation from packed tokens to log-probs: what FSDP sees as the root of the model."""
 
+    columns: Columns | None = None
+    """None: this process has all of the vocabulary."""
+
     def __init__(self, model: PreTrainedModel, temperature: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.model, self.temperature, self.dtype, self.head = model, temperature, dtype, own_head(model)
 
     def forward(self, batch: MicroBatch) -> TokenLogProbs:
+        vocabulary = len(self.model.get_output_embeddings().weight)
         found = token_logprobs(
             hidden_states(backbone(self.model), batch, self.dtype),
             self.head,
             batch.targets,
-            vocabulary=len(self.model.get_output_embeddings().weight),
+            vocabulary=vocabulary // (self.columns.group.size() if self.columns else 1),
             temperature=self.temperature,
             dtype=self.dtype,
+            columns=self.columns,
         )
         return found._replace(logprobs=found.logprobs.clone())  # FSDP's hooks would be lost with a view
 
@@ -188,8 +235,7 @@ class PolicyModel:
         self.device, self._ranks = torch.device(settings.device), ranks or Ranks()
         self._max_tokens = settings.max_tokens_per_microbatch
         self._logprobs = LogProbs(model, temperature, DTYPES[settings.dtype])
-        mesh = self._ranks.mesh
-        if mesh is None:
+        if self._ranks.group is None:
             model.to(self.device)
         if self._ranks.rank == 0:
             self.packing = self._exact_packing()
@@ -201,8 +247,12 @@ class PolicyModel:
             self.adapter = Adapter(model.requires_grad_(False), settings.lora)
         if settings.activation_checkpointing:
             recompute_activations(blocks(model))
-        if mesh is not None:
-            shard(self._logprobs, model, mesh, settings)
+        if self._ranks.group is not None:
+            shard(self._logprobs, model, self._ranks, settings)
+        if self._ranks.tensor:
+            vocabulary, mesh = len(model.get_output_embeddings().weight), self._ranks.tensor
+            first = mesh.get_local_rank() * -(-vocabulary // mesh.size())
+            self._logprobs.columns = Columns(mesh.get_group(), first)
         self._parameters = self.adapter.parameters() if self.adapter else dict(self.model.named_parameters())
 
     @classmethod
@@ -220,8 +270,8 @@ class PolicyModel:
         return [MicroBatch.of(bin, self.device, self.packing) for bin in bins]
 
     def own_micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        """Pack the micro-batches of this rank, with fillers."""
-        rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
+        """Pack the micro-batches of this shard, with fillers."""
+        rank, num_ranks = self._ranks.shard, self._ranks.num_shards
         bins = share(samples, self._max_tokens, self.packing, rank=rank, num_ranks=num_ranks)
         where = self.device, self.packing
         return [MicroBatch.of(bin, *where) if bin else MicroBatch.filler(*where) for bin in bins]
@@ -285,7 +335,7 @@ class PolicyModel:
     def _exact_packing(self) -> Packing:
         """The fastest packing whose log-probs are the model's own. Raises a ConfigError if there is none, or
         ranks cannot share it."""
-        model, ranks, defects = self.model, self._ranks.num_ranks, list[str]()
+        model, ranks, defects = self.model, self._ranks.num_shards, list[str]()
         kind = f"an architecture of type {model.config.model_type!r}"
         with short_windows(model):
             for packing in Packing:

@@ -1,6 +1,8 @@
 """AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
 
-If the model is sharded, each rank has a shard of every parameter, gradient and moment (distributed.py).
+If the model is sharded, each rank has a shard of every parameter, gradient and moment (distributed.py). Where
+its layers are divided, too, some parameters are divided over processes that others are not: torch's functions
+take those of one mesh, and so do the groups here.
 """
 
 import math
@@ -12,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import AdamStep
-from tailrace.drivers.trainer.distributed import Ranks, gather, local
+from tailrace.drivers.trainer.distributed import Ranks, gather, local, mesh_of
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 """AdamW's names of its moments."""
@@ -28,12 +30,18 @@ class Optimizer:
         self._num_updates = 0
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        others = [p for p in self._parameters.values() if p.ndim < 2]
+        meshes: dict[object, list[Tensor]] = {}
+        for parameter in self._parameters.values():
+            meshes.setdefault(mesh_of(parameter), []).append(parameter)
+        self._meshes = list(meshes.values())
+        """The parameters of each mesh."""
+        decays = {True: settings.weight_decay, False: 0.0}
         self._adamw = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {"params": params, "weight_decay": decay, "decays": decays_here}
+                for decays_here, decay in decays.items()
+                for group in self._meshes
+                if (params := [each for each in group if (each.ndim >= 2) is decays_here])
             ],
             lr=settings.learning_rate,
             betas=settings.betas,
@@ -71,23 +79,28 @@ class Optimizer:
         gradients = self.gradients()
         for gradient in gradients:
             gradient.div_(count)
-        total_norm = gather(get_total_norm(gradients))
+        norms = [gather(get_total_norm([p.grad for p in g if p.grad is not None])) for g in self._meshes]
+        total_norm = get_total_norm(norms)
         norm = float(total_norm)
         if math.isfinite(norm):
             self._num_updates += 1
             max_norm = adam.max_grad_norm if adam else self._settings.max_grad_norm
             if max_norm:
-                clip_grads_with_norm_(self._parameters.values(), max_norm, total_norm)
-            matrices, others = self._adamw.param_groups
-            for group in (matrices, others):
-                group["lr"] = adam.learning_rate if adam else self.learning_rate
+                for group in self._meshes:
+                    clip_grads_with_norm_(group, max_norm, total_norm)
+            for options in self._adamw.param_groups:
+                options["lr"] = adam.learning_rate if adam else self.learning_rate
                 if adam:
-                    group.update(betas=adam.betas, eps=adam.eps)
-            if adam:
-                matrices["weight_decay"] = adam.weight_decay
+                    options.update(betas=adam.betas, eps=adam.eps)
+                if adam and options["decays"]:
+                    options["weight_decay"] = adam.weight_decay
             self._adamw.step()
-        self._adamw.zero_grad(set_to_none=False)
+        self._reset()
         return norm
+
+    def _reset(self) -> None:
+        for gradient in self.gradients():
+            local(gradient).zero_()
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a checkpoint needs to continue bit for bit (checkpoint.State)."""
@@ -103,7 +116,7 @@ class Optimizer:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state`, with a gradient of zero. Its moments become those of this optimizer."""
         self.num_steps, self._num_updates = map(int, state["counts"].tolist())
-        self._adamw.zero_grad(set_to_none=False)
+        self._reset()
         self._adamw.state.clear()
         for name, parameter in self._parameters.items() if self._num_updates else ():
             step = torch.tensor(float(self._num_updates), device=parameter.device)

@@ -79,7 +79,7 @@ class TorchTrainer:
         Units wait until together they fill micro-batches (`take_full`), at most until the step.
         """
         self._check_awake("accumulate", "weights")
-        least = self._settings.least_tokens() * self._ranks.num_ranks
+        least = self._settings.least_tokens() * self._ranks.num_shards
         for unit in units:
             self._statistics.add_unit(unit)
             full, self._waiting = take_full(
@@ -94,7 +94,7 @@ class TorchTrainer:
         self._check_awake("run_tokens", "weights")
         with self._parts["gradients"].added_to(self._optimizer.parameters):
             return self._forward_backward.run_tokens(
-                data, loss, with_gradient=with_gradient, share_prompts=self._ranks.num_ranks == 1
+                data, loss, with_gradient=with_gradient, share_prompts=self._ranks.num_shards == 1
             )
 
     def step_sum(self, adam: AdamStep) -> float:
@@ -161,7 +161,7 @@ class TorchTrainer:
             sums = weight_sums(self._policy.logprobs(batch).logprobs, batch.behavior_logprobs, counted)
             if not batch.is_filler:
                 totals += torch.stack([*sums, counted.sum()])
-        self._ranks.sum_over_ranks(totals)
+        self._ranks.sum_over_shards(totals)
         weights, squares, num_tokens = totals.tolist()
         self._statistics.compute_s += time.perf_counter() - started
         return effective_sample_size(weights, squares, int(num_tokens))

@@ -83,7 +83,7 @@ class TrainerJob(Job):
     @property
     def is_alone(self) -> bool:
         """Whether the process has no need of torch.distributed."""
-        return self.trainer.ranks * self.trainer.replicas == 1 and not self.trainer.cpu_offload
+        return self.trainer.num_processes == 1 and not self.trainer.cpu_offload
 
     @property
     def listens(self) -> bool:
@@ -333,8 +333,12 @@ class TrainerWorker(Worker):
 
         job = self._job
         with self._connection.refusals():
+            if ranks and ranks.tensor:
+                from tailrace.drivers.trainer.equality import check_equality
+
+                check_equality(job.model, job.trainer, ranks)
             self._trainer = TorchTrainer(job.model, job.trainer, job.algorithm, job.sampling, ranks=ranks)
-        torch.manual_seed(job.seed + job.replica * job.trainer.ranks + job.rank)
+        torch.manual_seed(job.seed + job.replica * job.trainer.replica_processes + job.rank)
         self._publisher, self._initial = self._open_publisher(), self._score_probe()
         give_memory_back()  # a file of weights is read twice
         if job.listens:
@@ -387,14 +391,15 @@ def _open_sender(job: TrainerJob) -> WeightSender:
 
 def process_names(trainer: TrainerSettings) -> list[str]:
     """Return the names of a trainer's processes, replica by replica, rank by rank."""
-    if trainer.ranks * trainer.replicas == 1:
+    if trainer.num_processes == 1:
         return ["trainer"]
-    return [f"trainer-{i}-{rank}" for i in range(trainer.replicas) for rank in range(trainer.ranks)]
+    ranks = range(trainer.replica_processes)
+    return [f"trainer-{i}-{rank}" for i in range(trainer.replicas) for rank in ranks]
 
 
 def trainer_jobs(job: TrainerJob) -> list[tuple[str, TrainerJob]]:
     """Return the name and the job of each process of a trainer, in the order of `process_names`."""
-    names, ranks = process_names(job.trainer), job.trainer.ranks
+    names, ranks = process_names(job.trainer), job.trainer.replica_processes
     places = [{"replica": number // ranks, "rank": number % ranks} for number in range(len(names))]
     return [(name, job.model_copy(update=place)) for name, place in zip(names, places, strict=True)]
 
@@ -415,7 +420,7 @@ class RemoteTrainer:
 
     def _adopt(self, workers: Sequence[RemoteWorker]) -> None:
         self.workers, self._first = tuple(workers), workers[0]
-        size = self._job.trainer.ranks
+        size = self._job.trainer.replica_processes
         self._replicas = [self.workers[start : start + size] for start in range(0, len(workers), size)]
         self._given = [0] * self.replicas
         """Tokens of divided units that each replica was given since the last step."""
