@@ -8,6 +8,7 @@
 # make check          ruff and mypy
 # make check-names    the names in logs of other frameworks, in the sources of requirements/names.txt; NEWEST=1 takes the newest
 # make docs           docs/reference from the settings, figures and docstrings, and the pictures of the schedules
+# make playground     schedules in a browser, in build/playground: needs npm; make site takes it along
 # make site           README.md and docs/ as a site, in site/; a dead link fails
 # make release-check  wheel and sdist in fresh environments of PYTHONS: the commands of docs/start run, the quickstart learns,
 #                     and without extras every command works or says what to install
@@ -34,7 +35,7 @@ VENVS := trl vllm
 FOLDERS := $(filter-out $(VENVS) names,$(basename $(notdir $(wildcard requirements/*.txt))))
 ENVIRONMENTS := $(addprefix env-,$(EXTRAS) $(VENVS) $(FOLDERS))
 
-.PHONY: quickstart real test test-slow test-real test-vllm test-all check docs site release-check gpu-check check-names $(ENVIRONMENTS)
+.PHONY: quickstart real test test-slow test-real test-vllm test-all check docs playground site release-check gpu-check check-names $(ENVIRONMENTS)
 
 quickstart: env-quickstart
 	$(BIN)/tailrace quickstart --output-dir $(RUNS)
@@ -79,6 +80,9 @@ docs: env-dev
 	$(BIN)/python docs/make_scorecard.py docs/reference/scorecard.md
 	$(BIN)/python docs/make_api.py docs/reference
 	$(BIN)/python docs/make_pictures.py
+
+playground: env-dev
+	PYTHONPATH=. $(BIN)/python docs/make_playground.py build/playground
 
 site: env-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -77,6 +77,10 @@ COMMANDS = {
         "extras.view.command:view",
         "a page over the files of runs and simulations: lanes, idle times and their causes, samples",
     ),
+    "playground": (
+        "extras.playground.command:playground",
+        "schedules in a browser, simulated while you change lengths, devices and the schedule itself",
+    ),
     "join": (
         "extras.cluster.join:join",
         "do the work of one role of a run on another host, which names it in host.join",

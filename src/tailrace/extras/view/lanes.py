@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.extras.view.causes import Causes, causes_of, evaluated, saved
+from tailrace.extras.view.requests import drawn_request
 from tailrace.record.intervals import EMPTY, Intervals, union, union_of
-from tailrace.record.timeline import ServedRequest, Timeline
+from tailrace.record.timeline import Timeline
 
 MAX_REQUESTS, MAX_PIECES = 4_000, 600
 """The most requests, and the most pieces of a lane, that are given one by one."""
@@ -125,13 +126,7 @@ class _Requests:
 
     def columns(self, start_s: float, end_s: float) -> dict[str, Any]:
         chosen = np.flatnonzero((self._start < end_s) & (self._end > start_s)).tolist()
-        return {"requests": [self._cells(self._all[at]) for at in chosen]}
-
-    def _cells(self, each: ServedRequest) -> tuple[object, ...]:
-        outcome = "evaluation" if each.is_evaluation else each.outcome
-        slot = (each.slot - 1) / (self._closer if each.is_evaluation else 1.0)
-        times = (round(each.start_s, 4), round(each.end_s, 4), round(slot, 2))
-        return (*times, outcome, str(each.sample), each.had, each.num_tokens)
+        return {"requests": [drawn_request(self._all[at], self._closer) for at in chosen]}
 
     def occupancy(self, edges: Bins) -> dict[str, Any]:
         """The share of the slots that requests take in each bin: those of training and of evaluations."""

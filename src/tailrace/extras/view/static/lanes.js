@@ -17,7 +17,7 @@ function decoded(data) {
   return data;
 }
 
-/** Where each lane stands: name, top, height and the height of the slots below its causes. */
+/** Where each lane stands: name, top, height, the height of its strip of causes and of the slots below. */
 function placesOf(data, isDense, marks) {
   const engines = data.lanes.filter((lane) => "slots" in lane).length, places = [];
   let top = RULER;
@@ -26,9 +26,10 @@ function placesOf(data, isDense, marks) {
   for (const lane of data.lanes) {
     const isEngine = "slots" in lane;
     const slots = !isEngine ? 0 : isDense ? 22 : engines > 16 ? 18 : engines > 6 ? 34 : Math.max(44, Math.min(150, 4.5 * lane.slots));
-    const height = lane.name === "trainer" ? (isDense ? 22 : TRAINER) : isEngine ? STRIP + slots : MARKS;
-    places.push({ name: lane.name, lane, top, height, slots });
-    top += height + (isEngine || lane.name === "trainer" ? LANE_GAP : LANE_GAP / 2);
+    const strip = isEngine && lane.pieces?.length !== 0 ? STRIP : 0; // causes: a simulation has none
+    const height = lane.name === "trainer" ? (isDense ? 22 : TRAINER) : isEngine ? strip + slots : MARKS;
+    places.push({ name: lane.name, lane, top, height, slots, strip });
+    top += height + (lane.name === "trainer" || strip ? LANE_GAP : LANE_GAP / 2);
   }
   return { places, height: top };
 }
@@ -95,13 +96,13 @@ class LanesPicture {
     if ("slots" in lane) {
       context.fillStyle = colour("between");
       context.globalAlpha = 0.55;
-      context.fillRect(this.left, top + STRIP, this.width, place.slots);
+      context.fillRect(this.left, top + place.strip, this.width, place.slots);
       context.globalAlpha = 1;
     }
-    const strip = "slots" in lane ? STRIP : height;
+    const strip = "slots" in lane ? place.strip : height;
     if (lane.pieces) this.#pieces(lane.pieces, top, strip); else this.#shares(lane.shares, top, strip);
-    if (lane.requests) this.#requests(lane, top + STRIP, place.slots);
-    else if (lane.slots_used) this.#shares(lane.slots_used, top + STRIP, place.slots);
+    if (lane.requests) this.#requests(lane, top + place.strip, place.slots);
+    else if (lane.slots_used) this.#shares(lane.slots_used, top + place.strip, place.slots);
     if (lane.name === "stragglers") this.#stragglers(top, height);
     for (const [time, engine, state] of data.states) {
       if (engine !== lane.name) continue;
@@ -169,7 +170,7 @@ class LanesPicture {
         context.fillText(place.name, this.left - 12, middle + (isMark ? 1 : 0));
         context.textAlign = "left";
       } else if (place.name !== "rounds") {
-        const width = context.measureText(place.name).width, high = isMark ? place.height : 16, top = place.top + (place.slots ? STRIP + 2 : isMark ? 0 : 2);
+        const width = context.measureText(place.name).width, high = isMark ? place.height : 16, top = place.top + (place.slots ? place.strip + 2 : isMark ? 0 : 2);
         context.fillStyle = colour("paper");
         context.globalAlpha = 0.85;
         context.fillRect(4, top, width + 8, high);
@@ -196,8 +197,8 @@ class LanesPicture {
     }
     const straggler = place.name === "stragglers" && this.data.stragglers.find((each) => each.start_s - near <= time && time <= each.end_s + near);
     if (straggler) return { sample: straggler.sample, text: `round ${straggler.round}: ${straggler.sample} ended last,\n${duration(straggler.end_s - straggler.start_s)} after the one before it\n${format(straggler.tokens)} tokens on ${straggler.engine}` };
-    if (lane.requests && y >= place.top + STRIP) {
-      const row = (y - place.top - STRIP) / place.slots * Math.max(1, lane.slots);
+    if (lane.requests && y >= place.top + place.strip) {
+      const row = (y - place.top - place.strip) / place.slots * Math.max(1, lane.slots);
       const found = lane.requests.find((each) => is(each) && each[2] <= row && row < each[2] + 1);
       if (found) return { sample: found[4], text: `${found[4]} on ${lane.name}: ${OUTCOMES[found[3]]?.[1] || found[3]}\n${format(found[0])} to ${format(found[1])} s, ${format(found[5])} to ${format(found[6])} tokens` };
     }

@@ -1,0 +1,1 @@
+"""A page that simulates schedules in a browser while its reader changes the set-up."""
