@@ -166,7 +166,7 @@ with suppress(ModuleNotFoundError):  # `make release-check` has pytest alone
     settings.load_profile("few")
 
 
-ELSEWHERE = {"ray", "slurm", "launch", "verifiers", "environments", "tinker", "peers", "vllm"}
+ELSEWHERE = {"ray", "slurm", "launch", "verifiers", "environments", "tinker", "peers", "vllm", "playground"}
 IMPORTED = pytest.StashKey[frozenset[str]]()
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // The simulator behind the page: a worker, which is ended and replaced when it gives no answer in time.
 
-const ANSWER_MS = 10000, START_MS = 120000;
+const START_MS = 120000;
 
 class Simulator {
   #base;
@@ -10,6 +10,8 @@ class Simulator {
   #waiting = null;
   #number = 0;
   starts = 0;
+  /** The time of an answer. It begins when the worker has started. */
+  answerMs = 10000;
 
   /** `onState` is called with {doing, share} while the worker starts, and with {python} when it has. */
   constructor(base, onState) { this.#base = base; this.onState = onState; }
@@ -46,7 +48,7 @@ class Simulator {
     try { await this.start(); } catch (why) { this.#end(); return { problem: why.message }; }
     this.#number += 1;
     return new Promise((resolve) => {
-      const late = setTimeout(() => this.#end(`there was no answer within ${ANSWER_MS / 1000} s: the lines may loop for ever, or the set-up is too large`), ANSWER_MS);
+      const late = setTimeout(() => this.#end(`there was no answer within ${this.answerMs / 1000} s: the lines may loop for ever, or the set-up is too large`), this.answerMs);
       this.#waiting = (answer) => { clearTimeout(late); resolve(answer); };
       this.#worker.postMessage({ number: this.#number, question: JSON.stringify(question) });
     });
