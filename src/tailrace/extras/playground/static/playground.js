@@ -88,6 +88,9 @@
     const [presets, schedules, answers] = await Promise.all(["presets.json", "schedules.json", "first.json"].map(read));
     setUp = new SetUp(presets, schedules);
     simulator = new Simulator(base, ({ doing, share, python }) => { simulator.isReady = Boolean(python); state(python ? "" : doing, python ? null : share); });
+    document.body.classList.toggle("embedded", isEmbedded);
+    byId("whole").hidden = !isEmbedded;
+    byId("whole").onclick = () => { byId("whole").href = location.href; };
     fromAddress();
     byId("legend").append(...[["blue", "response"], ["amber", "aborted, goes on later"], ["teal", "not ended; gradients"], ["cause-step", "optimizer step"], ["cause-publication", "new weights"]].map(([name, text]) => element("span", {}, key(colour(name)), text)), element("span", {}, "white: waiting"));
     byId("link").onclick = async () => { await navigator.clipboard.writeText(location.href); byId("link").textContent = "copied"; setTimeout(() => { byId("link").textContent = "copy link"; }, 1500); };
