@@ -4,6 +4,7 @@ It needs npm, for Python as WebAssembly (Pyodide), and pip, for the packages tha
 ask the registries that they are configured for. requirements/playground.lock has each file by its SHA-256.
 """
 
+import inspect
 import shutil
 import subprocess
 import sys
@@ -52,10 +53,12 @@ class Preset(msgspec.Struct, frozen=True):
     """A TOML file."""
     values: Mapping[str, Any]
     """Its values by dotted key."""
+    schedules: Sequence[str]
+    """Those that the page shows with it."""
 
 
-def preset(title: str, note: str, tree: dict[str, Any]) -> Preset:
-    return Preset(title, note, tomli_w.dumps(tree), dict(leaves(tree)))
+def preset(title: str, note: str, tree: dict[str, Any], *schedules: str) -> Preset:
+    return Preset(title, note, tomli_w.dumps(tree), dict(leaves(tree)), schedules)
 
 
 def presets() -> dict[str, Preset]:
@@ -69,63 +72,74 @@ def presets() -> dict[str, Preset]:
     cluster["run"]["rounds"] = 1  # 2,048 samples
     planned["placement"] = {"kind": "colocated"}
     of_rolloutpipe = rolloutpipe.SIM.changed(lengths={"median_tokens": rolloutpipe.MEDIANS["Sci-XW"]})
+    earlier = pipelinerl_runs.EARLIER.sim(slots=pipelinerl_runs.IN_FLIGHT)
     return {
         "tail": preset(
             "A strong tail",
             "Eight H100 generate for a model of 7B parameters, two train it.",
             tomllib.loads(tail),
+            *FIRST,
         ),
         "rolloutpipe": preset(
             "RolloutPipe, Sci-XW, R = 32",
             "Qwen3-1.7B on A100-40G. Two costs are fitted (reproductions/rolloutpipe.py).",
-            paper(of_rolloutpipe, groups=32, step=rolloutpipe.U, group_size=rolloutpipe.K, rounds=2),
+            paper(of_rolloutpipe, 32, rolloutpipe.U, group_size=rolloutpipe.K),
+            *("serial", "rolloutpipe", "rolloutpipe_eager"),
         ),
         "april": preset(
             "APRIL, Qwen3-4B, GRPO",
             "Eight MI300X generate and train in turn. The lengths are fitted (reproductions/april.py).",
-            paper(april.sim_settings(settings[0]), groups=april.N, step=april.N, group_size=april.K, rounds=3)
-            | {"schedules": {"april": {"groups_launched": april.LAUNCHED}}},
+            paper(april.sim_settings(settings[0]), april.N, april.N, group_size=april.K),
+            *("serial", "april"),
         ),
         "pipelinerl": preset(
             "PipelineRL, the earlier version",
             "32 H100, of which 16 generate; steps of 1,024 samples (reproductions/pipelinerl_runs.py).",
-            paper(
-                pipelinerl_runs.EARLIER.sim(slots=pipelinerl_runs.IN_FLIGHT),
-                groups=1024,
-                step=1024,
-                group_size=1,
-                rounds=2,
-            )
-            | {"schedules": {"pipelinerl": {"in_flight_per_engine": pipelinerl_runs.IN_FLIGHT}}},
+            paper(earlier, pipelinerl_runs.BATCH, pipelinerl_runs.BATCH, group_size=1),
+            *("serial", "pipelinerl"),
         ),
         "rollpacker": preset(
             "RollPacker, Qwen2.5-7B, 8k",
             "16 H800 generate and train in turn. Two costs are fitted (reproductions/rollpacker_runs.py).",
             paper(
                 rollpacker_runs.SMALL.sim(),
-                groups=rollpacker_runs.P0,
-                step=rollpacker_runs.P0,
+                rollpacker_runs.P0,
+                rollpacker_runs.P0,
                 group_size=rollpacker_runs.R0,
-                rounds=2,
             ),
+            *("serial", "tailbatch", "rollpacker"),
         ),
         "cluster": preset(
-            "examples/cluster.toml", "64 engines and 2,048 samples: a picture takes seconds.", cluster
+            "examples/cluster.toml",
+            "64 engines and 2,048 samples: a picture takes seconds.",
+            cluster,
+            *("serial", "april", "tailrace"),
         ),
         "cluster_plan": preset(
-            "examples/cluster_plan.toml", "Eight H100 generate and train in turn.", planned
+            "examples/cluster_plan.toml",
+            "Eight H100 generate and train in turn.",
+            planned,
+            *("serial", "april", "rollpacker"),
         ),
     }
 
 
-def paper(sim: SimSettings, *, groups: int, step: int, group_size: int, rounds: int) -> dict[str, Any]:
-    """The sections of a paper's set-up."""
+def paper(sim: SimSettings, groups: int, step: int, *, group_size: int) -> dict[str, Any]:
+    """The sections of a paper's set-up for two rounds of so many groups, in steps of so many."""
     in_turn = sim.cluster is not None and sim.cluster.rollout_devices is None
-    schedule = {"name": "serial", "groups_per_round": groups, "groups_per_step": step}
+    parameters = {name: inspect.signature(schedule).parameters for name, schedule in SCHEDULES.items()}
+    one_step = [
+        name
+        for name, each in parameters.items()
+        if "groups_per_round" in each and "groups_per_step" not in each
+    ]
     return {
-        "run": {"rounds": rounds, "group_size": group_size},
+        "run": {"rounds": 2, "group_size": group_size},
+        "algorithm": {"advantage": "group" if group_size > 1 else "batch"},
         "placement": {"kind": "colocated" if in_turn else "disaggregated"},
-        "schedule": schedule,
+        "schedule": {"name": "serial", "groups_per_round": groups, "groups_per_step": step},
+        "schedules": {name: {"groups_per_round": groups} for name in one_step}
+        | {"pipelinerl": {"in_flight_per_engine": pipelinerl_runs.IN_FLIGHT}},
         "sim": sim.model_dump(mode="json", exclude_none=True, exclude_unset=True),
     }
 

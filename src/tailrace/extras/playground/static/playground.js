@@ -2,6 +2,8 @@
 // The page: sliders and schedules on one side, the simulator on the other. A newer set-up replaces one that waits.
 {
   const base = new URL(".", location.href).href, isEmbedded = window.top !== window;
+  /** The schedules in a page of the documentation, which has less room. */
+  const EMBEDDED = ["serial", "tailrace"];
   let setUp, simulator, runs = [], asked = 0, isSimulating = false;
   /** `answers`: shown answers; `isIdle`: all questions are answered. Tests read them. */
   window.playground = { answers: 0, get isIdle() { return !isSimulating; }, get runs() { return runs; }, get setUp() { return setUp; }, get simulator() { return simulator; } };
@@ -16,7 +18,7 @@
   };
 
   function drawControls() {
-    const presets = element("select", { id: "preset", onchange: () => { setUp.choose(presets.value); drawControls(); changed(); } }, ...Object.entries(setUp.presets).map(([name, { title }]) => element("option", { value: name, selected: name === setUp.preset }, title)));
+    const presets = element("select", { id: "preset", onchange: () => { setUp.choose(presets.value); setUp.lines = {}; showRuns({}); changed(); } }, ...Object.entries(setUp.presets).map(([name, { title }]) => element("option", { value: name, selected: name === setUp.preset }, title)));
     const sliders = setUp.sliders.map(({ key, label, unit, values }) => {
       const shown = element("output", {}, setUp.said(key, unit));
       const input = element("input", { type: "range", id: key, min: 0, max: values.length - 1, step: 1, ariaValueText: setUp.said(key, unit), oninput: () => {
@@ -72,21 +74,26 @@
     isSimulating = false;
   }
 
+  /** Show the set-up anew. `strange`: lines of a link, by schedule, which wait for a click. */
+  function showRuns(strange) {
+    runs = setUp.names.map((name) => Object.assign(new RunView(name, page, setUp), { isStranger: name in strange, draft: strange[name] ?? null }));
+    drawControls();
+    redrawRuns();
+  }
+
   function fromAddress() {
     let problem = "";
     try { setUp.read(location.hash.slice(1)); } catch (why) { problem = why.message; }
     const strange = setUp.lines;
     setUp.lines = {};
-    runs = setUp.names.map((name) => Object.assign(new RunView(name, page, setUp), { isStranger: name in strange, draft: strange[name] ?? null }));
-    drawControls();
-    redrawRuns();
+    showRuns(strange);
     byId("notice").hidden = !problem;
     byId("notice").textContent = problem;
   }
 
   async function begin() {
     const [presets, schedules, answers] = await Promise.all(["presets.json", "schedules.json", "first.json"].map(read));
-    setUp = new SetUp(presets, schedules);
+    setUp = new SetUp(presets, schedules, isEmbedded ? EMBEDDED : presets.tail.schedules);
     simulator = new Simulator(base, ({ doing, share, python }) => { simulator.isReady = Boolean(python); state(python ? "" : doing, python ? null : share); });
     document.body.classList.toggle("embedded", isEmbedded);
     byId("whole").hidden = !isEmbedded;
@@ -95,7 +102,7 @@
     byId("legend").append(...[["blue", "response"], ["amber", "aborted, goes on later"], ["teal", "not ended; gradients"], ["cause-step", "optimizer step"], ["cause-publication", "new weights"]].map(([name, text]) => element("span", {}, key(colour(name)), text)), element("span", {}, "white: waiting"));
     byId("link").onclick = async () => { await navigator.clipboard.writeText(location.href); byId("link").textContent = "copied"; setTimeout(() => { byId("link").textContent = "copy link"; }, 1500); };
     // What the simulator answered when the page was built: it is shown until a reader changes something.
-    const isFirst = !setUp.address && runs.every((run) => !run.isStranger);
+    const isFirst = location.hash.length < 2;
     if (isFirst) { for (const run of runs) run.show(answers[run.name]); drawAll(); } else changed();
     if (isFirst && isEmbedded) for (const name of ["pointerdown", "keydown"]) addEventListener(name, () => simulator.start().catch((why) => state(why.message)), { once: true });
     else simulator.start().catch((why) => state(why.message));

@@ -19,11 +19,12 @@ class RunView {
     this.run = button("run these lines", () => this.#run(), { className: "plain main", title: "Ctrl and Enter" });
     this.restore = button("published lines", () => this.#restore());
     this.note = element("span", { className: "muted small" });
+    this.acts = element("div", { className: "acts" }, this.run, this.restore, this.note);
     this.close = button("×", () => page.remove(this), { title: "take it away", ariaLabel: "take the schedule away" });
     this.card = element("section", { className: "card run" },
       element("header", {}, this.select, this.figures, this.close), this.problem,
       element("div", { className: "pair" }, element("div", { className: "picture" }, this.canvas),
-        element("div", { className: "lines" }, this.editor, element("div", { className: "acts" }, this.run, this.restore, this.note))));
+        element("div", { className: "lines" }, this.editor, this.acts)));
     this.#listen();
   }
 
@@ -36,7 +37,7 @@ class RunView {
     this.select.replaceChildren(...Object.keys(this.setUp.schedules).map((name) => element("option", { value: name, selected: name === this.name, disabled: name !== this.name && this.setUp.names.includes(name) }, name)));
     this.draft = draft;
     this.editor.value = draft ?? this.lines ?? this.published;
-    this.editor.rows = Math.min(20, this.editor.value.trimEnd().split("\n").length);
+    this.editor.rows = Math.min(16, this.editor.value.trimEnd().split("\n").length);
     this.#state();
   }
 
@@ -44,6 +45,7 @@ class RunView {
     const isOwn = this.editor.value !== this.published;
     this.run.hidden = this.draft === null;
     this.restore.hidden = !isOwn;
+    this.acts.hidden = this.run.hidden && this.restore.hidden;
     this.note.textContent = this.draft !== null && this.isStranger ? "These lines came with the link. Nothing of them has run." : isOwn && this.draft === null ? "Your lines, in place of the published ones." : "";
   }
 

@@ -1,13 +1,13 @@
 "use strict";
 // The set-up: a preset, what its sliders say, and the schedules; the address carries all three.
 
-const DEFAULT_PRESET = "tail", DEFAULT_SCHEDULES = ["serial", "rolloutpipe", "april", "tailrace"], MAX_SCHEDULES = 4, MAX_LINES = 20000;
+const DEFAULT_PRESET = "tail", MAX_SCHEDULES = 4, MAX_LINES = 20000;
 const DEVICES = "sim.cluster.devices", ROLLOUT = "sim.cluster.rollout_devices", WIDTH = "sim.cluster.tensor_parallel";
 const steps = (from, to, by) => Array.from({ length: Math.floor((to - from) / by + 1e-9) + 1 }, (_, at) => +(from + at * by).toFixed(6));
 
 /** A slider: key of the config, what it is called, its unit and its values. */
 const SLIDERS = [
-  ["sim.lengths.median_tokens", "Median of the lengths", "tokens", [...steps(100, 1000, 100), ...steps(1250, 4000, 250), ...steps(4500, 12000, 500)]],
+  ["sim.lengths.median_tokens", "Median length", "tokens", [...steps(100, 1000, 100), ...steps(1250, 4000, 250), ...steps(4500, 12000, 500)]],
   ["sim.lengths.sigma", "Tail", "", steps(0, 2, 0.1)],
   [DEVICES, "Devices", "", [...steps(2, 32, 1), ...steps(40, 128, 8)]],
   [ROLLOUT, "of them generate", "", steps(1, 128, 1)],
@@ -17,10 +17,12 @@ const SLIDERS = [
 ];
 
 class SetUp {
-  /** `presets`: {name: {title, note, config, values}} of presets.json; `schedules`: their sources by name. */
-  constructor(presets, schedules) { Object.assign(this, { presets, schedules }); this.choose(DEFAULT_PRESET); this.names = [...DEFAULT_SCHEDULES]; this.lines = {}; }
+  /** `presets`: {name: {title, note, config, values, schedules}} of presets.json; `schedules`: their sources by name; `standard`: those that the first preset shows. */
+  constructor(presets, schedules, standard) { Object.assign(this, { presets, schedules, standard }); this.choose(DEFAULT_PRESET); this.lines = {}; }
 
-  choose(preset) { this.preset = preset; this.values = { ...this.of.values }; }
+  choose(preset) { this.preset = preset; this.values = { ...this.of.values }; this.names = [...this.usual]; }
+  /** The schedules of the preset: an address need not name them. */
+  get usual() { return this.preset === DEFAULT_PRESET ? this.standard : this.of.schedules; }
   get of() { return this.presets[this.preset]; }
   get title() { return this.of.title; }
 
@@ -42,7 +44,7 @@ class SetUp {
   /** A value in words. */
   said(key, unit) {
     const value = this.values[key];
-    if (key === "sim.lengths.sigma") return value ? `longest ${format(Math.round(Math.exp(value * 2.8)))} × median` : "all equal";
+    if (key === "sim.lengths.sigma") return value ? `longest ${format(Math.round(Math.exp(value * 2.8)))} ×` : "all equal";
     if (key === ROLLOUT && value === this.values[DEVICES]) return "all, in turn";
     return `${format(value)} ${unit}`.trim();
   }
@@ -62,7 +64,7 @@ class SetUp {
   get address() {
     const words = new URLSearchParams();
     if (this.preset !== DEFAULT_PRESET) words.set("preset", this.preset);
-    if (this.names.join() !== DEFAULT_SCHEDULES.join()) words.set("schedules", this.names.join());
+    if (this.names.join() !== this.usual.join()) words.set("schedules", this.names.join());
     for (const [key, value] of Object.entries(this.values)) if (value !== this.of.values[key]) words.set(key, value);
     for (const [name, lines] of Object.entries(this.lines)) if (this.names.includes(name)) words.set(`lines.${name}`, lines);
     return words.toString();
@@ -70,7 +72,7 @@ class SetUp {
 
   /** Take a set-up from an address. Throws an Error that says what is wrong with it; then nothing has changed. */
   read(address) {
-    const read = new SetUp(this.presets, this.schedules), broken = (why) => { throw new Error(`This link is broken: ${why}. The page shows its own set-up.`); };
+    const read = new SetUp(this.presets, this.schedules, this.standard), broken = (why) => { throw new Error(`This link is broken: ${why}. The page shows its own set-up.`); };
     for (const [key, text] of new URLSearchParams(address)) {
       if (key === "preset") { if (!Object.hasOwn(this.presets, text)) broken(`there is no preset ${short(text)}`); read.choose(text); }
     }
