@@ -89,13 +89,13 @@ def presets() -> dict[str, Preset]:
         "april": preset(
             "APRIL, Qwen3-4B, GRPO",
             "Eight MI300X generate and train in turn. The lengths are fitted (reproductions/april.py).",
-            paper(april.sim_settings(settings[0]), april.N, april.N, group_size=april.K),
+            paper(april.sim_settings(settings[0]), april.N, april.N, group_size=april.K, rounds=4),
             *("serial", "april"),
         ),
         "pipelinerl": preset(
             "PipelineRL, the earlier version",
-            "32 H100, of which 16 generate; steps of 1,024 samples (reproductions/pipelinerl_runs.py).",
-            paper(earlier, pipelinerl_runs.BATCH, pipelinerl_runs.BATCH, group_size=1),
+            "32 H100, of which 16 generate; a quarter of the batch (reproductions/pipelinerl_runs.py).",
+            paper(earlier, pipelinerl_runs.BATCH // 4, pipelinerl_runs.BATCH // 4, group_size=1, rounds=4),
             *("serial", "pipelinerl"),
         ),
         "rollpacker": preset(
@@ -124,8 +124,8 @@ def presets() -> dict[str, Preset]:
     }
 
 
-def paper(sim: SimSettings, groups: int, step: int, *, group_size: int) -> dict[str, Any]:
-    """The sections of a paper's set-up for two rounds of so many groups, in steps of so many."""
+def paper(sim: SimSettings, groups: int, step: int, *, group_size: int, rounds: int = 2) -> dict[str, Any]:
+    """The sections of a paper's set-up for rounds of so many groups, in steps of so many."""
     in_turn = sim.cluster is not None and sim.cluster.rollout_devices is None
     parameters = {name: inspect.signature(schedule).parameters for name, schedule in SCHEDULES.items()}
     one_step = [
@@ -134,12 +134,12 @@ def paper(sim: SimSettings, groups: int, step: int, *, group_size: int) -> dict[
         if "groups_per_round" in each and "groups_per_step" not in each
     ]
     return {
-        "run": {"rounds": 2, "group_size": group_size},
+        "run": {"rounds": rounds, "group_size": group_size},
         "algorithm": {"advantage": "group" if group_size > 1 else "batch"},
         "placement": {"kind": "colocated" if in_turn else "disaggregated"},
         "schedule": {"name": "serial", "groups_per_round": groups, "groups_per_step": step},
         "schedules": {name: {"groups_per_round": groups} for name in one_step}
-        | {"pipelinerl": {"in_flight_per_engine": pipelinerl_runs.IN_FLIGHT}},
+        | {"pipelinerl": {"in_flight_per_engine": pipelinerl_runs.IN_FLIGHT // 4}},
         "sim": sim.model_dump(mode="json", exclude_none=True, exclude_unset=True),
     }
 
