@@ -16,13 +16,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config import config_in
+from tailrace.drivers.assembly.compared import compared_parameters
 from tailrace.drivers.assembly.folder import recorder_of
-from tailrace.drivers.assembly.schedule import (
-    bind,
-    compared_parameters,
-    resolve,
-    with_published_defaults,
-)
+from tailrace.drivers.assembly.schedule import bind, resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.extras.view.requests import drawn_request
