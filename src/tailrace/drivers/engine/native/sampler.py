@@ -111,7 +111,7 @@ def _choose(weights: Tensor, keys: Tensor) -> Tensor:
     size = BLOCK if weights.shape[1] > SMALL else SMALL_BLOCK
     short = -weights.shape[1] % size
     blocks = (F.pad(weights, (0, short)) if short else weights).view(len(weights), -1, size)
-    of_tokens, of_blocks = noise(keys, size + blocks.shape[1]).split((size, blocks.shape[1]), 1)
+    of_tokens, of_blocks = noise(keys, size + blocks.shape[1]).split_with_sizes((size, blocks.shape[1]), 1)
     block = (blocks.sum(-1) / of_blocks).argmax(-1, keepdim=True)
     tokens = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0]
     return block.mul_(size).add_((tokens / of_tokens).argmax(-1, keepdim=True))
