@@ -78,6 +78,7 @@ docs: env-dev
 	$(BIN)/python docs/make_metrics.py docs/reference/metrics.md
 	$(BIN)/python docs/make_bias.py docs/reference/bias.md
 	$(BIN)/python docs/make_scorecard.py docs/reference/scorecard.md
+	$(BIN)/python docs/make_pairs.py docs/reference/pairs.md
 	$(BIN)/python docs/make_api.py docs/reference
 	$(BIN)/python docs/make_pictures.py
 

@@ -15,7 +15,7 @@ from tailrace.drivers.assembly.signals import signals_awaited
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress, writing
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.advise import ERROR, Advice, BestOrder, in_turn
-from tailrace.extras.plan.peers import read_peer
+from tailrace.extras.plan.peers import check_counts, read_peer
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.device_profiles import PROFILES
 
@@ -72,6 +72,8 @@ def advise(
     """
     check_output("--json", json_path, r'\A{\s*"framework": ')
     check_output("--html", html, r"\A<!doctype html>\n<title>What the tail costs")
+    sizes = {"group_size": group_size, "tensor_parallel": tensor_parallel, "drift": drift or None}
+    check_counts(devices=devices, rollout_devices=rollout_devices or None, **sizes)
     path = Path(source)
     if RunFolder(path).config.exists():
         remedy = f"its schedules are ranked by `tailrace plan --from {source}`"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tailrace.errors import ConfigError
 from tailrace.extras.plan.fit import Array
 from tailrace.extras.plan.logs import STEP_NAMES, LogFiles, LogRow, explained, json_lines, read_files, refused
 
@@ -249,6 +250,14 @@ class PeerLog:
         )
 
 
+def check_counts(**counts: float | None) -> None:
+    """Raise a ConfigError if a flag is given that is not above 0."""
+    for name, count in counts.items():
+        if count is not None and count <= 0:
+            remedy = "give a number above 0, or leave it out"
+            raise ConfigError(f"--{name.replace('_', '-')}", count, "it is not above 0", remedy)
+
+
 def read_peer(path: Path, samples: int | None = None, **given: float | None) -> PeerLog:
     """Read the log of another framework. Raises a ConfigError if it is none, a file is damaged, or a figure
     is missing or impossible.
@@ -258,6 +267,7 @@ def read_peer(path: Path, samples: int | None = None, **given: float | None) -> 
         samples: of a step, where the log does not say.
         given: max_tokens and prompt_tokens, where neither the log nor a dump of responses says them.
     """
+    check_counts(samples=samples, **given)
     files = read_files(path, _is_read)
     found = [each for each in FORMATS if each.source("step_s", files.names(each.prefix))]
     if len(found) != 1:
