@@ -105,7 +105,7 @@ def check_quickstart(programs: Path, package: Path, folder: Path) -> float:
 def check_base(python: str, package: Path, folder: Path, trained: Path) -> float:
     """Install a package without extras in a fresh environment, call each command there, and return the size
     in millions of bytes. `trained`: a run, which commands read."""
-    programs = fresh_environment(python, folder, package)
+    programs = fresh_environment(python, folder, str(package))
     (site,) = (folder / "lib").glob("python*/site-packages")
     tools = re.compile(r"(pip|setuptools|pkg_resources|_distutils_hack|distutils-precedence)\b")
     files = (path for path in site.rglob("*") if not tools.match(path.relative_to(site).parts[0]))
@@ -118,7 +118,7 @@ def check_base(python: str, package: Path, folder: Path, trained: Path) -> float
         folder=folder,
     )
     for name in ("__version__", "load_config"):  # the second imports the Python API
-        command = [programs / "python", "-c", IMPORT.format(name)]
+        command = [str(programs / "python"), "-c", IMPORT.format(name)]
         took = [float(subprocess.check_output(command, cwd=folder)) for _ in range(5)]
         print(f"import tailrace; tailrace.{name}: {min(took):.3f} s, the least of {len(took)}")
     print(f"{python}, {package.name} without extras: {size:.1f} MB without pip and setuptools", flush=True)
