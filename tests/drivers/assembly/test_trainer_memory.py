@@ -50,6 +50,14 @@ def test_weights_gradients_and_moments_are_divided_among_the_ranks(ranks: int) -
     assert held.num == 2 * ranks
 
 
+def test_processes_that_divide_layers_have_a_part_of_the_state_and_of_the_activations() -> None:
+    half = estimate(TrainerSettings(tensor_parallel=2, replicas=2))
+    assert half.on_device["optimizer"] == 8 * QWEN3.num_parameters // 2 and half.num == 4
+    whole, divided = (pass_bytes(TrainerSettings(tensor_parallel=n), QWEN3, 0) for n in (1, 2))
+    of_hidden = 16_384 * QWEN3.num_layers * (16 + 4 * 5) * QWEN3.hidden_size  # each process has it whole
+    assert whole - divided == pytest.approx((whole - of_hidden) / 2, rel=0.02)
+
+
 def test_activation_checkpointing_keeps_the_inputs_of_the_blocks_only() -> None:
     few = TrainerSettings(activation_checkpointing=True, max_tokens_per_microbatch=4096, dtype="bfloat16")
     all = few.model_copy(update={"activation_checkpointing": False})

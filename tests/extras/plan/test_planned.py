@@ -117,6 +117,12 @@ def test_the_replica_that_trains_early_has_the_devices_of_the_last_engines(clust
     assert (made.trainer.ranks, made.trainer.replicas) == (2, 2)
 
 
+def test_processes_that_divide_layers_share_the_devices_of_a_replica(cluster: Path) -> None:
+    made = planned(cluster, "colocated", None, 1, trainer__tensor_parallel="2")
+    assert (made.trainer.ranks, made.trainer.tensor_parallel) == (2, 2)
+    assert made.placement.trainer == ((0, 1, 2, 3),)
+
+
 def test_engines_that_the_config_names_stay_and_have_a_size_that_they_can_have(cluster: Path) -> None:
     made = planned(cluster, "disaggregated", 2, 1, engine__kind="native")
     assert (made.engine.kind, made.engine.torch_device, made.engine.num_engines) == ("native", "cuda", 2)

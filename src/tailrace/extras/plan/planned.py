@@ -45,7 +45,8 @@ def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) 
     generating, training = cluster.devices_by_use
     size, replicas, on_gpu = cluster.tensor_parallel, cluster.trainer_replicas or 1, cluster.device != "CPU"
     kind = "vllm" if chooses_server(config) else config.engine.kind
-    trainer: dict[str, Any] = {"ranks": (training or generating) // replicas, "replicas": replicas}
+    divided = config.trainer.tensor_parallel
+    trainer: dict[str, Any] = {"ranks": (training or generating) // replicas // divided, "replicas": replicas}
     engine: dict[str, Any] = {"kind": kind, "replicas": generating // size, "tensor_parallel_size": size}
     if slots := config.sim.engines.slots:
         engine["max_num_seqs"] = slots
@@ -64,7 +65,7 @@ def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) 
     sections |= {"trainer": trainer, "placement": {"kind": placement}}
     if on_gpu and cluster.devices <= cluster.devices_per_node:
         engines = _lists(0, generating // size, size)
-        replicated = _lists(generating if training else 0, replicas, trainer["ranks"])
+        replicated = _lists(generating if training else 0, replicas, trainer["ranks"] * divided)
         # The replicas that train early have the devices of the last engines (DeviceSharing.engines).
         sections["placement"] |= {"devices": "gpus", "engines": engines, "trainer": replicated[::-1]}
     elif on_gpu and training:
