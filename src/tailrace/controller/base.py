@@ -42,6 +42,10 @@ class RunSettings(Settings):
     """Sampling temperature of evaluations. None: that of training. It needs `eval_greedy = false`."""
     eval_top_p: Resumable[float | None] = Field(default=None, gt=0, le=1)
     """Top-p of evaluations. None: that of training. It needs `eval_greedy = false`."""
+    eval_beside: Resumable[bool] = False
+    """Whether training goes on while an evaluation runs, on the version of the weights with which it began.
+    A publication that would take this version from the engines waits for its end. They keep as many versions
+    as they serve adapters (trainer.lora.versions), else one. The trainer needs devices of its own."""
     stop_after_evaluations: Resumable[int] = Field(default=0, ge=0)
     """Evaluations in succession that are no better than the best one before them, after which the run ends.
     0: it makes all rounds."""

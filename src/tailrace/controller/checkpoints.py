@@ -58,6 +58,9 @@ class Checkpoints:
         self._tasks, self._placement, self._state, self._history = tasks, placement, state, history
         self._writing: asyncio.Task[None] | None = None
         """Completes the newest checkpoint."""
+        self.evaluating: asyncio.Task[None] | None = None
+        """The evaluation that runs beside training. No checkpoint of a later round is committed before its
+        end: a resumed run would lack it."""
         self._life, base = start.life, start.base
         self.newest = folder / base.checkpoint if folder and base.checkpoint and base.step else None
         """The newest complete checkpoint that has an optimizer step; None: there is none."""
@@ -82,7 +85,9 @@ class Checkpoints:
 
     def evaluated(self, round: int, accuracy: float) -> None:
         """Keep the checkpoint of a round whose evaluation is the best so far."""
-        if self._saved_name == checkpoint_name(round) and (self._best is None or accuracy > self._best[0]):
+        name = checkpoint_name(round)
+        is_there = name == self._saved_name or (self._folder is not None and (self._folder / name).exists())
+        if is_there and (self._best is None or accuracy > self._best[0]):
             self._best = accuracy, round
 
     async def written(self) -> None:
@@ -129,9 +134,12 @@ class Checkpoints:
         async with self._placement.training(all_replicas=True):
             trainer_done = await self._parts.trainer.save(folder)
         self._saved_at, self._saved_name = (round, num_steps), name
+        evaluating = self.evaluating
 
         async def complete() -> None:
             await trainer_done
+            if evaluating:
+                await asyncio.wait([evaluating])
             await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
             delete_old(folder, self._settings.keep_checkpoints, self._best and self._best[1])
@@ -168,9 +176,10 @@ def is_checkpoint(path: Path) -> bool:
     return re.fullmatch(r"round_\d{6,}(_step_\d{6,})?", path.name) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Evaluations:
-    """Evaluates held-out prompts every `eval_every` rounds, at the start and at the end of the run."""
+    """Evaluates held-out prompts every `eval_every` rounds, at the start and at the end of the run: before a
+    round begins, or beside it. Of those beside training one runs at a time."""
 
     parts: RunComponents
     settings: RunSettings
@@ -180,25 +189,54 @@ class Evaluations:
     checkpoints: Checkpoints
     arrived: Callable[[], Awaitable[None]]
     """Waits until engines have loaded what they are loading."""
+    state: RunState
+    tasks: asyncio.TaskGroup
+    _version: int = 0
+    """Version of the newest evaluation."""
 
     async def run_if_due(self, round: int, *, last: bool) -> None:
         """Evaluate the published version if an evaluation is due at the top of a round."""
-        parts, settings = self.parts, self.settings
-        every = settings.eval_every
+        every = self.settings.eval_every
         if every == 0 or not (last or round % every == 0):
             return
+        await self.ended()
         await self.arrived()
+        self._version = self.state.version
+        if self.settings.eval_beside and not last:
+            evaluation = self._evaluate(round, pin=self._version)
+            self.checkpoints.evaluating = self.tasks.create_task(evaluation, name=f"evaluation {round}")
+        else:
+            await self._evaluate(round)
+
+    async def ended(self) -> None:
+        """Wait for the evaluation that runs beside training, if there is one."""
+        if (evaluating := self.checkpoints.evaluating) and not evaluating.done():
+            with clock.waiting(f"the {evaluating.get_name()} to end"):
+                await asyncio.wait([evaluating])
+
+    async def make_room(self, version: int) -> None:
+        """Wait until engines may load a version: until no evaluation needs one that they would give up or that
+        none has taken yet."""
+        versions = self.router.versions
+        if version - self._version >= versions.num_kept or not versions.serving(self._version):
+            await self.ended()
+
+    async def _evaluate(self, round: int, pin: int | None = None) -> None:
+        parts, settings, version, step = self.parts, self.settings, self._version, self.state.num_steps
         asked = (parts.held_out, settings.eval_prompts, settings.seed, round)
         samples = held_out_samples(*asked, **settings.eval_sampling, skipped=self.recorder.emit)
+        for sample in samples:
+            sample.pin = pin
         try:
             rewards = chain_of_rewards(parts.rewards, max_failures=parts.max_failures)
             found = await evaluate(samples, self.router, rewards)
         finally:  # also when it is interrupted
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
+        if not found:  # every engine with the version has died
+            return
         accuracy = sum(sample.reward for sample in found) / len(found)
         self.checkpoints.evaluated(round, accuracy)
         mean_tokens = sum(sample.num_tokens for sample in found) / len(found)
         sets = metrics_of_sets(found, settings.eval_solved_at)
-        self.recorder.emit(
-            Evaluated(clock.now(), round, len(found), accuracy, mean_tokens, tuple(found), sets)
-        )
+        what = (round, len(found), accuracy, mean_tokens, tuple(found), sets)
+        self.recorder.emit(Evaluated(clock.now(), *what, version, step))

@@ -134,6 +134,11 @@ def joined(
         folder=folder,
         start=start,
     )
+    evaluations = Evaluations(
+        *(components, settings, router, ledger, recorder, checkpoints, update.arrived, state, tasks)
+    )
+    if settings.eval_beside:
+        router.versions.kept = min(engine.versions for engine in engines)
     return RunParts(
         components,
         settings,
@@ -153,7 +158,7 @@ def joined(
         update,
         placement,
         checkpoints,
-        Evaluations(components, settings, router, ledger, recorder, checkpoints, update.arrived),
+        evaluations,
         Watchdog(recorder, settings.step_warning_timeout_s, settings.step_timeout_s),
     )
 

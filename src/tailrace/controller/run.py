@@ -443,6 +443,7 @@ class Run:
         start_s = clock.now()
         weights = await self._parts.components.trainer.publish(version)
         await self._parts.update.arrived()
+        await self._parts.evaluations.make_room(version)
         self._state.published(version)
         kv = self._keep_or_recompute(kv)
         self._parts.update.distribute(weights, to, kv)
@@ -519,6 +520,7 @@ class Run:
         """
         await self.pool.park()
         await self._parts.update.arrived()
+        await self._parts.evaluations.ended()
         here = {group.prompt.index for group in [*self.parked.groups, *self._interrupted]}
         if lost := sorted(self._ledger.active.keys() - here):
             raise GroupsLost(f"prompts {lost} were taken and neither trained, dropped nor parked")
@@ -552,6 +554,7 @@ class Run:
         await self.pool.park()
         await self._parts.update.arrived()
         await self.checkpoints.save_mid_round(parked)
+        await self._parts.evaluations.ended()
         await self._close_ledger()
 
     def shut(self) -> None:

@@ -280,6 +280,10 @@ class Evaluated(Moment, frozen=True):
     sets: dict[str, float] = {}
     """avg@n and pass@k of each named data source, for instance `gsm8k/pass@4`; of `all` where a prompt has
     several samples."""
+    version: int | None = None
+    """Version of the weights, and the optimizer steps when it was published. None: a log of an earlier
+    release."""
+    step: int | None = None
 
 
 class Saved(Moment, frozen=True):

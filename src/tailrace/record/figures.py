@@ -248,6 +248,8 @@ perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
 # evaluation
 eval/accuracy | - | - | - | Mean reward on held-out prompts.
 eval/mean_tokens | tokens | - | - | Mean length of the completions.
+eval/version | publications | - | - | The version of the weights that was evaluated, in publications since the
+    start. `step` is that of these weights.
 eval/num_samples | samples | - | - | Samples of the evaluation.
 eval/ | - | - | - | avg@n and pass@k of each named data source; of `all` where a prompt has several samples.
 # count

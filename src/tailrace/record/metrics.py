@@ -62,7 +62,8 @@ class JoinedRows:
                 self._last = joined(self._last, event) if self._last else None
                 self._write_last()
             case dict():
-                self._write_last()
+                if "eval/accuracy" not in event:  # an evaluation may end while the last step's round goes on
+                    self._write_last()
                 self._write(event)
 
     def close(self) -> None:

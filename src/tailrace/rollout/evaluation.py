@@ -62,13 +62,16 @@ def held_out_samples(
 
 
 async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) -> list[EvaluatedSample]:
-    """Generate and score all samples. The reward of one that cannot be scored is 0."""
+    """Generate and score all samples. The reward of one that cannot be scored is 0. One whose version no
+    engine has any more is left out."""
     # Of all engines: those that are away now may come back while it runs.
     slots = asyncio.Semaphore(sum(engine.slots for engine in router.engines))
 
-    async def score(sample: Sample) -> EvaluatedSample:
+    async def score(sample: Sample) -> EvaluatedSample | None:
         async with slots:
             await router.serve(sample)
+        if sample.finish_reason is None:
+            return None
         if sample.scored:  # by the environment
             return EvaluatedSample.of(sample, sample.reward or 0.0, sample.failure)
         try:
@@ -77,7 +80,7 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
             return EvaluatedSample.of(sample, 0.0, f"reward {failed.reason}")
 
     with waiting(f"{len(samples)} held-out samples"):
-        return await asyncio.gather(*(score(sample) for sample in samples))
+        return list(filter(None, await asyncio.gather(*(score(sample) for sample in samples))))
 
 
 def metrics_of_sets(samples: Sequence[EvaluatedSample], solved_at: float) -> dict[str, float]:

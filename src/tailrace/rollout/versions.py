@@ -25,6 +25,8 @@ class PinnedVersions:
         self.pinned = 0
         """An engine serves the last so many versions that it loaded, and every sample ends on the version
         that it began with. 0: samples go on with new weights."""
+        self.kept = 1
+        """An engine keeps the last so many versions at least, for held-out samples."""
         self.oldest_to_begin: Callable[[Group], float] = lambda group: inf
         """The oldest version on which pinned samples of a group may begin, if the newest has no slot."""
         self.batch = inf
@@ -36,12 +38,17 @@ class PinnedVersions:
         self.served: list[tuple[int, ...]] = [(version,) for _ in engines]
         """The versions that each engine serves, the oldest first."""
 
+    @property
+    def num_kept(self) -> int:
+        """Versions that an engine goes on to serve when it loads others."""
+        return max(self.kept, self.pinned)
+
     def has_room(self, sample: Sample, num_requests: int) -> bool:
         """Whether a sample may be served now. `num_requests`: how many the pool has sent."""
         if not self.pinned or sample.spans:
             return True
         on_the_way = max(0, num_requests - sum(self._loads.requests))
-        room = self._room(self._serving(self.newest))
+        room = self._room(self.serving(self.newest))
         return room > on_the_way or room + self._room(self._older(sample)) > on_the_way
 
     def pin(self, sample: Sample) -> list[int]:
@@ -51,9 +58,10 @@ class PinnedVersions:
         Raises:
             VersionGone: no engine serves the version of its tokens any more.
         """
-        version = sample.spans[0].version if sample.spans else self.newest
-        able = self._serving(version)
-        if not able and sample.spans:
+        version = self.newest if sample.pin is None or not sample.id.is_held_out else sample.pin
+        version = sample.spans[0].version if sample.spans else version
+        able = self.serving(version)
+        if not able and (sample.spans or version != self.newest):
             raise VersionGone(f"no engine serves version {version} any more")
         if not sample.spans and not self._room(able):
             waits = self.pinned and sample.id.is_held_out and len(able) < self._loads.num_open
@@ -67,13 +75,13 @@ class PinnedVersions:
 
     def make_room(self, number: int, version: int) -> tuple[int, ...]:
         """Return the versions that an engine goes on to serve while it loads another one and after that."""
-        self.served[number] = kept = (*self.served[number], version)[-self.pinned : -1]
+        self.served[number] = kept = (*self.served[number], version)[-self.num_kept : -1]
         return kept
 
     def loaded(self, number: int, version: int) -> None:
         """Note that an engine has loaded a version, or will before it opens."""
         before = self.served[number] if self._engines[number].state == "open" else ()
-        self.served[number] = with_version(before, version, max(1, self.pinned))
+        self.served[number] = with_version(before, version, self.num_kept)
         self.num_begun[number] = 0
 
     def refused(self, number: int, version: int | None) -> None:
@@ -84,7 +92,8 @@ class PinnedVersions:
         """Note that an engine may have started again, with the newest of its versions alone."""
         self.served[number] = self.served[number][-1:]
 
-    def _serving(self, version: int) -> list[int]:
+    def serving(self, version: int) -> list[int]:
+        """The numbers of the engines that serve a version."""
         return [number for number, versions in enumerate(self.served) if version in versions]
 
     def _older(self, sample: Sample) -> list[int]:

@@ -45,6 +45,9 @@ def device_sharing(config: RunConfig, sim: SimSettings | None = None) -> DeviceS
     the offline profile lacks a size.
     `sim`: [sim] with everything that it takes from the other sections, for simulated engines, which have no
     lists of devices."""
+    if config.run.eval_beside and config.placement.takes_turns:
+        problem, remedy = "engines sleep while the trainer works", 'choose placement.kind = "disaggregated"'
+        raise ConfigError("run.eval_beside", True, problem, remedy)
     placement, replicas = config.placement, config.trainer.replicas
     num_engines, size = config.engine.num_engines, config.engine.num_devices
     if sim:

@@ -105,7 +105,7 @@ class TrackerSink(JoinedRows):
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(self._log)
-        self._tracker = tracker
+        self._tracker, self._step = tracker, 0
 
     def close(self) -> None:
         super().close()
@@ -116,4 +116,5 @@ class TrackerSink(JoinedRows):
         first = [key for key in ("reward", "eval/accuracy", "loss") if key in row]
         figures = {key: row[key] for key in dict.fromkeys([*first, *row]) if isfinite(row[key])}
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
-        self._tracker.log(figures, step, wall_time)
+        self._step = max(self._step, step)  # they take no step that is earlier than one they have
+        self._tracker.log(figures, self._step, wall_time)
