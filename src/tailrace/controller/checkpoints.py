@@ -215,8 +215,8 @@ class Evaluations:
                 await asyncio.wait([evaluating])
 
     async def make_room(self, version: int) -> None:
-        """Wait until engines may load a version: no evaluation needs one that they would give up, or that none
-        has taken yet."""
+        """Wait until engines may load a version: no evaluation needs one that they would give up, or that is
+        on none of them yet."""
         versions = self.router.versions
         if version - self._version >= versions.num_kept or not versions.serving(self._version):
             await self.ended()
