@@ -145,12 +145,12 @@ def test_a_round_that_is_faster_than_the_peak_rate_so_far_is_not_below_its_bound
     [
         (
             0.0,
-            "round 0 took 96.0 s, 76.0 s would do for its first group, then all training; "
+            "round 1 took 96.0 s, 76.0 s would do for its first group, then all training; "
             "the trainer waited 30.0 s for sample 2.0/0 on engine-0",
         ),
         (
             40.0,
-            "round 0 took 136.0 s, 116.0 s would do for its first group, then all training; "
+            "round 1 took 136.0 s, 116.0 s would do for its first group, then all training; "
             "the trainer waited 40.0 s for the reward of sample 2.0/0",
         ),
     ],

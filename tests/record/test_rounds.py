@@ -19,7 +19,7 @@ def test_a_round_is_measured_as_in_the_paper() -> None:
     assert [summary.bound] == [
         RoundBound(
             time_s=24.0,
-            gap="round 0 took 14.0 s, 9.0 s would do for its longest response; "
+            gap="round 1 took 14.0 s, 9.0 s would do for its longest response; "
             "the trainer waited 4.0 s for sample 0.0/1 on engine-0",
             run_time_s=14.0,
             run_bound_s=pytest.approx(8.5),

@@ -58,7 +58,7 @@ def told() -> Story:
 
 EXPECTED = RunSummary(
     eval=FirstLast(0.25, 0.75),
-    reward=FirstLast(0.5, 1.0),
+    reward=FirstLast(0.75, 0.75),
     rounds=1,
     steps=2,
     groups=GroupCounts(
@@ -97,7 +97,8 @@ EXPECTED = RunSummary(
         bound_s=pytest.approx(9.0),
         share=pytest.approx(9 / 14),
         run_share=pytest.approx(8.5 / 14),
-        worst="round 0 took 14.0 s, 9.0 s would do for its longest response; "
+        run_time_s=14.0,
+        worst="round 1 took 14.0 s, 9.0 s would do for its longest response; "
         "the trainer waited 4.0 s for sample 0.0/1 on engine-0",
     ),
     bias=dict(length=pytest.approx(10 / 10.4 - 1), reward=0.0, delay=0.0),
@@ -148,7 +149,7 @@ def test_a_resumed_run_has_the_bounds_of_all_rounds_and_the_words_of_its_last_pr
     play(pipelined_round().events, MetricsWriter(path))
     play(pipelined_round(round=1, start_s=0.0).events, resumed := Summary(earlier=read_rows(path)))
     bound = resumed.summary().bound
-    assert bound and bound.worst.startswith("round 1 took 14.0 s, 9.0 s would do")
+    assert bound and bound.worst.startswith("round 2 took 14.0 s, 9.0 s would do")
     assert (bound.bound_s, bound.run_share) == pytest.approx((9.0, 8.5 / 14))
 
 

@@ -221,7 +221,7 @@ class BoundMeter:
         run_bound_s, _ = run.bound_s(rates, peak, run_time_s)
         wait = self._longest_wait()
         needed = f"{bound_s:.1f} s would do for {limit}"
-        gap = f"round {self._number} took {main_time_s:.1f} s, {needed}; {wait}"
+        gap = f"round {self._number + 1} took {main_time_s:.1f} s, {needed}; {wait}"
         self._forget(self._trained)
         return bound_s, RoundBound(work.start_s + main_time_s, gap, run_time_s, run_bound_s)
 

@@ -184,7 +184,7 @@ class Notices:
         match event:
             case events.Evaluated():
                 accuracy = f"Accuracy {number(event.accuracy)}"
-                return [f"Evaluation | Round {event.round} | {accuracy} | {event.num_samples} samples"]
+                return [f"Evaluation | After round {event.round} | {accuracy} | {event.num_samples} samples"]
             case events.EngineStateChanged():
                 return [f"{event.engine} is {event.state}: {event.why}"]
             case events.Waiting():

@@ -76,16 +76,17 @@ class BoundSummary:
     """Share of the main time: median over the rounds. 1 is the best."""
     run_share: float
     """The bound of the whole run, as a share of its time. Of a resumed run: of its last process."""
+    run_time_s: float
+    """From the first round's start to the end of the last optimizer step, in seconds."""
     worst: str
     """The round of the last process that is farthest from its bound in seconds, and why."""
 
     @property
     def line(self) -> str:
         """All figures as a sentence."""
-        run = f"no schedule could train these samples here in less than {self.run_share:.0%} of the time"
-        return (
-            f"{run} (of a round {self.share:.0%}, {self.bound_s:.1f} s); the farthest from it: {self.worst}"
-        )
+        best = f"{self.run_share * self.run_time_s:.1f} s in place of {self.run_time_s:.1f} s"
+        run = f"under any schedule these samples take at best {best}, a round {self.bound_s:.1f} s (median)"
+        return f"{run}; the farthest from it: {self.worst}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class RunSummary:
     eval: FirstLast | None
     """Accuracy on held-out prompts, sampled; None if there was no evaluation."""
     reward: FirstLast | None
-    """Mean reward of the first and of the last step; None if there was no step."""
+    """Mean reward of the first and of the last round; None if no round trained."""
     rounds: int
     """Rounds that trained."""
     steps: int
@@ -169,7 +170,7 @@ class Summary:
         filtered, dropped = family(counts, "groups/filtered/"), family(counts, "groups/dropped/")
         return RunSummary(
             eval=_first_last([row["eval/accuracy"] for row in evaluations_of(rows)]),
-            reward=_first_last([row["reward"] for row in steps]),
+            reward=_first_last([row["round/reward"] for row in rounds]),
             rounds=len(rounds),
             steps=int(steps[-1]["step"]) if steps else 0,
             groups=GroupCounts(
@@ -212,6 +213,7 @@ class Summary:
             bound_s=median(bound_s for bound_s, _ in times),
             share=median(bound_s / time_s if time_s else 1.0 for bound_s, time_s in times),
             run_share=last.run_bound_s / last.run_time_s if last.run_time_s else 1.0,
+            run_time_s=last.run_time_s,
             worst=self._worst[1],
         )
 

@@ -62,7 +62,8 @@ class RoundSpan(Interval, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"round {self.round}"
+        """Its name for a person, who counts rounds from 1."""
+        return f"round {self.round + 1}"
 
 
 Paired: TypeAlias = ServedRequest | Scoring | RoundSpan

@@ -312,7 +312,7 @@ def test_inspect_shows_the_balance_and_the_life_of_a_group(
     assert group["samples"][0]["steps"][-1].endswith("in life 1")
     assert main(["inspect", folder]) == main(["inspect", folder, "--group", "0"]) == 0
     shown = capsys.readouterr().out
-    assert "drawn, generated" in shown and "prompt 0: drawn in round 0 of life 1" in shown
+    assert "drawn, generated" in shown and "prompt 0: drawn in round 1 of life 1" in shown
 
 
 def test_inspect_says_what_it_cannot_find(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:

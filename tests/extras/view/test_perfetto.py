@@ -84,7 +84,7 @@ def test_the_run_has_lanes_for_rounds_trainer_and_weights(tmp_path: Path) -> Non
         (names[1, r["tid"]], r["name"], r["ts"], r["dur"]) for r in trace if r["ph"] == "X" and r["pid"] == 1
     ]
     assert slices == [
-        ("rounds", "round 0", 0, 15_000_000),
+        ("rounds", "round 1", 0, 15_000_000),
         ("trainer", "accumulate", 4_000_000, 1_000_000),
         ("trainer", "step 1", 5_000_000, 1_000_000),
         ("trainer", "accumulate", 10_000_000, 2_000_000),
@@ -127,7 +127,7 @@ def test_what_still_runs_at_the_end_is_in_the_trace(tmp_path: Path) -> None:
     trace = trace_of(events, tmp_path)
     outcomes = [r["args"]["outcome"] for r in trace if r["name"] == "group 5"]
     assert outcomes == ["unfinished"]
-    assert any(r["name"] == "round 0" and r["dur"] == 15_000_000 for r in trace)
+    assert any(r["name"] == "round 1" and r["dur"] == 15_000_000 for r in trace)
 
 
 def test_a_run_without_events_is_a_valid_trace(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_what_a_live_run_waited_for_at_its_end_has_a_lane(tmp_path: Path) -> Non
         writer.on(event)
     slices = [each for each in written(tmp_path) if each["ph"] == "X" and each["name"] != "late"]
     assert [(each["name"], each["tid"], each["ts"], each["dur"]) for each in slices] == [
-        ("round 0", 1, 0, 3_000_000),
+        ("round 1", 1, 0, 3_000_000),
         ("the pool", 5, 500_000, 2_500_000),
         ("trainer: Step", 5, 1_000_000, 2_000_000),
     ]
@@ -243,7 +243,7 @@ def test_the_processes_of_a_run_follow_one_another(tmp_path: Path) -> None:
     play(begun, LogWriter(tmp_path / "events.jsonl"))
     play(pipelined_round(start_s=500.0).events, LogWriter(tmp_path / "events.jsonl", life=2))
     trace = written(tmp_path)
-    rounds = [(each["ts"], each["dur"]) for each in trace if each["name"] == "round 0"]
+    rounds = [(each["ts"], each["dur"]) for each in trace if each["name"] == "round 1"]
     assert rounds == [(0, 6_000_000), (6_000_000, 15_000_000)]
     assert [each["args"]["name"] for each in trace if each["name"] == "process_name"].count("engine-0") == 1
     outcomes = [each["args"]["outcome"] for each in trace if each["name"] == "group 1" and each["pid"] == 2]

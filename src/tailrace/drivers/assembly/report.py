@@ -7,7 +7,7 @@ from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import best_evaluation
 from tailrace.record.display import NUM_REWARDS, sparkline
-from tailrace.record.figures import steps_of
+from tailrace.record.figures import rounds_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import RunSummary
 
@@ -24,9 +24,9 @@ def report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
     if summary.bound:
         lines.insert(0, f"bound     {summary.bound.line}")
     rows = read_rows(folder.metrics)
-    if rewards := [row["reward"] for row in steps_of(rows)]:
+    if rewards := [row["round/reward"] for row in rounds_of(rows)]:
         curve = sparkline(rewards[:: -(-len(rewards) // NUM_REWARDS)])
-        lines.insert(0, f"reward    {rewards[0]:.3f} -> {rewards[-1]:.3f}  {curve}")
+        lines.insert(0, f"reward    {rewards[0]:.3f} -> {rewards[-1]:.3f}  {curve}  (means of rounds)")
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
         lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")

@@ -206,7 +206,7 @@ def _group_table(group: Mapping[str, Any]) -> Table:
     if has_turns := any(sample["turns"] for sample in samples):
         table.add_column("turns: tokens (environment's, calls; *: a branch follows)")
     table.title = (
-        f"prompt {group['prompt']}: drawn in round {group['round']} of life {group['life']}, "
+        f"prompt {group['prompt']}: drawn in round {group['round'] + 1} of life {group['life']}, "
         f"parked {group['deferrals']} times, {group['attempts']} attempts; "
         f"{group['reason'] or group['fate'] or 'alive'}"
     )

@@ -150,7 +150,7 @@ class RunView:
                 "shares": [each._asdict() for each in shares],
                 "recorded_s": recorded_s,
                 "summary": self._figures(),
-                "bound_share": self._bound_share(),
+                "run_bound": self._run_bound(),
                 "stragglers": [each._asdict() for each in lanes.stragglers],
                 "doing": [] if any(each.is_late for each in work) else [each.what for each in work],
                 "advisories": [each._asdict() for each in found],
@@ -220,10 +220,11 @@ class RunView:
             except LookupError:
                 return {}
 
-    def _bound_share(self) -> float | None:
+    def _run_bound(self) -> tuple[float, float] | None:
+        """The lower bound on the run's time, and that time, in seconds."""
         try:
             bound = msgspec.json.decode((self._folder / "summary.json").read_bytes())["bound"]
-            return float(bound["run_share"]) if bound else None
+            return (bound["run_share"] * bound["run_time_s"], bound["run_time_s"]) if bound else None
         except (OSError, ValueError, RecursionError, LookupError, TypeError):
             return None
 

@@ -18,27 +18,17 @@ function smoothed(values, smoothing) {
   });
 }
 
-/** The lowest (sign -1) or highest value (sign 1) of the points around each point. */
-function envelope(values, reach, sign) {
-  return values.map((value, at) => {
-    if (value === null) return null;
-    let found = value;
-    for (let i = Math.max(0, at - reach); i <= Math.min(values.length - 1, at + reach); i++) {
-      if (values[i] !== null && sign * values[i] > sign * found) found = values[i];
-    }
-    return found;
-  });
-}
+/** Figures that are the least or the largest of something: a mean of them is neither. */
+const EXTREME = /(^|[/_])(min|max)(_|$)/;
 
-/** x, mean, lowest and highest value of a figure of a run; null if it has none. */
+/** x, mean, lowest and highest value of a figure of a run, and its smoothed mean; null if it has none. */
 function curveOf(run, name, axis, smoothing) {
   const { figures } = run, points = figures.y[name];
   if (!points || !points[0] || !figures.x[axis]) return null;
   const kept = points[0].map((value, at) => (value === null ? -1 : at)).filter((at) => at >= 0);
   if (!kept.length) return null;
   const [mean, low, high] = [points[0], points[1] || points[0], points[2] || points[0]].map((each) => kept.map((at) => each[at]));
-  const reach = smoothing ? Math.min(60, Math.round(0.5 / (1 - smoothing))) : 0, x = kept.map((at) => figures.x[axis][at]);
-  return [x, smoothed(mean, smoothing), envelope(low, reach, -1), envelope(high, reach, 1)];
+  return [kept.map((at) => figures.x[axis][at]), mean, low, high, smoothed(mean, EXTREME.test(name) ? 0 : smoothing)];
 }
 
 /** How the held-out prompts of a run are completed; training always samples. */
@@ -48,7 +38,7 @@ const sampling = (run) => ({ true: ", greedy", false: ", sampled" })[run.figures
 function evaluationCurve(run, axis) {
   const found = run.figures.evaluations;
   if (!found.length || found[0][axis] === undefined) return null;
-  return [found.map((each) => each[axis]), ...["accuracy", "low", "high"].map((name) => found.map((each) => each[name]))];
+  return [found.map((each) => each[axis]), ...["accuracy", "low", "high", "accuracy"].map((name) => found.map((each) => each[name]))];
 }
 
 class Chart {
@@ -80,7 +70,7 @@ class Chart {
     this.card.hidden = this.lines.every((line) => line.name !== "reward" && line.data[3].every((value) => value === 0) && line.data[2].every((value) => value === 0));
     if (this.card.hidden) return;
     const data = uPlot.join(this.lines.map((line) => line.data));
-    const shown = JSON.stringify([axis, this.lines.map((line) => [line.run.number, line.name, line.paint]), this.body.clientWidth]);
+    const shown = JSON.stringify([axis, smoothing > 0, this.lines.map((line) => [line.run.number, line.name, line.paint]), this.body.clientWidth]);
     if (this.#plot && shown === this.#shown) {
       // A reader who has zoomed in stays there.
       const { min, max } = this.#plot.scales.x, [before] = this.#plot.data, isZoomed = min > before[0] || max < before.at(-1);
@@ -88,19 +78,20 @@ class Chart {
       if (isZoomed) this.#plot.redraw();
     } else {
       this.#plot?.destroy();
-      this.#plot = new uPlot(this.#options(axis), data, this.body);
+      this.#plot = new uPlot(this.#options(axis, smoothing > 0), data, this.body);
       this.#shown = shown;
     }
     this.#describe(null);
   }
 
-  #options(axis) {
+  #options(axis, isSmoothed) {
     const series = [{}], bands = [];
     for (const line of this.lines) {
       const isEval = line.name === "eval", at = series.length;
-      series.push({ label: line.text, stroke: line.paint, width: 1.75, dash: isEval ? [4, 4] : line.dash, spanGaps: true,
+      series.push({ label: line.text, stroke: isSmoothed && !isEval ? withAlpha(line.paint, 0.3) : line.paint, width: isSmoothed && !isEval ? 1 : 1.75, dash: isEval ? [4, 4] : line.dash, spanGaps: true,
         points: { show: isEval || line.data[0].length < 2, size: 7, fill: line.paint, stroke: line.paint } });
       for (let i = 0; i < 2; i++) series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
+      series.push({ stroke: isSmoothed && !isEval ? line.paint : "transparent", width: 1.75, dash: line.dash, spanGaps: true, points: { show: false } });
       bands.push({ series: [at + 2, at + 1], fill: withAlpha(line.paint, isEval ? 0.12 : line === this.lines[0] || this.lines[0].run !== line.run ? 0.16 : 0.07) });
     }
     const line = { stroke: colour("line"), width: 1 }, font = "11px system-ui, sans-serif";
@@ -129,7 +120,7 @@ class Chart {
   #describe(at) {
     const data = this.#plot?.data || [];
     this.legend.replaceChildren(...this.lines.map((line, number) => {
-      const values = data[1 + 3 * number] || [];
+      const values = data[1 + 4 * number] || [];
       let i = at === null ? values.length - 1 : at;
       while (i > 0 && (values[i] === null || values[i] === undefined)) i--;
       return element("span", {}, key(line.paint, line.name === "eval" || line.dash.length ? "line dashed" : "line"), `${line.text} `, element("b", {}, format(values[i])));
@@ -137,7 +128,7 @@ class Chart {
   }
 
   #download() {
-    const rows = [["run", "figure", "x", "mean", "lowest", "highest"], ...this.lines.flatMap(({ run, name, data }) => data[0].map((x, i) => [JSON.stringify(run.figures.name), name, x, ...data.slice(1).map((each) => each[i])]))];
+    const rows = [["run", "figure", "x", "mean", "lowest", "highest"], ...this.lines.flatMap(({ run, name, data }) => data[0].map((x, i) => [JSON.stringify(run.figures.name), name, x, ...data.slice(1, 4).map((each) => each[i])]))];
     const url = URL.createObjectURL(new Blob([rows.map((row) => row.join(",")).join("\n")], { type: "text/csv" }));
     element("a", { href: url, download: `${this.spec.title.replaceAll(" ", "-")}.csv` }).click();
     URL.revokeObjectURL(url);

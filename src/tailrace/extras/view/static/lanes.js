@@ -84,7 +84,7 @@ class LanesPicture {
         const left = this.x(start), width = this.x(end) - left;
         context.fillStyle = colour(round % 2 ? "between" : "untrained");
         context.fillRect(left, top, Math.max(1, width), height);
-        if (width > 26) { context.fillStyle = colour("ink"); context.fillText(width > 64 ? `round ${round}` : String(round), left + 5, top + height / 2 + 1); }
+        if (width > 26) { context.fillStyle = colour("ink"); context.fillText(width > 64 ? `round ${round + 1}` : String(round + 1), left + 5, top + height / 2 + 1); }
       }
       return;
     }
@@ -188,7 +188,7 @@ class LanesPicture {
     const time = this.time(x), { lane } = place, is = ([start, end]) => start <= time && time <= end;
     if (place.name === "rounds") {
       const found = this.data.rounds.find(([, start, end]) => start <= time && time <= end);
-      return found && { text: `round ${found[0]}: ${duration(found[2] - found[1])}\nclick to zoom`, round: found };
+      return found && { text: `round ${found[0] + 1}: ${duration(found[2] - found[1])}\nclick to zoom`, round: found };
     }
     const near = 3 * (this.to - this.from) / this.width;
     if (place.name === "advisories") {
@@ -196,7 +196,7 @@ class LanesPicture {
       return found.length ? { text: found.map((each) => `${each.kind}, since ${format(+each.time_s.toPrecision(4))} s: ${each.text}`).join("\n\n") } : null;
     }
     const straggler = place.name === "stragglers" && this.data.stragglers.find((each) => each.start_s - near <= time && time <= each.end_s + near);
-    if (straggler) return { sample: straggler.sample, text: `round ${straggler.round}: ${straggler.sample} ended last,\n${duration(straggler.end_s - straggler.start_s)} after the one before it\n${format(straggler.tokens)} tokens on ${straggler.engine}` };
+    if (straggler) return { sample: straggler.sample, text: `round ${straggler.round + 1}: ${straggler.sample} ended last,\n${duration(straggler.end_s - straggler.start_s)} after the one before it\n${format(straggler.tokens)} tokens on ${straggler.engine}` };
     if (lane.requests && y >= place.top + place.strip) {
       const row = (y - place.top - place.strip) / place.slots * Math.max(1, lane.slots);
       const found = lane.requests.find((each) => is(each) && each[2] <= row && row < each[2] + 1);

@@ -23,7 +23,7 @@ const COMPARED = ["accuracy", "reward", "main_s_per_1000_samples", "samples_per_
 
 class Overview {
   axis = "step";
-  smoothing = null;
+  smoothing = 0;
   hidden = new Set();
 
   constructor(runs, source) {
@@ -36,7 +36,7 @@ class Overview {
     this.compared = element("div", { className: "stack", style: { "margin-top": "0.75rem" } });
     this.axes = element("span");
     this.more = element("select", { ariaLabel: "another figure", onchange: () => this.#add() });
-    const slider = this.slider = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.6, id: "smoothing", oninput: () => { this.smoothing = Number(slider.value); this.drawCharts(); } });
+    const slider = this.slider = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, id: "smoothing", oninput: () => { this.smoothing = Number(slider.value); this.drawCharts(); } });
     const controls = element("div", { className: "controls" }, this.axes, element("label", {}, "smoothing", slider), element("span", { className: "space" }), this.more);
     byId("overview").replaceChildren(this.tiles, controls, this.grid, this.time, this.compared);
   }
@@ -66,11 +66,9 @@ class Overview {
 
   drawCharts() {
     if (byId("overview").hidden) return;
-    const points = Math.max(0, ...this.shown.map((run) => run.figures.x.step?.length || 0)), smoothing = this.smoothing ?? (points > 150 ? 0.95 : 0.6);
-    this.slider.value = smoothing;
     for (const chart of this.charts) {
       chart.card.hidden = false; // a hidden card has no width
-      chart.draw(this.shown, this.axis, smoothing);
+      chart.draw(this.shown, this.axis, this.smoothing);
     }
   }
 
@@ -100,7 +98,7 @@ class Overview {
     const tiles = [];
     const tile = (name, value, note, line, paint) => tiles.push([element("div", { className: "card tile" }, element("dt", {}, name), element("dd", { className: "value" }, value), element("dd", { className: "note", title: note }, note), element("canvas")), line, paint]);
     const rewards = last("reward"), steps = last("time/step"), tokens = last("perf/tokens_per_s");
-    if (rewards.length) tile("reward", format(+mean(rewards).toPrecision(3)), `from ${format(+rewards[0].toPrecision(3))}; best ${format(+Math.max(...rewards).toPrecision(3))}`, rewards, colour("blue"));
+    if (rewards.length) tile(`reward, last ${counted(Math.min(NUM_LAST, rewards.length), "step")}`, format(+mean(rewards).toPrecision(3)), `mean; first step ${format(+rewards[0].toPrecision(3))}, last ${format(+rewards.at(-1).toPrecision(3))}`, rewards, colour("blue"));
     const measured = figures.evaluations.at(-1);
     if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low !== null ? `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}` : measured.n === 1 ? "one prompt: no interval" : "no interval"}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}${sampling(run)}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
     if (steps.length) tile("seconds a step", duration(mean(steps)), `mean of ${Math.min(NUM_LAST, steps.length)} steps`, steps, colour("muted"));

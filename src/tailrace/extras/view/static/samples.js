@@ -13,7 +13,7 @@ class SamplesView {
     this.runs_ = choice("run", runs.map((run) => [String(run.number), String(run.number)]), (value) => { this.run = runs[Number(value)]; this.load(); });
     this.order_ = choice("order", ORDERS, (value) => { this.order = value; this.drawList(); });
     this.only_ = choice("only", Object.entries(ONLY).map(([value, [text]]) => [value, text]), (value) => { this.only = value; this.drawList(); });
-    this.round = element("input", { type: "search", placeholder: "up to round …", size: 12, ariaLabel: "up to round", onchange: () => { const text = this.round.value.trim(); this.lastRound = /^\d+$/.test(text) ? Number(text) : null; this.load(); } });
+    this.round = element("input", { type: "search", placeholder: "up to round …", size: 12, ariaLabel: "up to round", onchange: () => { const text = this.round.value.trim(); this.lastRound = /^\d+$/.test(text) ? Number(text) - 1 : null; this.load(); } });
     this.find = element("input", { type: "search", placeholder: "search texts", ariaLabel: "search", oninput: () => { clearTimeout(this.waiting); this.waiting = setTimeout(() => { this.search = this.find.value; this.load(); }, 250); } });
     this.count = element("span", { className: "muted" });
     this.list = element("div", { className: "card groups", tabIndex: 0 });
@@ -85,7 +85,7 @@ class SamplesView {
   }
 
   #item(group) {
-    const first = this.#first(group), place = [group.step !== null && group.step !== undefined ? `step ${group.step}` : group.round !== null ? `before round ${group.round}` : "", `prompt ${group.name}`].filter(Boolean).join(" · ");
+    const first = this.#first(group), place = [group.step !== null && group.step !== undefined ? `step ${group.step}` : group.round !== null ? `after round ${group.round}` : "", `prompt ${group.name}`].filter(Boolean).join(" · ");
     const item = element("button", { className: "group", type: "button", onclick: () => this.open(first.id) },
       element("span", { className: "prompt" }, group.prompt || `sample ${first.id}`), element("span", { className: "text" }, first.failure || first.text),
       element("span", { className: "meta" }, element("span", { className: "dots" }, ...group.rows.slice(0, 32).map((row) => rewardDot(row))), place));

@@ -216,6 +216,6 @@ class TimelineView {
     const worst = this.known.flatMap((run) => run.record.stragglers.map((each) => ({ ...each, run, alone: each.end_s - each.start_s }))).filter((each) => each.alone > 0).sort((one, other) => other.alone - one.alone).slice(0, 10);
     this.worst.hidden = !worst.length;
     this.worst.replaceChildren(element("h2", {}, "Stragglers"), element("p", { className: "muted small" }, "Samples that ended last in their round, the longest alone first."),
-      table([...(multi ? ["run"] : []), "round", "sample", "engine", "tokens", "seconds alone"], worst.map((each) => [...(multi ? [each.run.figures?.name] : []), each.round, each.sample, each.engine, each.tokens, +each.alone.toPrecision(3)]), (at) => this.openSample(worst[at].run, worst[at].sample)));
+      table([...(multi ? ["run"] : []), "round", "sample", "engine", "tokens", "seconds alone"], worst.map((each) => [...(multi ? [each.run.figures?.name] : []), each.round + 1, each.sample, each.engine, each.tokens, +each.alone.toPrecision(3)]), (at) => this.openSample(worst[at].run, worst[at].sample)));
   }
 }

@@ -17,8 +17,8 @@ function verdictOf({ record, faster }) {
   if (!record.recorded_s || by("main_time_s") === undefined) return "";
   const named = waits.filter((each) => each.share >= LEAST_SHARE).slice(0, MAX_NAMED).map((each) => `${percent(each.share)} for ${CAUSES[each.cause]}`).join(", ");
   const waited = `The trainer waited ${percent(waits.reduce((sum, each) => sum + each.share, 0))} of ${duration(record.recorded_s)}${named ? `: ${named}` : ""}.`;
-  const [what, times] = record.bound_share ? ["this run", 1 / record.bound_share] : ["its rounds", by("main_time_s") / by("bound_s")];
-  const bound = Number.isFinite(times) ? ` The lower bound of ${what} is ${times.toFixed(1)} times faster.` : "";
+  const [what, best, taken] = record.run_bound ? ["this run", ...record.run_bound] : ["a round", by("bound_s"), by("main_time_s")];
+  const bound = best ? ` Under any schedule ${what} takes at best ${duration(best)} in place of ${duration(taken)}.` : "";
   if (!faster?.schedule) return `${waited}${bound} ${faster?.note || ""}`.trimEnd();
   if (faster.times < LEAST_GAIN) return `${waited}${bound} No other schedule that was simulated with its costs would be ${LEAST_GAIN} times faster.`;
   return `${waited}${bound} In a simulation with its costs, ${faster.schedule} is ${faster.times.toFixed(1)} times faster, at a mean lag of ${faster.lag_mean.toFixed(1)} optimizer steps.`;
