@@ -215,7 +215,7 @@ def test_a_run_that_was_killed_or_hangs_says_what_it_did_last() -> None:
     timeline = timeline_at(22.0)
     timeline.pairs.round = RoundSpan(20.0, 20.0, 2, 2)
     then = (
-        "The last record is of 22 s, in round 2; step 2 had ended at 20 s. What was open then:\n"
+        "The last record is of 22 s, in round 3; step 2 had ended at 20 s. What was open then:\n"
         "the schedule, for 2.0 s"
     )
     (killed,) = advisories([], timeline, RunStatus("ended", "ended without closing"), open_work(timeline))
