@@ -154,8 +154,8 @@ def test_two_runs_are_overlaid_and_compared_in_one_table(stories: Tab) -> None:
     page = stories.page
     names = "tailrace.overview.charts[0].lines.map((line) => [line.text, line.data[1]])"
     assert page.evaluate(names) == [
-        ["one reward of the step", [0.5, 0.8125]],
-        ["other reward of the step", [0.5, 0.8125]],
+        ["one reward of the step", [0.5, 1]],
+        ["other reward of the step", [0.5, 1]],
     ]
     assert page.locator("#head h1").inner_text() == "2 runs"
     heads, *rows = page.locator("#comparison tr").all_inner_texts()
