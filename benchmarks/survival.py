@@ -8,7 +8,8 @@ their own noise under the new weights, each after the same tokens before it. Pri
 step: the total variation of the distributions; the share of tokens that are others now, for this draw and for
 the inverse of the cumulative distribution in the order of the vocabulary; the share of tokens before the
 first other one of their response, which a verification would keep. The JSON file has the same by place and by
-entropy of the distribution.
+entropy of the distribution. results/survival-quickstart.json: --model examples/quickstart/model --groups 4
+--steps 4 --max-tokens 24 --rates 1e-5 --rates 1e-4 --rates 1e-3.
 """
 
 import random
@@ -63,7 +64,7 @@ class Loop:
             seeds = [MEMBERS * (groups * self.version + number) + member for member in range(MEMBERS)]
             for seed in seeds:
                 self.engine.submit(GenerationRequest(str(seed), prompt, (), seed))
-            ended = {}
+            ended: dict[str, list[int]] = {}
             while not self.engine.idle:
                 ended |= {output.id: output.ids for output in self.engine.step()}
             texts = [self.tokenizer.decode(ended[str(seed)]) for seed in seeds]
@@ -77,7 +78,8 @@ class Loop:
 
     def logits(self, prompt: list[int], ids: list[int]) -> Tensor:
         """[tokens, V], of each token of a completion."""
-        return self.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        logits: Tensor = self.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        return logits
 
     def step(self, samples: Sequence[tuple[list[int], list[int], int, float]]) -> None:
         """One optimizer step, loaded by the engine."""
@@ -85,7 +87,7 @@ class Loop:
         for prompt, ids, _, advantage in samples:
             if advantage:
                 logprobs = self.logits(prompt, ids).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])
-                (-advantage * logprobs.sum() / num).backward()
+                torch.autograd.backward(-advantage * logprobs.sum() / num)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -121,7 +123,7 @@ def measured(loop: Loop, groups: int) -> tuple[Row, list[Row]]:
         with torch.inference_mode():
             new = loop.logits(prompt, ids)
             variation = (old.softmax(-1) - new.softmax(-1)).abs().sum(-1) / 2
-            entropy = torch.distributions.Categorical(logits=old).entropy()
+            entropy = -(old.softmax(-1) * old.log_softmax(-1)).sum(-1)
             (own, inverse), (own_new, inverse_new) = drawn(old, seed), drawn(new, seed)
         changed = (own != own_new).tolist()
         num_kept += changed.index(True) if True in changed else len(ids)
