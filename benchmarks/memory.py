@@ -1,7 +1,8 @@
 """The bound of memory that `tailrace train --dry-run` prints, against what the trainer's processes use.
 
     python benchmarks/memory.py [--json FILE] [--shape smollm2|qwen3] [--layers N] [--vocabulary N]
-                                [--tokens N,N] [--dtype TYPE,TYPE] [--kind KIND,KIND] [--ranks N] [--beside]
+                                [--tokens N,N] [--dtype TYPE,TYPE] [--kind KIND,KIND] [--ranks N]
+                                [--parallel N] [--beside]
 
 Trains a model of the shape of SmolLM2-135M or Qwen3-0.6B with random weights on the CPU, for each number of
 tokens, type and kind: two steps of one full micro-batch for each rank, a publication and a checkpoint, by the
@@ -47,10 +48,13 @@ SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_em
 SHAPES: dict[str, dict[str, Any]] = {"smollm2": {"kind": "llama", **SMOLLM2}, "qwen3": QWEN3}
 
 
-def make_config(model: Path, kind: str, dtype: str, tokens: int, ranks: int, beside: bool) -> PolicyConfig:
+def make_config(
+    model: Path, kind: str, dtype: str, tokens: int, ranks: int, parallel: int, beside: bool
+) -> PolicyConfig:
     """The config of a run with this trainer; the data are not read."""
     trainer = {
         "ranks": ranks,
+        "tensor_parallel": parallel,
         "dtype": dtype,
         "activation_checkpointing": kind == "checkpointing",
         "max_tokens_per_microbatch": tokens,
@@ -136,6 +140,7 @@ def main(
     dtype: str = ",".join(ITEM_BYTES),
     kind: str = ",".join(KINDS),
     ranks: int = 1,
+    parallel: Annotated[int, Parameter(help="processes that divide layers")] = 1,
     beside: bool = False,
     json: Path | None = None,
 ) -> None:
@@ -147,7 +152,7 @@ def main(
             model, dtype="bfloat16", **SHAPES[shape] | {key: size for key, size in given.items() if size}
         )
         for each in itertools.product(kind.split(","), dtype.split(","), map(int, tokens.split(","))):
-            config = make_config(model, *each, ranks, beside)
+            config = make_config(model, *each, ranks, parallel, beside)
             bound, peaks = measure(config, beside=beside)
             for rank, peak in enumerate(peaks):
                 case = dict(zip(("kind", "dtype", "tokens"), each, strict=True)) | {"rank": rank}
