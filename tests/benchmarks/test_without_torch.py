@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import without_torch
 from helpers.small_run import train_here, write_small_run
+from tailrace.cli import COMMANDS
 from tailrace.importing import TRAINING
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,10 @@ def test_what_needs_no_model_works(called: Called) -> None:
     num = len(without_torch.WORKS) + len(without_torch.WORKS_ON_A_RUN)
     assert [code for code, _ in called.values()][:num] == [0] * num
     assert len(called) == num + len(without_torch.REFUSED) + 3
+
+
+def test_every_command_is_called(called: Called) -> None:
+    assert COMMANDS.keys() <= {words.partition(" ")[0] for words in called}
 
 
 @pytest.mark.parametrize(("words", "extra"), without_torch.REFUSED.items())
