@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -70,6 +71,8 @@ def test_a_run_that_training_bounds_has_nothing_to_gain(tmp_path: Path) -> None:
     assert advice.order_words([order], None)[-1].startswith("Nothing to gain for certain")
     order = advise.BestOrder(ORDERS["verl"][0], _measured(60.0), 60.0, "in turn", ["a=b"], "")
     assert not any("Nothing" in words for words in advice.order_words([order], 0.02))
+    assert advise.SCALING not in advice.order_words([order], None)
+    assert advise.SCALING in advice.order_words([replace(order, where="8 + 16")], None)
     assert "no other order of work" in advice.order_words([], None)[0]
 
 

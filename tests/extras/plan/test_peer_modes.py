@@ -170,6 +170,15 @@ def test_a_row_that_is_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
     assert len(read_peer(file).steps) == 2
 
 
+def test_a_figure_that_is_not_finite_counts_as_not_logged(tmp_path: Path) -> None:
+    rows = [
+        row | ({"timing_s/gen": float("nan")} if row["step"] == 3 else {}) for row in rows_of("verl sync", 4)
+    ]
+    rows[3]["timing_s/step"] = float("inf")
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["step_s"] for row in read_peer(tmp_path / "log.jsonl").steps] == [120]
+
+
 def test_a_log_of_one_step_says_so_and_one_of_zero_seconds_is_refused(tmp_path: Path) -> None:
     assert (
         "assumed: the only step is like others, although first"

@@ -225,7 +225,7 @@ def test_a_simulation_takes_the_fitted_section(tmp_path: Path) -> None:
         ({"timing_s__step": None}, "no log with the time of steps; .*verl: timing_s/step"),
         ({"timing_s__gen": 13_690.0}, r"take 1.37e\+04 s, and a step \(timing_s/step\) takes .* are mixed"),
         ({"response_length__mean": 9000.0}, "response_length/mean is 9000, and response_length/max is 600"),
-        ({"perf__total_num_tokens": None}, "how many samples a step has; tailrace fit RUN --samples N"),
+        ({"perf__total_num_tokens": None}, "how many samples a step has; give them: --samples N"),
         ({"step_time": 3.0}, "it has logs of TRL and verl"),
     ],
 )

@@ -37,6 +37,11 @@ STEPS, SAMPLES = 8, 16_384
 """Optimizer steps over which an order of large steps is measured, at least; and the samples of others."""
 BIASED = 0.02
 """Bias of the trained lengths from which on it is said."""
+SCALING = (
+    "A trainer is assumed to take n times as long on n times fewer devices. Printed ones take less, so that"
+    " separate devices can be faster than said."
+)
+"""Orders on separate devices are told so: docs/reference/pairs.md shows it."""
 SHOWN = 3
 """Orders that are described, at most."""
 _TABLE = tomllib.loads(Path(__file__).with_name("advise.toml").read_text(encoding="utf-8"))
@@ -265,6 +270,8 @@ class Advice:
                     f"Its trained responses are {figures['length_bias']:+.0%} longer than those drawn."
                 )
             said += [f"    {setting}" for setting in order.settings]
+        if any("+" in order.where for order in orders[:SHOWN]):
+            said.append(SCALING)
         if orders[0].step_s > (1 - ERROR) * self.step_s:
             said.append(f"Nothing to gain for certain: changes below {ERROR:.0%} are within the error.")
         return said

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 import httpx
-import msgspec
 
 from tailrace.errors import ConfigError
 from tailrace.importing import TRAINING, install
@@ -139,19 +139,25 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeDecodeError) as why:
+                row = json.loads(line)  # with NaN and Infinity, which Python's loggers write
+            except ValueError as why:
                 if number > 1 and not line.endswith(b"\n"):  # it is being written, or was killed
                     return
                 raise ValueError(f"line {number}: {why}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number}: it is no object")
+            yield row
 
 
 def _numbers(row: Mapping[str, object], is_read: Callable[[str], bool]) -> LogRow:
+    """The figures of a row that are read and finite."""
     inner = row.get("data")  # verl: {"step": 1, "data": {...}}
     flat = {**row, **inner} if isinstance(inner, dict) else row
     numbers = (int, float)
     known = {k: v for k, v in flat.items() if isinstance(v, numbers) and not isinstance(v, bool)}
-    return {intern(k): float(v) for k, v in known.items() if is_read(k)}  # one text for all rows
+    return {
+        intern(k): float(v) for k, v in known.items() if is_read(k) and isfinite(v)
+    }  # one text for all rows
 
 
 def _table(file: Path) -> Iterator[dict[str, Any]]:

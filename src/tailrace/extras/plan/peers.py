@@ -156,7 +156,9 @@ class PeerFormat:
             found += [figures] if "step_s" in figures else []
         if not overlaps and not any(row.get("lag_max", 1.0) for row in found):
             for row in found:
-                row.setdefault("generation_s", row.get("wait_s", 0.0))
+                row |= (
+                    {"generation_s": row["wait_s"]} if "wait_s" in row and "generation_s" not in row else {}
+                )
         return found
 
     @property
