@@ -53,6 +53,7 @@ STEP = {
 WORKS: Sequence[str] = (
     "--version",
     "--help",
+    "playground --help",  # it serves until a signal comes
     "simulate virtual.toml --output-dir simulated --json summary.json",
     "simulate virtual.toml --output-dir other --sim.cluster.model {model} --schedule.name rolloutpipe",
     "compare simulated other",
