@@ -4,7 +4,7 @@
   const base = new URL(".", location.href).href, isEmbedded = window.top !== window;
   /** The schedules in a page of the documentation, which has less room. */
   const EMBEDDED = ["serial", "tailrace"];
-  let setUp, simulator, runs = [], asked = 0, isSimulating = false;
+  let setUp, simulator, runs = [], isSimulating = false;
   /** `answers`: shown answers; `isIdle`: all questions are answered. Tests read them. */
   window.playground = { answers: 0, get isIdle() { return !isSimulating; }, get runs() { return runs; }, get setUp() { return setUp; }, get simulator() { return simulator; } };
 
@@ -52,7 +52,6 @@
     history.replaceState(null, "", setUp.address ? `#${setUp.address}` : location.pathname + location.search);
     byId("notice").hidden = true;
     for (const run of which) run.isDue = true;
-    asked += 1;
     if (!isSimulating) simulate();
     else drawAll();
   }
@@ -60,13 +59,12 @@
   async function simulate() {
     isSimulating = true;
     for (let run; (run = runs.find((each) => each.isDue && !each.isStranger));) {
-      const number = asked;
       run.isDue = false;
       run.card.ariaBusy = "true";
       if (simulator.isReady) state(`simulating ${run.name}`);
       const answer = await simulator.ask(setUp.question(run.name, run.lines));
       run.card.ariaBusy = "false";
-      if (run.isDue && asked !== number && !answer.problem && !runs.includes(run)) continue;
+      if (!runs.includes(run)) continue; // it was taken away meanwhile
       run.show(answer);
       drawAll();
     }
