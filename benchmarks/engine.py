@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py [--size 0.45M|25M] [--vllm-python PATH] [--repeats 3] [--core N] [--json FILE]
     python benchmarks/engine.py --model models/SmolLM2-135M-Instruct [--vllm-python PATH]
+    python benchmarks/engine.py --model models/SmolLM2-135M-Instruct --drafts   (drafts.py)
 
 Same model folders (random weights of a Qwen3 shape, in float32; or a real model, in bfloat16 and in float32,
 without servers), same requests, same lengths, one core and one thread for each engine. Lengths are lognormal
@@ -31,6 +32,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from common import run, save_model, write
+from drafts import measure as measure_drafts
 
 VOCABULARY, SAMPLES_A_PROMPT, NUM_WARM_UP = 96, 8, 32
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -158,6 +160,9 @@ def main(
     vllm_python: Annotated[str | None, Parameter(env_var="VLLM_PYTHON")] = None,
     repeats: int = 3,
     core: int = max(os.sched_getaffinity(0)),
+    drafts: bool = False,
+    groups: int = 2,
+    max_tokens: int = 160,
     json: Path | None = None,
 ) -> None:
     pythons = {"native": sys.executable, "native_http": sys.executable}
@@ -166,8 +171,13 @@ def main(
     if model:
         if not (model / "config.json").exists():
             raise SystemExit(f"{model} is no model folder; `make {model}` makes the example's")
-        write(json, compare_model(model, pythons, repeats, core))
+        if drafts:
+            write(json, measure_drafts(model, groups=groups, max_tokens=max_tokens, repeats=repeats))
+        else:
+            write(json, compare_model(model, pythons, repeats, core))
         return
+    if drafts:
+        raise SystemExit("--drafts needs --model")
     results: dict[str, Any] = {}
     for name in [size] if size else SIZES:
         with tempfile.TemporaryDirectory() as folder:

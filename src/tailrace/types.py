@@ -27,6 +27,8 @@ Stale = Literal["wait", "mask"]
 mask: it trains a sample when it ends, and tokens that are too old are masked out of the loss."""
 MAX_SHOWN = 2_000
 """Characters of a column that samples files have; longer columns are left out."""
+MAX_REFERENCES, MAX_REFERENCE_TOKENS = 4, 4096
+"""Responses of which a request drafts tokens, and their first tokens that it gets."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by the name of its type."""
 
@@ -175,6 +177,17 @@ class Sample:
     @property
     def prompt(self) -> Prompt:
         return self.group.prompt
+
+    @property
+    def references(self) -> list[Sequence[int]]:
+        """Other responses to its prompt, the newest first, for drafts: of finished members, then those that
+        the row got when it was last trained. None within an episode, whose turns have contexts of their
+        own."""
+        if self.in_episode:
+            return []
+        others = [each.completion_ids for each in reversed(self.group.kept) if each is not self]
+        newest = [each[:MAX_REFERENCE_TOKENS] for each in (*others, *self.group.earlier)]
+        return newest[:MAX_REFERENCES]
 
     @property
     def ended(self) -> bool:
@@ -340,6 +353,8 @@ class Group:
     """Position in the pool's queue, set at launch."""
     predicted_tokens: int = 0
     """Length of its longest response as the history of its row has it, set at launch."""
+    earlier: Sequence[Sequence[int]] = ()
+    """Responses that its row got when it was last trained, set at launch; empty without drafts."""
     oldest_version: int | None = None
     """Oldest version among its tokens; None before the first token."""
     on_older: Callable[[int | None, int], None] | None = None

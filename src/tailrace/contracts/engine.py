@@ -37,6 +37,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         sampling: None: as the engine's settings say.
         temperature, top_p, max_completion_tokens: in place of those of `sampling`.
         pin: the version of the weights; an engine that does not have it refuses. None: always the newest.
+        references: other completions of the prompt, the best first, from which an engine may draft tokens:
+            at most 4 of 4,096 tokens. No token depends on them.
     """
 
     id: str
@@ -49,6 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     top_p: float | None = None
     max_completion_tokens: int | None = None
     pin: int | None = None
+    references: Sequence[Sequence[int]] = ()
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
@@ -76,6 +79,7 @@ class DecodeSums(msgspec.Struct, frozen=True):
         positions: of each step, those in the KV cache when it begins.
         seconds: of the steps, with the engine's own work between two of them.
         prefilled: context positions that were computed in prefill_s.
+        checked, accepted: drafted tokens that the steps computed, and those of them that requests gained.
     """
 
     steps: int = 0
@@ -84,6 +88,13 @@ class DecodeSums(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     prefilled: int = 0
     prefill_s: float = 0.0
+    checked: int = 0
+    accepted: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens: one of each request of a step, and the accepted drafts."""
+        return self.running + self.accepted
 
     def __add__(self, other: "DecodeSums") -> "DecodeSums":
         return DecodeSums(*map(operator.add, astuple(self), astuple(other)))
@@ -174,6 +185,8 @@ class Capabilities:
     """Whether it scores the probe of a publication."""
     top_p: bool = False
     """Whether a sample may have a top-p of its own."""
+    drafts: bool = False
+    """Whether it drafts tokens from the references of a request, and counts them."""
 
 
 class EngineVerbs(Protocol):

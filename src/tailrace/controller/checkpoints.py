@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+import msgspec
+
 from tailrace import clock
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
@@ -16,7 +18,7 @@ from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
-from tailrace.rollout.history import History
+from tailrace.rollout.history import RESPONSES_FILE, History
 from tailrace.rollout.placement import Placement
 from tailrace.rollout.rewards import chain_of_rewards
 from tailrace.rollout.router import Router
@@ -131,6 +133,7 @@ class Checkpoints:
             anchors=dict(self._parts.anchors.longest_s),
             cut_steps=state.cut_steps,
         )
+        responses = dict(self._history.responses)
         async with self._placement.training(all_replicas=True):
             trainer_done = await self._parts.trainer.save(folder)
         self._saved_at, self._saved_name = (round, num_steps), name
@@ -140,6 +143,8 @@ class Checkpoints:
             await trainer_done
             if evaluating:
                 await asyncio.wait([evaluating])
+            if responses:
+                (folder / RESPONSES_FILE).write_bytes(msgspec.json.encode(responses))
             await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
             delete_old(folder, self._settings.keep_checkpoints, self._best and self._best[1])

@@ -20,7 +20,7 @@ from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Recorder
 from tailrace.rollout.difficulty import DifficultyPools
-from tailrace.rollout.history import History
+from tailrace.rollout.history import MAX_TOKENS, History, saved_responses
 from tailrace.rollout.placement import make_placement
 from tailrace.rollout.pool import PartialRolloutBuffer, Pool
 from tailrace.rollout.rewards import SynchronousRewards, chain_of_rewards
@@ -106,8 +106,10 @@ def joined(
     for engine in engines:
         engine.on_arrival = partial(ledger.probe, engine.name)
     components.anchors.restore(start.base.anchors)
-    history, parked = History(start.base.longest), PartialRolloutBuffer(start.partial_rollouts)
-    prompts = components.prompts
+    max_tokens = MAX_TOKENS if any(engine.capabilities.drafts for engine in engines) else 0
+    responses = saved_responses(folder / start.base.checkpoint) if folder and start.base.checkpoint else {}
+    history = History(start.base.longest, responses, max_tokens)
+    parked, prompts = PartialRolloutBuffer(start.partial_rollouts), components.prompts
     pools = DifficultyPools(components.pools, settings.seed, start.rewards, prompts.__getitem__)
     ledger.on_end = pools.observe
     prompt_source = PromptSource(prompts, pools, settings, ledger, recorder)

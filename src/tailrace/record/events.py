@@ -86,6 +86,8 @@ class Decoded(Interval, frozen=True):
 
     engine: str
     sums: DecodeSums
+    drafts: bool = False
+    """Whether it drafts tokens."""
 
 
 class SampleScored(Moment, frozen=True):

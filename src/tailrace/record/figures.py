@@ -267,6 +267,8 @@ probe/failed/ | probes | summed | - | Answers that show that weights have not ar
 kv/recomputed | publications | summed | - | Publications with which engines recomputed the KV cache of
     requests in flight.
 engines/preempted/ | requests | summed | - | Requests preempted because the KV cache was full, by engine.
+drafts/checked | tokens | summed | - | Drafted tokens that decode steps computed (engine.drafts).
+drafts/accepted | tokens | summed | - | Of these, tokens that samples gained, evaluations included.
 groups/parked | groups | summed | - | Neither trained nor given up at the end of the run; only in the last
     row.
 tokens/parked | tokens | summed | - | Tokens of these groups.

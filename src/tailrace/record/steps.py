@@ -282,6 +282,9 @@ class StepMeter:
                 counts["engines/died/" + event.engine] += 1
             case events.Preempted():
                 counts["engines/preempted/" + event.engine] += event.num_requests
+            case events.Decoded(drafts=True):
+                counts["drafts/checked"] += event.sums.checked
+                counts["drafts/accepted"] += event.sums.accepted
             case events.RowSkipped():
                 counts["rows/skipped/" + _slug(event.reason)] += 1
             case events.BooksClosed():

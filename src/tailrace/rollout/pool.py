@@ -301,6 +301,7 @@ class Pool:
         if not len(self):
             self.on_rollout()
         group.order, group.predicted_tokens = next(self._orders), self._history.predicted(group.prompt)
+        group.earlier = self._history.last_responses(group.prompt)
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         self.ages.add(group)

@@ -109,7 +109,7 @@ class Router:
         self._busy_since_s[number], self._decoded[number] = now(), engine.usage().decoded
         if self._decoded[number].steps > before.steps:
             sums = self._decoded[number] - before
-            self._recorder.emit(Decoded(since_s, now(), engine.name, sums))
+            self._recorder.emit(Decoded(since_s, now(), engine.name, sums, engine.capabilities.drafts))
 
     def report_preemptions(self) -> None:
         """Record how many requests each engine has preempted since the last call."""

@@ -75,6 +75,11 @@ class NativeEngineSettings(ReplicaSettings):
     admitted request is preempted and recomputed later. Not set: 262,144, or what fits the memory."""
     max_prefill_tokens: int = Field(default=8192, ge=1, le=2**31)
     """The most context tokens between two decode steps; 1 to 2^31. A longer context is computed in parts."""
+    drafts: Literal["off", "auto"] = "off"
+    """auto: a step checks tokens that followed the same tokens before, in the response, or in others to the
+    same prompt; as many as make it faster. No token changes but by rounding."""
+    max_draft_tokens: int = Field(default=8, ge=1, le=64)
+    """The most tokens of a request that a step checks; 1 to 64."""
 
     @property
     @override

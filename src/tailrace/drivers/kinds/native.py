@@ -27,7 +27,8 @@ class Native(EngineKind):
 
     @override
     def check(self, config: PolicyConfig) -> None:
-        check_served(config.model.path)
+        assert isinstance(config.engine, NativeEngineSettings)
+        check_served(config.model.path, config.engine, "engine.drafts")
         if config.trainer.adapter and (feature := not_fused(config.model.path)):
             problem = f"the embedded engine serves no adapters of a model with {feature}"
             remedy = 'write "merged", or engine.kind = "vllm"'
@@ -69,10 +70,14 @@ class Native(EngineKind):
         return begin
 
 
-def check_served(path: Path) -> None:
-    """Check a model, and say if it is served slowly. Raises as `check_files`."""
+def check_served(path: Path, settings: NativeEngineSettings, key: str) -> None:
+    """Check a model, and say if it is served slowly. Raises as `check_files`, and a ConfigError with the key
+    of drafts where it cannot check them."""
     check_files(path)
     if feature := not_fused(path):
+        if settings.drafts != "off":
+            problem = f"the embedded engine checks no drafts with a model with {feature}"
+            raise ConfigError(key, settings.drafts, problem, 'write "off"')
         way = f"by transformers' own forward pass, slower: {feature}"
         say(f'the embedded engine serves the model {way}; engine.kind = "vllm" may be faster')
 

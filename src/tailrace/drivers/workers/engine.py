@@ -304,10 +304,12 @@ class RemoteEngine(EngineClient):
     Once the process has ended, every method raises EngineDied.
     """
 
-    capabilities = Capabilities(exact_versions=True, sleep=True, scores=True, top_p=True)
-
     def __init__(self, worker: RemoteWorker, job: EngineJob) -> None:
         super().__init__(worker, job)
+        drafts = job.engine.drafts != "off"
+        self.capabilities = Capabilities(
+            exact_versions=True, sleep=True, scores=True, top_p=True, drafts=drafts
+        )
         self.counter = TokenCounter()
         self.arrival: Arrival | None = None
         self._requests: dict[str, _Request] = {}
@@ -331,6 +333,7 @@ class RemoteEngine(EngineClient):
                 top_p=sample.top_p,
                 max_completion_tokens=len(ids) + self.job.sampling.room(sample),
                 pin=sample.pin,
+                references=sample.references if self.capabilities.drafts else (),
             )
             self.worker.send(EngineWorker.submit, request)
             self._requests[id] = served = _Request(sample, self.worker.future())

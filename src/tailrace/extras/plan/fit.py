@@ -233,7 +233,11 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     is_alone = trained_s <= ALONE * seconds
     separable = is_alone.sum() >= max(MIN_ALONE, MIN_ALONE_SHARE * len(decoded))
     used = is_alone if separable else np.ones(len(decoded), dtype=bool)
-    columns = {"base_s": sums["steps"], "slope_s": sums["running"], "context_s": sums["positions"]}
+    columns = {
+        "base_s": sums["steps"],
+        "slope_s": sums["running"] + sums["checked"],
+        "context_s": sums["positions"],
+    }
     solution = non_negative(
         {name: column[used] for name, column in columns.items()}, seconds[used], sums["steps"][used]
     )

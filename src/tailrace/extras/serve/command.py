@@ -26,7 +26,7 @@ from tailrace.drivers.workers.template import TemplateJob, TemplateWorker
 from tailrace.errors import ConfigError, Interrupted, WorkerDied
 from tailrace.extras.http.engine import TOKEN_VARIABLE
 from tailrace.extras.serve.settings import ServeSettings
-from tailrace.importing import check_training, install
+from tailrace.importing import install
 from tailrace.kinds import kind_of
 from tailrace.model_folder import context_length, find_folder, read_config
 
@@ -84,7 +84,6 @@ def serve(
     except ImportError as why:
         remedy = install("tinker" if tinker else "serve")
         raise ConfigError("serve", why.name, "this package is not installed", remedy) from why
-    check_training("MODEL", str(model), "serve")
     preload()
     settings = settings.model_copy(update={"served_model_name": settings.served_model_name or str(model)})
     model = find_folder(model)
@@ -97,7 +96,7 @@ def serve(
         raise ConfigError(f"--{key}", value, "serve has no config to override without --tinker", "remove it")
     if settings.own_stable_reinforce:
         raise ConfigError("--own-stable-reinforce", True, "it is a loss of --tinker", "remove it")
-    check_served(model)
+    check_served(model, engine, "--drafts")
     check_device("--device", engine.device)
     tokenizer = load_tokenizer(model)
     folder = settings.weights_folder

@@ -1,10 +1,12 @@
-"""Model folders are made once; engines with their settings are made by each test."""
+"""Model folders are made once; engines with their settings are made by each test. `make test-slow` runs each
+test also with drafts that are forced on the engine, whether they are right or not."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from forced_drafts import KINDS, OF_STEPS, ForcedDrafts
 from native_cases import TEMPERATURE
 from transformers import PreTrainedModel
 
@@ -14,6 +16,14 @@ from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.settings import NativeEngineSettings
 
 MakeEngine = Callable[..., NativeEngine]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without drafts, and with each kind of them where the test asks for engines and counts no steps."""
+    if "make_engine" in metafunc.fixturenames:
+        kinds = () if {metafunc.function.__name__, metafunc.module.__name__} & {*OF_STEPS} else KINDS
+        forced = [pytest.param(kind, marks=pytest.mark.slow, id=f"{kind} drafts") for kind in kinds]
+        metafunc.parametrize("forced_drafts", [pytest.param(None, id=pytest.HIDDEN_PARAM), *forced])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -29,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
 
 
 @pytest.fixture
-def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
+def make_engine(models: dict[str, tuple[Path, PreTrainedModel]], forced_drafts: str | None) -> MakeEngine:
     def make(
         family: str = "qwen3",
         settings: NativeEngineSettings | None = None,
@@ -37,12 +47,15 @@ def make_engine(models: dict[str, tuple[Path, PreTrainedModel]]) -> MakeEngine:
         max_completion_tokens: int = 60,
         **of_adapters: float,
     ) -> NativeEngine:
-        return NativeEngine(
+        engine = NativeEngine(
             models[family][0],
             settings or NativeEngineSettings(),
             sampling
             or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
             **of_adapters,
         )
+        if forced_drafts:
+            engine._drafter = ForcedDrafts(forced_drafts, engine)
+        return engine
 
     return make

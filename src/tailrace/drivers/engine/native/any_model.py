@@ -177,14 +177,14 @@ class AnyEngine(NativeEngine):
                 self._states.write(sequence, block)
 
     @override
-    def _logits(self, lengths: dict[Sequence, int]) -> Tensor:
+    def _logits(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]]) -> Tensor:
         logits: dict[Sequence, Tensor] = {}
         if self._model.together == UNCACHED:
-            return self._model.whole([each.tokens for each in lengths])
-        for group in self._states.groups(list(lengths)):
+            return self._model.whole([each.tokens for each in news])
+        for group in self._states.groups(list(news)):
             batch = self._states.batch(group, self._model.empty)
             logits |= zip(group, self._model.step(batch, [each.tokens[-1] for each in group]), strict=True)
-        return torch.stack([logits[each] for each in lengths])
+        return torch.stack([logits[each] for each in news])
 
     @override
     def score(self, ids: Many[int], num_prefix: int) -> list[float]:

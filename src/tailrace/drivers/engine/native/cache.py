@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from tailrace.drivers.engine.native.matches import Matches
 from tailrace.types import SamplingParams
 
 SMALLEST = 80
@@ -23,7 +24,8 @@ GROWTH = 1.6
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request. While it runs, the KV cache holds all of its tokens but the last."""
+    """One request. While it runs, the KV cache holds all of its tokens but the last. Its slot may hold keys
+    and values of refused drafts behind them, which the next tokens overwrite."""
 
     id: str
     tokens: list[int]
@@ -41,6 +43,8 @@ class Sequence:
     """The weights that computed the cached prompt; None if they are not known."""
     num_unread: int = 0
     """Tokens that were drawn, and that the host has not read from the device."""
+    matches: Matches | None = None
+    """The texts of its prompt, from which drafts are taken; None: there are no drafts."""
 
     @property
     def length(self) -> int:
@@ -134,7 +138,11 @@ class Cache:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the slot that the sequence has is large enough for its tokens."""
-        return sequence.length <= self._tier_of[sequence].capacity
+        return self.num_free(sequence) >= 0
+
+    def num_free(self, sequence: Sequence) -> int:
+        """Positions of the sequence's slot beyond its tokens."""
+        return self._tier_of[sequence].capacity - sequence.length
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether a slot for the sequence's tokens fits into the budget, in place of the slot it has."""

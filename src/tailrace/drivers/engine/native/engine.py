@@ -7,6 +7,8 @@ The engine is synchronous and has one thread: its owner calls `step` in a loop a
 two steps. scheduler.py decides what runs, cache.py holds keys and values, model.py computes, sampler.py
 draws.
 
+With drafts (drafts.py) a step gives a request several tokens, and is read at once.
+
 A GPU does not wait for the host: the tokens of a step are read while the next one runs, whose inputs they are
 on the device. So the host learns one step late that a token has ended its sequence, and drops the one after
 it. `abort`, `report`, `load` and `sleep` first read what is not read. On a CPU a step is read at once.
@@ -18,8 +20,10 @@ request's pin. Of LoRA adapters the last few versions are served at the same tim
 import time
 from collections import abc
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
@@ -30,7 +34,9 @@ from tailrace.contracts.engine import DecodeSums, GenerationOutput, GenerationRe
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
+from tailrace.drivers.engine.native.drafts import Drafter
 from tailrace.drivers.engine.native.graphs import Graphs
+from tailrace.drivers.engine.native.matches import Matches
 from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
 from tailrace.drivers.engine.native.sampler import Drawn, draw, noise_keys, noise_stream, on_device
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
@@ -60,10 +66,10 @@ class StopConditions:
             remedy = "save the tokenizer into the folder"
             raise folder_error(path, "sampling.stop needs a tokenizer.json", remedy)
 
-    def exhausted(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether there is no room for another token after so many."""
+    def num_left(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many tokens may follow so many; not above 0: none."""
         limit = sequence.num_prompt + sequence.sampling.max_completion_tokens
-        return num_tokens >= min(limit, self._max_tokens)
+        return min(limit, self._max_tokens) - num_tokens
 
     def reason(self, sequence: Sequence) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""
@@ -73,7 +79,7 @@ class StopConditions:
         completion = sequence.tokens[sequence.num_prompt :] if sampling.stop else []
         if sampling.stop and string_reached(self._decode, completion, sampling.stop):
             return "stop"
-        return "length" if self.exhausted(sequence, len(sequence.tokens)) else None
+        return "length" if self.num_left(sequence, len(sequence.tokens)) <= 0 else None
 
     @cached_property
     def _decode(self) -> abc.Callable[[abc.Sequence[int]], str]:
@@ -92,9 +98,11 @@ def _seconds(start: DeviceTime, end: DeviceTime) -> float:
 
 
 class InFlight(NamedTuple):
-    """A decode step whose tokens the host has not read. They are in its memory once they have `arrived`."""
+    """A decode step whose tokens the host has not read. They are in its memory once they have `arrived`. A
+    sequence has a row, and one more for each of its drafts."""
 
     sequences: list[Sequence]
+    drafts: abc.Mapping[Sequence, list[int]]
     on_device: Drawn
     on_host: Drawn
     arrived: torch.cuda.Event | None
@@ -111,6 +119,7 @@ class NativeEngine:
     """
 
     _graphs: Graphs | None = None
+    _drafter: Drafter | None = None
     _reads_late = False
 
     def __init__(
@@ -135,6 +144,9 @@ class NativeEngine:
         self.refused: list[str] = []
         """Ids of requests whose version it does not have, at first or any more. Its owner takes them."""
         self._in_flight: InFlight | None = None
+        self._matches = WeakValueDictionary[tuple[int, ...], Matches]()
+        """By prompt."""
+        self._has_said_unknown = False
         self._probed: dict[Sequence, list[Tensor]] = {}  # the prefix that `probe` computed last
         self._last_step_s: float | None = None
         """End of the last step, if the engine was not idle since."""
@@ -148,6 +160,8 @@ class NativeEngine:
         self._model = CausalLM(self._path, max_tokens=budget, device=device, dtype=dtype)
         self._cache = Cache(self._model.empty_cache(), max_tokens=self._model.max_tokens, budget=budget)
         self._reads_late = device.type == "cuda"
+        if settings.drafts == "auto":
+            self._drafter = Drafter(settings.max_draft_tokens)
         if not (why := self._model.why_no_varlen):
             self._graphs = Graphs(self._model, self._cache, settings.max_num_seqs)
         elif self._reads_late:
@@ -175,12 +189,27 @@ class NativeEngine:
             sampling = msgspec.structs.replace(sampling, **changes)
         num_prompt = len(request.prompt_ids)
         sequence = Sequence(request.id, tokens, num_prompt, noise, sampling, request.greedy, request.pin)
+        if self._drafter:
+            sequence.matches = self._matches_of(request, tokens)
         if request.pin not in (None, *self._adapters):
             self.refused.append(request.id)
-        elif not tokens or self._stops.exhausted(sequence, len(tokens)):
+        elif not tokens or self._stops.num_left(sequence, len(tokens)) <= 0:
             self._finished.append(self._output(sequence, "length"))
         else:
             self._scheduler.add(sequence)
+
+    def _matches_of(self, request: GenerationRequest, tokens: list[int]) -> Matches:
+        """The texts of the request's prompt, with its own and its references. They are kept while one of its
+        requests is there."""
+        prompt = (*request.prompt_ids,)
+        matches = self._matches.setdefault(prompt, Matches(prompt))
+        known = [each for each in request.references if all(0 <= id < self._model.vocabulary for id in each)]
+        if len(known) < len(request.references) and not self._has_said_unknown:
+            self._has_said_unknown = True
+            say("references for drafts with tokens beyond the vocabulary are not used")
+        matches.refer(known)
+        matches.add(tokens)
+        return matches
 
     def abort(self, id: str) -> GenerationOutput | None:
         """Stop a request and return its last output; None if it has finished or is unknown.
@@ -193,7 +222,8 @@ class NativeEngine:
         return None if sequence is None else self._output(sequence, None)
 
     def step(self) -> list[GenerationOutput]:
-        """Admit, prefill, and decode one token of every running request. Returns the finished ones."""
+        """Admit, prefill, and decode a token of every running request, or several with drafts. Returns the
+        finished ones."""
         began_s, prefill, num_prefilled = self._last_step_s or time.monotonic(), None, 0
         with torch.inference_mode(), attention_kernels():
             self._scheduler.grow(self._settle)
@@ -205,13 +235,15 @@ class NativeEngine:
             launched = self._decode()
             self._settle()
             self._in_flight = launched
-            if self._reads_late:
+            if self._reads_late and not self._drafter:
                 prefill, self._prefill = self._prefill, prefill
             else:
                 self._settle()
         prefill_s = _seconds(*prefill) if prefill else 0.0
         self._last_step_s = now_s = time.monotonic()
         seconds = now_s - began_s - prefill_s
+        if self._drafter and launched:
+            self._drafter.seconds.observe(len(launched.on_host.ids), seconds)
         self._decoded += DecodeSums(seconds=seconds, prefilled=num_prefilled, prefill_s=prefill_s)
         finished, self._finished = self._finished, []
         return finished
@@ -321,8 +353,8 @@ class NativeEngine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_tokens=self._scheduler.cache.num_occupied,
-            num_generated=self._decoded.running,
-            num_counted=self._decoded.running,
+            num_generated=self._decoded.generated,
+            num_counted=self._decoded.generated,
             num_prefilled=self._decoded.prefilled,
             num_preempted=self._scheduler.num_preempted,
             kv_capacity=self._scheduler.cache.budget,
@@ -363,21 +395,27 @@ class NativeEngine:
         return [(self._adapters[each], (rows == each).nonzero()[:, 0]) for each in {*versions}]
 
     def _decode(self) -> InFlight | None:
-        """Draw one token of every request whose context is computed and that gets another one."""
+        """Draw one token of every request whose context is computed and that gets another one, and one after
+        each of its drafts."""
         ready = [each for each in self._scheduler.cache.sequences() if each is not self._scheduler.partial]
-        lengths = {each: length for each in ready if not self._stops.exhausted(each, length := each.length)}
-        if not lengths:
+        left = {each: num for each in ready if (num := self._stops.num_left(each, each.length)) > 0}
+        if not left:
             return None
-        sequences, logits = list(lengths), self._logits(lengths)
-        of_noise = [[s.noise_stream for s in sequences], [lengths[s] - s.num_prompt for s in sequences]]
-        greedy = [row for row, sequence in enumerate(sequences) if sequence.greedy]
-        sampling = [sequence.sampling for sequence in sequences]
+        drafts: dict[Sequence, list[int]] = {}
+        if self._drafter:
+            drafts = self._drafter.propose({s: min(n - 1, self._cache.num_free(s)) for s, n in left.items()})
+        sequences = list(left)
+        news = {s: range(s.length - 1, s.length + len(drafts.get(s, ()))) for s in sequences}
+        logits, rows = self._logits(news, drafts), [(s, place) for s in sequences for place in news[s]]
+        of_noise = [[s.noise_stream for s, _ in rows], [place + 1 - s.num_prompt for s, place in rows]]
+        greedy = [row for row, (sequence, _) in enumerate(rows) if sequence.greedy]
+        sampling = [sequence.sampling for sequence, _ in rows]
         drawn = draw(logits, noise_keys(*self._tensor(of_noise)), sampling, greedy)
         for sequence in sequences:
             sequence.num_unread += 1
         on_host = Drawn(*(x.to("cpu", non_blocking=True) for x in drawn))
         arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
-        return InFlight(sequences, drawn, on_host, arrived)
+        return InFlight(sequences, drafts, drawn, on_host, arrived)
 
     def _settle(self) -> bool:
         """Read the tokens that are not read; whether there were any."""
@@ -386,32 +424,55 @@ class NativeEngine:
             return False
         if step.arrived:
             step.arrived.synchronize()
-        lengths = []
-        ids, logprobs = (x.tolist() for x in step.on_host)
-        for sequence, id, logprob in zip(step.sequences, ids, logprobs, strict=True):
+        lengths, num_checked, num_accepted = [], 0, 0
+        drawn = iter(zip(*(x.tolist() for x in step.on_host), strict=True))
+        for sequence in step.sequences:
+            draft = step.drafts.get(sequence, [])
+            rows = [*islice(drawn, 1 + len(draft))]
             sequence.num_unread -= 1
             if self._scheduler.running.get(sequence.id) is not sequence:
                 continue  # it ended in the step before
             lengths.append(len(sequence.tokens))
+            num_right = self._take(sequence, rows, draft)
+            if self._drafter and draft:
+                self._drafter.observe(sequence, len(draft), num_right)
+            num_checked += len(draft)
+            num_accepted += num_right
+        self._decoded += DecodeSums(
+            steps=int(bool(lengths)),
+            running=len(lengths),
+            positions=sum(lengths),
+            checked=num_checked,
+            accepted=num_accepted,
+        )
+        return True
+
+    def _take(self, sequence: Sequence, rows: list[tuple[int, float]], draft: list[int]) -> int:
+        """Append drawn tokens with their log-probs, up to and with the first that differs from its draft or
+        ends the sequence. Returns the drafts before the last of them."""
+        for number, (id, logprob) in enumerate(rows):
             sequence.tokens.append(id)
             sequence.logprobs.append(logprob)
             if reason := self._stops.reason(sequence):
                 self._scheduler.finish(sequence)
                 self._finished.append(self._output(sequence, reason))
-        self._decoded += DecodeSums(steps=int(bool(lengths)), running=len(lengths), positions=sum(lengths))
-        return True
+                return number
+            if [id] != draft[number : number + 1]:
+                return number
+        raise AssertionError("the last row has no draft after it")
 
-    def _logits(self, lengths: dict[Sequence, int]) -> Tensor:
-        """Read the last token of sequences, in the order of the cache: [T, V], float32. `lengths`: theirs."""
+    def _logits(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]]) -> Tensor:
+        """Read the last token of sequences, in the order of the cache, and their drafts: [T, V], float32.
+        `news`: the positions that are read."""
         slots, x = self._cache.slots(), None
-        adapted = self._adapted(list(lengths), [1] * len(lengths))
-        parts = [(slots[each], range(length - 1, length)) for each, length in lengths.items()]
-        ids = self._tensor([each.tokens[-1] for each in lengths])
+        adapted = self._adapted(list(news), [len(new) for new in news.values()])
+        parts = [(slots[each], new) for each, new in news.items()]
+        ids = self._tensor([id for each in news for id in (each.tokens[-1], *drafts.get(each, ()))])
         if step := self._in_flight:
             row_of = {sequence: row for row, sequence in enumerate(step.sequences)}
-            unread = self._tensor([row_of.get(sequence, -1) for sequence in lengths])
+            unread = self._tensor([row_of.get(sequence, -1) for sequence in news])
             ids = torch.where(unread < 0, ids, step.on_device.ids[unread])
-        if self._graphs and not any(adapter for adapter, _ in adapted):
+        if self._graphs and not drafts and not any(adapter for adapter, _ in adapted):
             x = self._graphs(parts, ids)
         if x is None:
             x = self._model.read(self._cache.pieces, parts, ids, adapted)

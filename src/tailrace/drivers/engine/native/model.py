@@ -160,6 +160,11 @@ class CausalLM:
         self._weights |= zip(rows, joined.split_with_sizes([*rows.values()]), strict=True)
         return joined
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of its tokens."""
+        return int(self._config.vocab_size)
+
     def release(self) -> None:
         """Free the memory of the weights, until `restore`."""
         for matrix in self._matrices():
@@ -319,7 +324,7 @@ Extent = tuple[Slot, range]
 
 
 class SdpaAttention(Attention):
-    """Causal attention by torch's scaled_dot_product_attention. Sequences with one new token each, whose
+    """Causal attention by torch's scaled_dot_product_attention. Sequences with as few new tokens each, whose
     slots of one capacity follow one another, are computed together; others one after another."""
 
     def __init__(self, pieces: abc.Sequence[Tensor], places: Tensor, parts: abc.Sequence[Extent]) -> None:
@@ -344,7 +349,7 @@ class SdpaAttention(Attention):
         _, num_kv, dim = keys.shape
         outs = []
         for rows, (start, capacity), num, longest, mask in self._runs:
-            query, slots = q[rows], slice(start, start + num * capacity)
+            query, slots, causal = q[rows], slice(start, start + num * capacity), mask is None
             key, value = (x[slots].view(num, capacity, num_kv, dim)[:, :longest] for x in (keys, values))
             key, value = key.transpose(1, 2), value.transpose(1, 2)
             if len(query) == num:
@@ -352,17 +357,18 @@ class SdpaAttention(Attention):
                 query = query.view(num, num_kv, -1, dim)
                 outs.append(F.scaled_dot_product_attention(query, key, value, mask).flatten(1, 2))
             else:
-                query, causal = query.transpose(0, 1)[None], mask is None
+                query = query.view(num, -1, *query.shape[1:]).transpose(1, 2)
                 fused = for_fused_attention(query, key, value)
                 out = F.scaled_dot_product_attention(query, *fused, mask, is_causal=causal, enable_gqa=True)
-                outs.append(out[0].transpose(0, 1))
+                outs.append(out.transpose(1, 2).flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _neighbours(numbered: tuple[int, Extent]) -> Slot | int:
-    """Equal for neighbouring slots of one capacity with one new token each."""
+def _neighbours(numbered: tuple[int, Extent]) -> tuple[int, ...]:
+    """Equal for neighbouring slots of one capacity with as few new tokens each."""
     number, ((start, capacity), new) = numbered
-    return (start - number * capacity, capacity) if len(new) == 1 else number
+    is_short = len(new) == 1 or (new.start > 0 and len(new) <= ROWS)
+    return (start - number * capacity, capacity, len(new)) if is_short else (number,)
 
 
 @dataclass(slots=True)
