@@ -89,20 +89,19 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
-MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 1_850
+MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 2_100
 DEFAULT_KINDS = (
     *("data.rows", "engine.native", "environment.single_turn", "host.local", "trainer.torch"),
     "weights.shared_memory",
 )
 """The kinds that a default run of `tailrace train` names."""
-MAX_REACH = {"heart": 11_000, "nano": 8_400, "train": 23_500, "train with kinds": 30_400, "whole": 53_000}
+MAX_REACH = {"heart": 10_950, "nano": 8_650, "train": 22_200, "train with kinds": 29_450, "whole": 53_200}
 """Lines that a part reaches: the schedules in virtual time; examples/nano.py; `tailrace train`, without and
 with the kinds that a default run names by a string; the package. Ceilings are round and fall. A commit that
 raises one names the reason in its message."""
 PLANNED: Mapping[str, Mapping[str, int]] = {
-    "tokens from drafts": {"whole": 900, "heart": 350},
+    "verified tokens": {"whole": 100, "heart": 100},
     "a first hour": {"whole": 1_200, "heart": 50},
-    "tensor parallelism": {"whole": 450, "heart": 40},
     "one GPU": {"whole": 80},
 }
 """What a feature may add to these ceilings, once: the commit that brings it takes its row out."""
