@@ -14,7 +14,7 @@ import msgspec
 from tailrace.types import MAX_REFERENCE_TOKENS, MAX_REFERENCES, Group, Prompt
 
 MAX_TOKENS = 2**20
-"""Of all responses that are kept; those of the rows that were trained longest ago are dropped first."""
+"""The limit of all responses that are kept. The rows that were trained longest ago lose theirs first."""
 RESPONSES_FILE = "responses.json"
 """The responses in the folder of a checkpoint."""
 

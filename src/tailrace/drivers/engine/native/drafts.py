@@ -24,7 +24,7 @@ NEW = 1 / 8
 NEW_DRAFT = 1 / 64
 """Weight of a new draft in the share of right ones."""
 PLAIN_EVERY = 64
-"""Of so many steps with drafts one has none, so that the seconds of such steps are known."""
+"""One of so many steps with drafts has none, so that the seconds of such steps are known."""
 MAX_REST = 127
 """The most steps for which nothing is drafted after drafts did not pay. After them a few are tried, at most
 one a request, because seconds and shares may be others now."""
@@ -71,7 +71,7 @@ class Drafter:
         self._right = dict.fromkeys(LENGTHS, 0.5)
         """The share of drafts that were right after right ones, by the length of the match."""
         self._lengths: dict[Request, int] = {}
-        """Of the matches of the drafts that are checked now."""
+        """The lengths of the matches whose drafts are checked now."""
         self._rest = self._last_rest = self._num_drafted = 0
 
     def propose(self, rooms: Mapping[Request, int]) -> dict[Request, list[int]]:
@@ -111,7 +111,7 @@ class Drafter:
         return best_num
 
     def observe(self, request: Request, num_drafted: int, num_right: int) -> None:
-        """Of the drafts of a request the first ones were right."""
+        """Book how many of the first drafts of a request were right."""
         length = self._lengths.pop(request)
         for number in range(min(num_right + 1, num_drafted)):
             self._right[length] += NEW_DRAFT * ((number < num_right) - self._right[length])

@@ -1,4 +1,4 @@
-"""What followed the same tokens before, in the texts of one prompt."""
+"""The tokens that followed the same ones before, in the texts of one prompt."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
