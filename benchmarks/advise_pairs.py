@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from reproductions import peers, verl
+from tailrace.errors import ConfigError
 from tailrace.extras.plan.advise import MODES, Advice, BestOrder
 from tailrace.extras.plan.candidates import response_lengths
 from tailrace.extras.plan.peers import read_peer
@@ -148,13 +149,17 @@ def rows(only: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each pair: those whose name has `only` last, as they are measured."""
     found: dict[tuple[float, int], Mapping[str, BestOrder]] = {}
     for pair in sorted(printed(), key=lambda pair: only in pair.name):
-        row = {"pair": pair.name, "source": pair.source, "printed_s": round(pair.step_s, 2)}
+        row: dict[str, Any] = {"pair": pair.name, "source": pair.source, "printed_s": round(pair.step_s, 2)}
         if pair.half is None or pair.why_not or only not in pair.name:
             yield row | {"why_not": pair.why_not or NOT_RUN}
             continue
         key = (pair.half.step_s, pair.rollout_devices)
-        if key not in found:
-            found[key] = {each.mode.name: each for each in pair.half.orders(pair.rollout_devices)}
+        try:
+            if key not in found:
+                found[key] = {each.mode.name: each for each in pair.half.orders(pair.rollout_devices)}
+        except ConfigError as error:
+            yield row | {"why_not": f"{error.key}: {error.problem}"}
+            continue
         order = found[key][SEPARATE]
         yield row | {
             "synchronous_s": pair.half.step_s,

@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import Any
 from zipfile import ZipFile
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from peer_names import ROOT, downloaded
 
