@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 from make_pairs import DATA, pairs
+from tailrace.extras.plan.advise import PAIRS_ERROR
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "pairs.md"
 
@@ -18,6 +20,12 @@ def test_an_error_is_that_of_the_predicted_step_and_no_pair_without_one_lacks_th
         assert ("error" in row) != ("why_not" in row)
         if "error" in row:
             assert row["error"] == round(row["predicted_s"] / row["printed_s"] - 1, 4)
+
+
+def test_advise_says_the_median_error_of_these_pairs_and_that_all_are_too_slow() -> None:
+    errors = [row["error"] for row in json.loads(DATA.read_text()) if "error" in row]
+    assert round(median(errors), 2) == PAIRS_ERROR
+    assert min(errors) > 0
 
 
 def test_the_worst_pair_stands_first_and_is_named_with_the_median() -> None:

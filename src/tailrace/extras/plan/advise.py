@@ -28,7 +28,10 @@ from tailrace.sim.settings import SimSettings
 LONGEST = 0.05
 """Share of the responses that are the tail."""
 ERROR = 0.18
-"""Median error of a predicted step over the pairs that others printed: `python -m reproductions peers`."""
+"""Median error of a predicted step that others printed, mostly with the seconds of its training given:
+`python -m reproductions peers`."""
+PAIRS_ERROR = 0.89
+"""Median error where only the synchronous run of such a pair is given (docs/reference/pairs.md)."""
 GROUP_SIZE = 8
 """Responses to a prompt, where neither a dump nor a flag says."""
 LIMITS = {"steps": 16, "min_ess": 0.0, "max_mean_lag": 1e9, "max_length_bias": 1.0}
@@ -278,7 +281,10 @@ class Advice:
 
     def error_words(self, itself_s: float | None) -> str:
         """Say how far off predictions are, and what would narrow it."""
-        said = f"Error: half of the steps that others printed were predicted within {ERROR:.0%}"
+        said = (
+            f"Error: half of the steps that others printed were predicted within {ERROR:.0%} where seconds"
+            f" of training are known; within {PAIRS_ERROR:.0%}, too slow, from their synchronous run alone"
+        )
         if itself_s:
             said += f"; this run's own step with {itself_s:.3g} s ({itself_s / self.step_s - 1:+.0%})"
         dump = DUMPS.get(self.log.framework, "")

@@ -14,7 +14,7 @@ from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.signals import signals_awaited
 from tailrace.drivers.commands.tables import check_output, open_console, print_table, progress, writing
 from tailrace.errors import ConfigError
-from tailrace.extras.plan.advise import ERROR, Advice, BestOrder, in_turn
+from tailrace.extras.plan.advise import ERROR, PAIRS_ERROR, Advice, BestOrder, in_turn
 from tailrace.extras.plan.peers import check_counts, read_peer
 from tailrace.sim.cluster import MODELS
 from tailrace.sim.device_profiles import PROFILES
@@ -171,6 +171,7 @@ def _numbers(advice: Advice, orders: Sequence[BestOrder]) -> dict[str, object]:
         "tail_s": advice.tail_s,
         "full_s": advice.full_s,
         "error": ERROR,
+        "error_of_pairs": PAIRS_ERROR,
         "orders": [order.numbers for order in orders],
         "notes": log.notes,
     }
