@@ -51,7 +51,7 @@ def timed(command: Sequence[str], folder: Path) -> dict[str, object]:
     a CalledProcessError if it fails."""
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     began, before_s = perf_counter(), _cpu_s()
-    ended = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=folder, env=clean, capture_output=True, encoding="utf-8", check=False)
     seconds, cpu_s = perf_counter() - began, _cpu_s() - before_s
     if ended.returncode:
         print(ended.stdout, ended.stderr)

@@ -147,5 +147,6 @@ if __name__ == "__main__":
     Path("virtual.toml").write_text(VIRTUAL, encoding="utf-8")
     Path("live.toml").write_text(LIVE, encoding="utf-8")
     Path("rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    Path("verl.jsonl").write_text("".join(json.dumps({"step": n, "data": STEP}) + "\n" for n in range(1, 9)))
+    steps = "".join(json.dumps({"step": n, "data": STEP}) + "\n" for n in range(1, 9))
+    Path("verl.jsonl").write_text(steps, encoding="utf-8")
     sys.exit(not all([*checks(run)]))

@@ -115,7 +115,8 @@ def measured(outcome: Outcome) -> dict[str, float]:
     meter = StepMeter(summary := Summary(), wall_clock=lambda: 0.0)
     for event in outcome.events:
         meter.on(event)
-    return summary.summary().bias
+    bias = summary.summary().bias
+    return {name: value for name, value in bias.items() if name.endswith("_bias")}
 
 
 def trained(outcome: Outcome, *, control: bool = False) -> list[Sample]:

@@ -90,7 +90,7 @@ def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_direct
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[-6:])
     assert said["events"].split()[0] == str(folder / "events.jsonl")
     assert said["model"] == str(folder / "model")
-    rewards = [row["reward"] for row in steps if "loss" in row]
+    rewards = [row["round/reward"] for row in steps if "round/reward" in row]
     assert said["reward"].startswith(f"{rewards[0]:.3f} -> {rewards[-1]:.3f}  ")
     assert said["best"].startswith("checkpoints/round_00000")
 

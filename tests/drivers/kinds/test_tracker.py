@@ -44,7 +44,7 @@ def test_a_tracker_gets_the_objects_of_the_metrics_file(tmp_path: Path) -> None:
 def test_a_missing_package_is_an_error_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tailrace.drivers.kinds.tracker.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"record.trackers = 'wandb': the package wandb is not installed; pip"
+        ConfigError, match=r"record.trackers = 'wandb': the package wandb is not installed; (uv )?pip"
     ):
         check_trackers(["wandb"])
 
