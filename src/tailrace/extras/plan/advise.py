@@ -28,8 +28,7 @@ from tailrace.sim.settings import SimSettings
 LONGEST = 0.05
 """Share of the responses that are the tail."""
 ERROR = 0.18
-"""Median error of a predicted step that others printed, mostly with the seconds of its training given:
-`python -m reproductions peers`."""
+"""Median error of a printed step, mostly with its training given: `python -m reproductions peers`."""
 PAIRS_ERROR = 0.89
 """Median error where only the synchronous run of such a pair is given (docs/reference/pairs.md)."""
 GROUP_SIZE = 8
@@ -40,10 +39,7 @@ STEPS, SAMPLES = 8, 16_384
 """Optimizer steps over which an order of large steps is measured, at least; and the samples of others."""
 BIASED = 0.02
 """Bias of the trained lengths from which on it is said."""
-SCALING = (
-    "A trainer is assumed to take n times as long on n times fewer devices. Printed ones take less, so that"
-    " separate devices can be faster than said."
-)
+SCALING = "A trainer is assumed to take n times as long on n times fewer devices. Printed ones take less."
 """Orders on separate devices are told so: docs/reference/pairs.md shows it."""
 SHOWN = 3
 """Orders that are described, at most."""

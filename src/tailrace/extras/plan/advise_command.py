@@ -170,8 +170,7 @@ def _numbers(advice: Advice, orders: Sequence[BestOrder]) -> dict[str, object]:
         **ages,
         "tail_s": advice.tail_s,
         "full_s": advice.full_s,
-        "error": ERROR,
-        "error_of_pairs": PAIRS_ERROR,
+        "error": {"training known": ERROR, "synchronous log alone": PAIRS_ERROR},
         "orders": [order.numbers for order in orders],
         "notes": log.notes,
     }
