@@ -107,7 +107,9 @@ def joined(
         engine.on_arrival = partial(ledger.probe, engine.name)
     components.anchors.restore(start.base.anchors)
     max_tokens = MAX_TOKENS if any(engine.capabilities.drafts for engine in engines) else 0
-    responses = saved_responses(folder / start.base.checkpoint) if folder and start.base.checkpoint else {}
+    responses: dict[int, list[list[int]]] = {}
+    if max_tokens and folder and start.base.checkpoint:
+        responses = saved_responses(folder / start.base.checkpoint)
     history = History(start.base.longest, responses, max_tokens)
     parked, prompts = PartialRolloutBuffer(start.partial_rollouts), components.prompts
     pools = DifficultyPools(components.pools, settings.seed, start.rewards, prompts.__getitem__)

@@ -13,13 +13,14 @@ from urllib.parse import urlencode
 import msgspec
 import pytest
 
+from helpers.browser import chromium, needs_chromium, wait_for
 from tailrace.extras.playground.simulation import Question, SimulationAnswer, answer, source_of
 
 ROOT = Path(__file__).parents[3]
-BUILT, CHROMIUM = ROOT / "build" / "playground", Path("/usr/bin/chromium")
+BUILT = ROOT / "build" / "playground"
 pytestmark = [
     pytest.mark.playground,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium: apt-get install chromium"),
+    needs_chromium,
     pytest.mark.skipif(not (BUILT / "first.json").exists(), reason="no playground: make playground"),
 ]
 # Every other host is behind a proxy that is not there.
@@ -64,11 +65,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as running:
-        launched = running.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=list(SWITCHES))
+    with chromium(SWITCHES) as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +92,7 @@ class Tab:
         self.wait("window.playground?.runs.length")
 
     def wait(self, condition: str) -> None:
-        """Wait for a JavaScript expression. Playwright's own wait needs a page that may evaluate texts."""
-        for _ in range(3_000):
-            if self.page.evaluate(f"Boolean({condition})"):
-                return
-            self.page.wait_for_timeout(100)
-        raise AssertionError(f"{condition}: {self.said}")
+        wait_for(self.page, condition, self.said, seconds=300)
 
     def idle(self) -> None:
         self.page.wait_for_timeout(50)

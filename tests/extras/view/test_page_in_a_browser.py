@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from page_story import sinks_of, until, write_run
 
+from helpers.browser import chromium, needs_chromium, wait_for
 from helpers.record_story import pipelined_round
 from tailrace.extras.view.run import open_runs
 from tailrace.record.events import Spent, Stepped, Waiting
@@ -24,10 +25,9 @@ from tailrace.types import Span
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="no page: pip install 'tailrace[view]'")
 
-CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason="no Chromium: apt-get install chromium"),
+    needs_chromium,
 ]
 SWITCHES = (
     *("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -38,11 +38,8 @@ SWITCHES = (
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with playwright.sync_playwright() as running:
-        launched = running.chromium.launch(executable_path=str(CHROMIUM), headless=True, args=list(SWITCHES))
+    with chromium(SWITCHES) as launched:
         yield launched
-        launched.close()
 
 
 class Tab:
@@ -58,12 +55,7 @@ class Tab:
         self.wait("window.tailrace && tailrace.draws > 0 && tailrace.runs.every((run) => run.record)")
 
     def wait(self, condition: str) -> None:
-        """Wait for a JavaScript expression. Playwright's own wait needs a page that may evaluate texts."""
-        for _ in range(1_200):
-            if self.page.evaluate(f"Boolean({condition})"):
-                return
-            self.page.wait_for_timeout(100)
-        raise AssertionError(f"{condition}: {self.errors}")
+        wait_for(self.page, condition, self.errors, seconds=120)
 
     def open(self, view: str) -> None:
         self.page.click(f".tabs [value={view}]")

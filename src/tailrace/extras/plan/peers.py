@@ -156,9 +156,8 @@ class PeerFormat:
             found += [figures] if "step_s" in figures else []
         if not overlaps and not any(row.get("lag_max", 1.0) for row in found):
             for row in found:
-                row |= (
-                    {"generation_s": row["wait_s"]} if "wait_s" in row and "generation_s" not in row else {}
-                )
+                if "wait_s" in row:
+                    row.setdefault("generation_s", row["wait_s"])
         return found
 
     @property

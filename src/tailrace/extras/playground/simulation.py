@@ -9,7 +9,7 @@ import inspect
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tailrace.drivers.assembly.schedule import bind, resolve, with_published_def
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.extras.view.requests import drawn_request
+from tailrace.record.bounds import merged
 from tailrace.record.events import Event, Interval, Row, logged
 from tailrace.record.figures import rounds_of
 from tailrace.record.summary import Summary
@@ -83,7 +84,7 @@ class _Recorded:
 
 
 def answered(question: str) -> str:
-    """Simulate a `Question`; return an `SimulationAnswer` or a `SimulationProblem`. All three are JSON."""
+    """Simulate a `Question`; return a `SimulationAnswer` or a `SimulationProblem`. All three are JSON."""
     asked = msgspec.json.decode(question, type=Question)
     return msgspec.json.encode(answer(asked)).decode()
 
@@ -162,18 +163,13 @@ def _figures(summary: Summary, timeline: Timeline, samples: int) -> Row:
     rounds = len(rounds_of(summary.rows))
     figures = summary.figures(int(WARM_UP * rounds))
     requests = [*timeline.requests, *timeline.open_requests]
-    busy = [_covered_s(each for each in requests if each.engine == engine) for engine in timeline.slots]
-    waiting = 1.0 - sum(busy) / (len(busy) * timeline.end_s)
+    busy = [
+        merged((each.start_s, each.end_s) for each in requests if each.engine == engine)
+        for engine in timeline.slots
+    ]
+    busy_s = sum(end_s - start_s for spans in busy for start_s, end_s in spans)
+    waiting = 1.0 - busy_s / (len(busy) * timeline.end_s)
     return figures | {"step_s": samples / figures["samples_per_s"], "engines_wait": waiting}
-
-
-def _covered_s(work: Iterable[Interval]) -> float:
-    """Seconds in which at least one piece of the work goes on."""
-    covered_s = reached_s = 0.0
-    for each in sorted(work, key=lambda each: each.start_s):
-        covered_s += max(0.0, each.end_s - max(reached_s, each.start_s))
-        reached_s = max(reached_s, each.end_s)
-    return covered_s
 
 
 def window(timeline: Timeline) -> dict[str, Any]:
