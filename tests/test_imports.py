@@ -89,42 +89,38 @@ KNOWN_PRODUCTS: set[tuple[str, str]] = set()
 
 MAX_QUESTIONS = 10
 """Questions after the class of a section: `isinstance(x, ...Settings)` and `case ...Settings(...)`."""
-MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 2_100
+MAX_ROOT_FILES, MAX_ENGINE_LINES = 13, 2_250
 DEFAULT_KINDS = (
     *("data.rows", "engine.native", "environment.single_turn", "host.local", "trainer.torch"),
     "weights.shared_memory",
 )
 """The kinds that a default run of `tailrace train` names."""
-MAX_REACH = {"heart": 10_950, "nano": 8_650, "train": 22_200, "train with kinds": 29_450, "whole": 53_200}
+MAX_REACH = {"heart": 11_400, "nano": 8_950, "train": 23_200, "train with kinds": 30_550, "whole": 55_000}
 """Lines that a part reaches: the schedules in virtual time; examples/nano.py; `tailrace train`, without and
 with the kinds that a default run names by a string; the package. Ceilings are round and fall. A commit that
 raises one names the reason in its message."""
-PLANNED: Mapping[str, Mapping[str, int]] = {
-    "verified tokens": {"whole": 100, "heart": 100},
-    "a first hour": {"whole": 1_200, "heart": 50},
-    "one GPU": {"whole": 80},
-}
+PLANNED: Mapping[str, Mapping[str, int]] = {}
 """What a feature may add to these ceilings, once: the commit that brings it takes its row out."""
 MAX_PRODUCT_LINES = {
-    "extras.audit": 350,
+    "extras.audit": 450,
     "extras.agents": 750,
     "extras.cluster": 650,
     "extras.diagnose": 350,
-    "extras.http": 2_500,
-    "extras.hub": 250,
-    "extras.init": 200,
+    "extras.http": 2_550,
+    "extras.hub": 300,
+    "extras.init": 300,
     "extras.judges": 1_250,
     "extras.openenv": 250,
-    "extras.plan": 3_500,
+    "extras.plan": 3_600,
     "extras.playground": 300,
     "extras.quickstart": 50,
     "extras.sandbox": 850,
     "extras.serve": 1_850,
-    "extras.sft": 300,
+    "extras.sft": 350,
     "extras.tinker": 1_700,
-    "extras.trackers": 150,
+    "extras.trackers": 250,
     "extras.verifiers": 450,
-    "extras.view": 1_900,
+    "extras.view": 2_150,
 }
 """Lines of each product, to the next 50."""
 
