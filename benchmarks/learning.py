@@ -220,8 +220,8 @@ def result_of(folder: Path) -> Result:
     evaluations = []
     for row in rows:
         trained += row.get("samples/trained", 0)
-        if "eval/accuracy" in row:
-            evaluations.append([trained, round(row["eval/accuracy"], 4)])
+        if "eval/reward" in row:
+            evaluations.append([trained, round(row["eval/reward"], 4)])
     tokens = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["tokens"]
     return {
         "curve": curve_of(rows, scored_s),

@@ -57,4 +57,4 @@ def main(rounds: int = 20) -> tailrace.RunSummary:
 
 if __name__ == "__main__":
     summary = main()
-    print(f"accuracy on held-out prompts: {summary.eval}; tokens: {summary.tokens}; model: {OUT}/run/model")
+    print(f"reward on held-out prompts: {summary.eval}; tokens: {summary.tokens}; model: {OUT}/run/model")

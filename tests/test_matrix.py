@@ -85,9 +85,9 @@ class Command(NamedTuple):
 
 
 def card_has_its_figure(out: str, kind: str) -> bool:
-    figure, tag = ("loss", "sft") if kind == "sft" else ("accuracy", "reinforcement-learning")
+    figure, tag = ("loss", "sft") if kind == "sft" else ("reward", "reinforcement-learning")
     if kind == "replay":  # it evaluates nothing
-        return "| held-out accuracy | not evaluated |" in out
+        return "| held-out reward | not evaluated |" in out
     return f"- {tag}\n" in out and re.search(rf"\| held-out {figure} \| \d\.\d+", out) is not None
 
 
@@ -98,8 +98,8 @@ def weights_are_its_own(out: str, kind: str) -> bool:
 def runs_are_equal(out: str, kind: str) -> bool:
     if kind in ("compare", "race"):
         return "serial" in out and "rolloutpipe" in out
-    unevaluated = dict.fromkeys(("replay", "compare/serial"), "reward, last step")
-    figure = {"sft": "held-out loss", **unevaluated}.get(kind, "held-out accuracy")
+    unevaluated = dict.fromkeys(("replay", "compare/serial"), "reward, last round")
+    figure = {"sft": "held-out loss", **unevaluated}.get(kind, "held-out reward")
     return f"have the same {figure}: " in out
 
 

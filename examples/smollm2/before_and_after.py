@@ -1,4 +1,4 @@
-"""Print the held-out accuracy of a run over its rounds, and three held-out answers before and after.
+"""Print the held-out reward of a run over its rounds, and three held-out answers before and after.
 
 python examples/smollm2/before_and_after.py runs/real
 """
@@ -25,8 +25,8 @@ def evaluations(run: Path) -> dict[int, list[dict[str, Any]]]:
 def main(run: Path) -> None:
     found = evaluations(run)
     for row in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-        if (accuracy := row.get("eval/accuracy")) is not None:
-            print(f"round {row['round']:3}  {accuracy:.3f} {'█' * int(WIDTH * accuracy)}")
+        if (reward := row.get("eval/reward")) is not None:
+            print(f"round {row['round']:3}  {reward:.3f} {'█' * int(WIDTH * reward)}")
     first, last = ({each["prompt"]: each for each in found[round]} for round in (min(found), max(found)))
     for prompt in list(first)[:ANSWERS]:
         print(f"\n{prompt!r}")

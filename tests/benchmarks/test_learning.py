@@ -43,7 +43,7 @@ def written(folder: Path, *results: dict[str, Any]) -> Path:
 
 
 def test_a_curve_has_the_means_of_its_parts_and_the_sums_until_their_ends() -> None:
-    rows = [step(1.0, 0.0, 8, 40), {"eval/accuracy": 0.5}, step(3.0, 1.0, 24, 60, **{"lag/max": 7.0})]
+    rows = [step(1.0, 0.0, 8, 40), {"eval/reward": 0.5}, step(3.0, 1.0, 24, 60, **{"lag/max": 7.0})]
     rows += [step(3.0 + place, 0.5, 32, 64) for place in range(1, 2 * POINTS)]
     curve = curve_of(rows, [0.5, 0.9, 1.5, 3.0, 99.0])
     assert len(curve["samples"]) == POINTS

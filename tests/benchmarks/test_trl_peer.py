@@ -17,7 +17,7 @@ ROW = {"loss": 0.1, "round/rollout_time_s": 2.0, "tokens/trained": 100, "samples
 def test_steps_have_the_seconds_of_their_own_parts(tmp_path: Path) -> None:
     times = {10.0: 0.0, 20.0: 0.25}
     rows = [{**ROW, "time": time, "frac_reward_zero_std": zero} for time, zero in times.items()]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"eval/accuracy": 1.0}])))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"eval/reward": 1.0}])))
     spans = [("Accumulated", 3.0, 9.0), ("OptimizerStep", 9.0, 10.0), ("Published", 10.0, 11.0)]
     spans += [("Accumulated", 13.0, 16.0), ("Accumulated", 16.0, 19.0), ("OptimizerStep", 19.0, 20.0)]
     events = [{"event": name, "start_s": start, "end_s": end} for name, start, end in spans]

@@ -206,7 +206,7 @@ def test_two_checkpoints_and_the_one_of_the_best_evaluation_are_kept(tmp_path: P
         SETTINGS, rounds=8, checkpoint_every=1, eval_every=1, eval_prompts=16, eval_greedy=False
     )
     run = simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
-    accuracies = {event.round: event.accuracy for event in run.of(Evaluated)}
+    accuracies = {event.round: event.reward for event in run.of(Evaluated)}
     best = max(accuracies, key=lambda round: accuracies[round])
     assert best < 6, "otherwise this test shows nothing"
     names = {path.name for path in tmp_path.iterdir()}

@@ -25,7 +25,7 @@ def evaluation(run: Path, round: int, answers: list[tuple[str, str, float]]) -> 
     (folder / f"round_{round:06}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     accuracy = sum(reward for *_, reward in answers) / len(answers)
     with (run / "metrics.jsonl").open("a") as metrics:
-        print(json.dumps({"round": round, "eval/accuracy": accuracy}), file=metrics)
+        print(json.dumps({"round": round, "eval/reward": accuracy}), file=metrics)
 
 
 def test_the_accuracy_over_rounds_and_answers_before_and_after_are_printed(

@@ -30,7 +30,7 @@ from tailrace.types import SampleId
 def told() -> Story:
     story = pipelined_round()
     story.tell(
-        Evaluated(9.0, 0, 8, accuracy=0.5, mean_tokens=3.0),
+        Evaluated(9.0, 0, 8, reward=0.5, mean_tokens=3.0),
         Waiting(19.0, 300.0, "2 complete groups (1 ready)"),
     )
     return story
@@ -41,7 +41,7 @@ def test_without_a_terminal_there_is_a_line_a_step() -> None:
     display = Display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
     play(told().events, display)
     assert out.getvalue().splitlines() == [
-        "Evaluation | After round 0 | Accuracy 0.5000 | 8 samples",
+        "Evaluation | After round 0 | Held-out reward 0.5000 | 8 samples",
         "Step 1 | Round 1/1 | 7.0s | Loss 0.2500 | Reward 0.5000 | KL 0.0000 | Mismatch KL 0.0100 | "
         "Entropy 1.5000 | Length 5 (max 6, 0% truncated) | 2 tokens/s | Staleness 0 | Lag 0 | "
         "Wait 4.00s of 6.00s",
@@ -58,7 +58,7 @@ def test_on_a_terminal_there_is_a_panel() -> None:
     display = Display(rounds=3, waits=lambda: "2 complete groups (1 ready)", console=console)
     play(told().events, display)
     shown = out.getvalue()
-    assert "Evaluation | After round 0 | Accuracy 0.5000" in shown
+    assert "Evaluation | After round 0 | Held-out reward 0.5000" in shown
     assert "No step for 300 s" in shown
     plain = Console(file=io.StringIO(), width=80, record=True)
     plain.print(display.panel())
@@ -122,7 +122,7 @@ def test_the_expected_end_follows_from_the_rounds_done() -> None:
     assert watch(story.events, 4).remaining_s == 3 * 15
     pipelined_round(story, round=1, start_s=60.0)
     assert watch(story.events, 4).remaining_s == 2 * (75 - 10) / 2
-    story.tell(Evaluated(85.0, 2, 8, accuracy=0.5, mean_tokens=3.0))
+    story.tell(Evaluated(85.0, 2, 8, reward=0.5, mean_tokens=3.0))
     assert watch(story.events, 4).remaining_s == 65 - 10
     assert watch(story.events, 1).remaining_s == 0.0  # rounds beyond the last
 

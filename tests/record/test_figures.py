@@ -87,7 +87,7 @@ def test_a_row_has_the_order_of_the_table_and_families_keep_theirs() -> None:
 
 def test_a_family_has_no_figure_of_another_one() -> None:
     row: Row = {
-        "eval/accuracy": 0.5,
+        "eval/reward": 0.5,
         "eval/gsm8k/pass@4": 0.25,
         "groups/filtered/old": 2,
         "groups/trained": 1,

@@ -30,7 +30,7 @@ from tailrace.record.events import (
     TokensWasted,
 )
 from tailrace.record.figures import family, joined, steps_of
-from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.metrics import MetricsWriter, read_row, read_rows
 from tailrace.record.rewind import rewind_records
 from tailrace.types import SampleId
 
@@ -258,7 +258,7 @@ def test_figures_of_evaluation_sets_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sets = {"gsm8k/avg@2": 0.5, "gsm8k/pass@2": 0.75}
     story = Story()
-    story.tell(Evaluated(9.0, 0, 4, accuracy=0.5, mean_tokens=12.0, sets=sets))
+    story.tell(Evaluated(9.0, 0, 4, reward=0.5, mean_tokens=12.0, sets=sets))
     (line,) = write(story, path)
     assert (line["eval/gsm8k/avg@2"], line["eval/gsm8k/pass@2"]) == (0.5, 0.75)
     (row,) = read_rows(path)
@@ -267,21 +267,26 @@ def test_figures_of_evaluation_sets_are_read_back(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_a_row_of_its_own(tmp_path: Path) -> None:
     story = Story()
-    story.tell(Evaluated(9.0, 0, 128, accuracy=0.5, mean_tokens=12.0))
+    story.tell(Evaluated(9.0, 0, 128, reward=0.5, mean_tokens=12.0))
     pipelined_round(story)
-    story.tell(Evaluated(30.0, 1, 128, accuracy=0.75, mean_tokens=11.0))
+    story.tell(Evaluated(30.0, 1, 128, reward=0.75, mean_tokens=11.0, solved=0.5))
     rows = write(story, tmp_path / "metrics.jsonl")
-    assert [row.get("eval/accuracy") for row in rows] == [0.5, None, None, 0.75]
+    assert [row.get("eval/reward") for row in rows] == [0.5, None, None, 0.75]
     assert rows[0] == {
         "step": 0,
         "round": 0,
         "time": 9.0,
         "wall_time": WALL_TIME,
-        "eval/accuracy": 0.5,
+        "eval/reward": 0.5,
         "eval/mean_tokens": 12.0,
         "eval/num_samples": 128,
     }
-    assert (rows[3]["step"], rows[3]["round"]) == (2, 1)
+    assert (rows[3]["step"], rows[3]["round"], rows[3]["eval/solved"]) == (2, 1, 0.5)
+
+
+def test_a_figure_of_an_earlier_release_is_read_under_its_name_of_now() -> None:
+    line = b'{"step": 2, "round": 1, "eval/accuracy": 0.5}'
+    assert read_row(line) == {"step": 2, "round": 1, "eval/reward": 0.5}
 
 
 def test_a_row_is_on_disk_when_the_next_step_or_the_round_ends(tmp_path: Path) -> None:
@@ -333,10 +338,10 @@ def test_a_resume_removes_later_samples_and_no_copy_of_a_user(tmp_path: Path) ->
 
 def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    play([Evaluated(1.0, 0, 8, accuracy=math.inf, mean_tokens=1.0)], MetricsWriter(path))
-    assert lines_of(path)[0]["eval/accuracy"] is None
+    play([Evaluated(1.0, 0, 8, reward=math.inf, mean_tokens=1.0)], MetricsWriter(path))
+    assert lines_of(path)[0]["eval/reward"] is None
     (row,) = read_rows(path)
-    assert math.isnan(row["eval/accuracy"])
+    assert math.isnan(row["eval/reward"])
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped_and_a_damaged_one_before_it_is_named(tmp_path: Path) -> None:

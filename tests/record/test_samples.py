@@ -10,7 +10,7 @@ from tailrace.record.samples import SamplesWriter
 def evaluation(round: int) -> Evaluated:
     sample = make_group(-1, [9], [1.0]).samples[0]
     scored = EvaluatedSample.of(sample, 1.0), EvaluatedSample.of(sample, 0.0, "reward timeout")
-    return Evaluated(9.0, round, 2, accuracy=0.5, mean_tokens=9.0, samples=scored)
+    return Evaluated(9.0, round, 2, reward=0.5, mean_tokens=9.0, samples=scored)
 
 
 def test_every_trained_sample_stands_in_its_rounds_file(tmp_path: Path) -> None:

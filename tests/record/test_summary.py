@@ -43,10 +43,10 @@ from tailrace.types import SampleId
 
 def told() -> Story:
     story, lost = Story(), SampleId(9, 0, 0)
-    story.tell(Evaluated(9.0, 0, 8, accuracy=0.25, mean_tokens=5.0))
+    story.tell(Evaluated(9.0, 0, 8, reward=0.25, mean_tokens=5.0, solved=0.125))
     pipelined_round(story)
     story.tell(
-        Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0),
+        Evaluated(30.0, 1, 8, reward=0.75, mean_tokens=5.0, solved=0.5),
         SampleScored(12.0, lost, None, "timeout", 5),
         TokensWasted(12.0, lost, 5, "no reward"),
         GroupEnded(12.0, 9, "dropped", "no reward"),
@@ -58,6 +58,7 @@ def told() -> Story:
 
 EXPECTED = RunSummary(
     eval=FirstLast(0.25, 0.75),
+    solved=FirstLast(0.125, 0.5),
     reward=FirstLast(0.75, 0.75),
     rounds=1,
     steps=2,
@@ -135,7 +136,7 @@ def test_a_resumed_run_counts_its_earlier_life(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     play(whole.events, MetricsWriter(path))  # killed after round 1, whose checkpoint was never written
     again = Story(num_steps=2)
-    again.tell(Evaluated(30.0, 1, 8, accuracy=0.75, mean_tokens=5.0))
+    again.tell(Evaluated(30.0, 1, 8, reward=0.75, mean_tokens=5.0, solved=0.5))
     pipelined_round(again, round=1, start_s=100.0)
     rewind_records(path, tmp_path, round=1, step=2)
     earlier = read_rows(path)

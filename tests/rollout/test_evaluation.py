@@ -10,7 +10,7 @@ import pytest
 from tailrace.controller.base import RunSettings
 from tailrace.errors import BadRow
 from tailrace.record.events import EvaluatedSample, RowSkipped
-from tailrace.rollout.evaluation import held_out_samples, metrics_of_sets, pass_at
+from tailrace.rollout.evaluation import held_out_samples, metrics_of_sets, pass_at, solved_share
 from tailrace.types import Prompt, Sample, SampleId
 
 
@@ -99,6 +99,9 @@ def test_each_source_has_its_own_figures() -> None:
 
 
 def test_one_sample_of_each_prompt_has_figures_of_named_sources_alone() -> None:
+    assert solved_share(
+        [rewarded(1, 0, 0.25), rewarded(2, 0, 0.5), rewarded(3, 0, 1.0)], 0.5
+    ) == pytest.approx(2 / 3)
     assert metrics_of_sets([rewarded(1, 0, 1.0), rewarded(2, 0, 0.0)], 1.0) == {}
     named = [rewarded(1, 0, 1.0, "a"), rewarded(2, 0, 0.0)]
     assert metrics_of_sets(named, 1.0) == {"a/avg@1": 1.0, "a/pass@1": 1.0}

@@ -17,7 +17,7 @@ from tailrace.ledger.base import CheckpointRow
 from tailrace.ledger.ledger import Ledger, NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.record.events import Evaluated, Recorder, Saved
-from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
+from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets, solved_share
 from tailrace.rollout.history import RESPONSES_FILE, History
 from tailrace.rollout.placement import Placement
 from tailrace.rollout.rewards import chain_of_rewards
@@ -85,12 +85,12 @@ class Checkpoints:
         if last:
             await self.written()
 
-    def evaluated(self, round: int, accuracy: float) -> None:
+    def evaluated(self, round: int, reward: float) -> None:
         """Keep the checkpoint of a round whose evaluation is the best so far."""
         name = checkpoint_name(round)
         is_there = name == self._saved_name or (self._folder is not None and (self._folder / name).exists())
-        if is_there and (self._best is None or accuracy > self._best[0]):
-            self._best = accuracy, round
+        if is_there and (self._best is None or reward > self._best[0]):
+            self._best = reward, round
 
     async def written(self) -> None:
         """Wait until the newest checkpoint is complete. Raises a CheckpointError if it cannot be written."""
@@ -239,9 +239,10 @@ class Evaluations:
             self.ledger.totals.evaluated_tokens += sum(sample.num_tokens for sample in samples)
         if not found:  # every engine with the version has died
             return
-        accuracy = sum(sample.reward for sample in found) / len(found)
-        self.checkpoints.evaluated(round, accuracy)
+        reward = sum(sample.reward for sample in found) / len(found)
+        self.checkpoints.evaluated(round, reward)
         mean_tokens = sum(sample.num_tokens for sample in found) / len(found)
         sets = metrics_of_sets(found, settings.eval_solved_at)
-        what = (round, len(found), accuracy, mean_tokens, tuple(found), sets)
-        self.recorder.emit(Evaluated(clock.now(), *what, version, step))
+        solved = solved_share(found, settings.eval_solved_at)
+        what = (round, len(found), reward, mean_tokens, tuple(found), sets)
+        self.recorder.emit(Evaluated(clock.now(), *what, version, step, solved))

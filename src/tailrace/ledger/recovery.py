@@ -67,7 +67,7 @@ class StartingPoint:
     missing: list[CheckpointRow] = field(default_factory=list)
     """The rows after the base, whose checkpoints were removed."""
     best: tuple[float, int] | None = None
-    """Accuracy and round of the best evaluation that has a checkpoint; None: there is none."""
+    """Held-out reward and round of the best evaluation that has a checkpoint; None: there is none."""
     born: LifeRow = field(default_factory=lambda: LifeRow(1, 0, 0, 0, 0, 0))
     """The row of this life."""
     began_s: float | None = None

@@ -43,7 +43,8 @@ class Progress:
     """Rounds of the run."""
     round: int = 0
     elapsed_s: float = 0.0
-    accuracy: float | None = None
+    held_out: float | None = None
+    """Mean reward on held-out prompts."""
     generated_per_s: float = 0.0
     """Tokens a second in this round, counted when a request ends."""
     rewards: list[float] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Progress:
             case dict() if "loss" in event:
                 self._step(event)
             case events.Evaluated():
-                self.accuracy = event.accuracy
+                self.held_out = event.reward
 
     def _tick(self, time_s: float) -> None:
         if self._start_s is None:
@@ -183,8 +184,10 @@ class Notices:
         """The lines that an event is worth."""
         match event:
             case events.Evaluated():
-                accuracy = f"Accuracy {number(event.accuracy)}"
-                return [f"Evaluation | After round {event.round} | {accuracy} | {event.num_samples} samples"]
+                figures = f"Held-out reward {number(event.reward)}"
+                if event.solved is not None:
+                    figures += f" | Solved {event.solved:.1%}"
+                return [f"Evaluation | After round {event.round} | {figures} | {event.num_samples} samples"]
             case events.EngineStateChanged():
                 return [f"{event.engine} is {event.state}: {event.why}"]
             case events.Waiting():
@@ -307,8 +310,8 @@ class Display:
             grid.add_row("stopping", self._stopping)
         if row and "reward" in row:
             grid.add_row("reward", f"{number(row['reward'])}  {sparkline(progress.rewards)}")
-        if progress.accuracy is not None:
-            grid.add_row("held out", number(progress.accuracy))
+        if progress.held_out is not None:
+            grid.add_row("held out", number(progress.held_out))
         if row and "reward" not in row:
             grid.add_row("loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}  {_rows(row)}")
         elif row:

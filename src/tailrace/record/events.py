@@ -18,7 +18,7 @@ from tailrace.types import KV, FinishReason, Group, Sample, SampleId
 
 Row: TypeAlias = dict[str, float]
 """Figures by name (`figures.py`). A step's row has "loss", a round's "round/time_s", an evaluation's
-"eval/accuracy". A figure that is not known is left out; one that is not finite is NaN, and null in
+"eval/reward". A figure that is not known is left out; one that is not finite is NaN, and null in
 metrics.jsonl."""
 
 
@@ -275,8 +275,8 @@ class Evaluated(Moment, frozen=True):
     round: int
     """The round that is about to start."""
     num_samples: int
-    accuracy: float
-    """Mean reward."""
+    reward: float = msgspec.field(name="accuracy")
+    """Mean over the samples. Files have it under the name of earlier releases."""
     mean_tokens: float
     samples: tuple[EvaluatedSample, ...] = ()
     sets: dict[str, float] = {}
@@ -286,6 +286,9 @@ class Evaluated(Moment, frozen=True):
     """Version of the weights, and the optimizer steps when it was published. None: a log of an earlier
     release."""
     step: int | None = None
+    solved: float | None = None
+    """Share of the samples whose reward is at least `run.eval_solved_at`. None: a log of an earlier
+    release."""
 
 
 class Saved(Moment, frozen=True):

@@ -246,7 +246,9 @@ cost/total | currency | - | - | Spent so far by all processes of the run.
 time/controller_lag | s | - | - | The latest that the controller's event loop ran since the last step.
 perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
 # evaluation
-eval/accuracy | - | - | - | Mean reward on held-out prompts.
+eval/reward | - | - | - | Mean reward on held-out prompts. Called eval/accuracy up to
+    release 0.2; trackers get both names for one more release.
+eval/solved | share | - | - | Samples whose reward is at least `run.eval_solved_at`.
 eval/mean_tokens | tokens | - | - | Mean length of the completions.
 eval/version | publications | - | - | The version of the weights that was evaluated, in publications since the
     start. `step` is that of these weights.
@@ -335,7 +337,7 @@ control/mean_length | share | over_control | trial.length_bias | length bias {:+
     benchmarks/race know all.
 control/reward | - | less_control | trial.reward_bias | reward bias {:+.3f} | Mean reward less that of control
     groups.
-- | s | - | trial.time_to_reward_s | Until the held-out accuracy reaches a target. Only benchmarks/race
+- | s | - | trial.time_to_reward_s | Until the held-out reward reaches a target. Only benchmarks/race
     measures it.
 """
 """name | unit | what it comes to over rows | its keys elsewhere | meaning
@@ -395,6 +397,9 @@ QUALITIES = _printed(
 """The figures of a trial in printed tables, in their order. Costs are in the user's currency, and a trial has
 them only if it had prices; biases only if it had control groups."""
 
+RENAMED: Mapping[str, str] = {"eval/accuracy": "eval/reward"}
+"""Figures of earlier releases, and their names in this one."""
+
 _RANKS = {figure.name: rank for rank, figure in enumerate(FIGURES)}
 
 
@@ -452,7 +457,7 @@ def steps_of(rows: Iterable[Row]) -> list[Row]:
 
 
 def evaluations_of(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if "eval/accuracy" in row]
+    return [row for row in rows if "eval/reward" in row]
 
 
 def rounds_of(rows: Iterable[Row]) -> list[Row]:

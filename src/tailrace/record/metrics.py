@@ -13,14 +13,18 @@ import msgspec
 
 from tailrace.errors import ConfigError
 from tailrace.record.events import Event, Row
-from tailrace.record.figures import joined
+from tailrace.record.figures import RENAMED, joined
 
 _DECODER = msgspec.json.Decoder(dict[str, int | float | None])
 
 
 def read_row(line: bytes) -> Row:
-    """The figures of a line. Raises ValueError or LookupError if it is damaged."""
-    row = {name: nan if value is None else value for name, value in _DECODER.decode(line).items()}
+    """The figures of a line, under the names of this release. Raises ValueError or LookupError if it is
+    damaged."""
+    row = {
+        RENAMED.get(name, name): nan if value is None else value
+        for name, value in _DECODER.decode(line).items()
+    }
     if not row.keys() >= {"step", "round"}:
         raise LookupError("it has no step or no round")
     return row
@@ -62,7 +66,7 @@ class JoinedRows:
                 self._last = joined(self._last, event) if self._last else None
                 self._write_last()
             case dict():
-                if "eval/accuracy" not in event:  # an evaluation may end while the last step's round goes on
+                if "eval/reward" not in event:  # an evaluation may end while the last step's round goes on
                     self._write_last()
                 self._write(event)
 

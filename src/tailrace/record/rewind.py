@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.record.figures import RENAMED
 from tailrace.record.metrics import damaged_line
 from tailrace.record.samples import files_by_round
 
@@ -21,7 +22,7 @@ def rewind_records(metrics: Path, samples: Path, *, round: int, step: int) -> No
 
     def is_kept(row: Mapping[str, Any]) -> bool:
         kept = row["round"] < round or row["step"] < step or ("loss" in row and row["step"] == step)
-        if kept and "eval/accuracy" in row:
+        if kept and row.keys() & {"eval/reward", *RENAMED}:
             evaluated.add(int(row["round"]))
         return bool(kept)
 

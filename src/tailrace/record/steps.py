@@ -202,12 +202,12 @@ class StepMeter:
         return {name: self._cost - before, "cost/total": self._cost}
 
     def _evaluation_figures(self, event: events.Evaluated) -> Row:
-        booked = {"step": event.step, "eval/version": event.version}
+        booked = {"step": event.step, "eval/version": event.version, "eval/solved": event.solved}
         return {
             **self._place(event.time_s),
             **{name: value for name, value in booked.items() if value is not None},
             "round": event.round,
-            "eval/accuracy": event.accuracy,
+            "eval/reward": event.reward,
             "eval/mean_tokens": event.mean_tokens,
             "eval/num_samples": event.num_samples,
             **in_family("eval/", event.sets.items()),

@@ -92,7 +92,7 @@ class BoundSummary:
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     eval: FirstLast | None
-    """Accuracy on held-out prompts, sampled; None if there was no evaluation."""
+    """Mean reward on held-out prompts; None if there was no evaluation."""
     reward: FirstLast | None
     """Mean reward of the first and of the last round; None if no round trained."""
     rounds: int
@@ -119,6 +119,9 @@ class RunSummary:
     groups."""
     cost: float | None = None
     """Cost of all processes of the run, in the currency of [prices]; None without prices."""
+    solved: FirstLast | None = None
+    """Share of held-out samples whose reward is at least `run.eval_solved_at`; None if there was no
+    evaluation."""
     advisories: dict[str, str] = field(default_factory=dict)
     """Advice for a person, by its kind, with the step at which it appeared."""
 
@@ -169,7 +172,7 @@ class Summary:
         counts = {name: int(count) for name, count in counts_of(rows).items()}
         filtered, dropped = family(counts, "groups/filtered/"), family(counts, "groups/dropped/")
         return RunSummary(
-            eval=_first_last([row["eval/accuracy"] for row in evaluations_of(rows)]),
+            eval=_first_last([row["eval/reward"] for row in evaluations_of(rows)]),
             reward=_first_last([row["round/reward"] for row in rounds]),
             rounds=len(rounds),
             steps=int(steps[-1]["step"]) if steps else 0,
@@ -196,6 +199,7 @@ class Summary:
             ettr=_totals(rows, ("ettr",))["ettr"] if rounds else None,
             bias=_totals(rows, BIASES) | _kept("bias", steps),
             cost=next((row["cost/total"] for row in reversed(rows) if "cost/total" in row), None),
+            solved=_first_last([row["eval/solved"] for row in evaluations_of(rows) if "eval/solved" in row]),
             advisories=dict(self._advisor.found),
         )
 

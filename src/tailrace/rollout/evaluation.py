@@ -83,6 +83,11 @@ async def evaluate(samples: Sequence[Sample], router: Router, rewards: Rewards) 
         return list(filter(None, await asyncio.gather(*(score(sample) for sample in samples))))
 
 
+def solved_share(samples: Sequence[EvaluatedSample], solved_at: float) -> float:
+    """The share of the samples whose reward is at least `solved_at`."""
+    return fmean(sample.reward >= solved_at for sample in samples)
+
+
 def metrics_of_sets(samples: Sequence[EvaluatedSample], solved_at: float) -> dict[str, float]:
     """Return avg@n and pass@k of each named data source, and of "all" where a prompt has several samples.
 

@@ -176,12 +176,13 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_and_starts_no_reference(
     numbers = json.loads(result.read_text())
     checkpoint = RunFolder(trained).newest_checkpoint()
     assert (numbers["num_samples"], numbers["model"], numbers["greedy"]) == (4, str(checkpoint), True)
-    assert 0.0 <= numbers["accuracy"] <= 12.0
-    weights, accuracy, *shown = capsys.readouterr().out.splitlines()
+    assert 0.0 <= numbers["reward"] <= 12.0
+    weights, reward, solved, *shown = capsys.readouterr().out.splitlines()
     assert weights == f"weights   {checkpoint}"
-    assert accuracy.startswith(f"accuracy  {numbers['accuracy']:.4f} over 4 held-out prompts, greedy, ")
+    assert reward.startswith(f"reward    {numbers['reward']:.4f} over 4 held-out prompts, greedy, ")
     low, high = numbers["interval"]
-    assert low <= numbers["accuracy"] <= high and f"95% interval {low:.3f} to {high:.3f}; " in accuracy
+    assert low <= numbers["reward"] <= high and f"95% interval {low:.3f} to {high:.3f}; " in reward
+    assert solved == f"solved    {numbers['solved']:.1%} of 4 samples have a reward of at least 1"
     assert [line.startswith("Sample | Reward ") for line in shown] == [True] * 3
 
 
@@ -195,9 +196,9 @@ def test_eval_says_what_a_run_has_gained_over_its_base_and_takes_a_number_of_pro
     assert main(["eval", str(trained), "--json", str(result), *words]) == 0
     numbers, out = json.loads(result.read_text()), capsys.readouterr().out.splitlines()
     assert (numbers["num_samples"], numbers["greedy"]) == (6, False)
-    assert numbers["base"] == numbers["accuracy"]
+    assert numbers["base"] == numbers["reward"]
     gain = f"gain      +0.000 ±0.000 over the base model ({numbers['base']:.4f})"
-    assert out[2] == f"{gain}: so many prompts show no difference"
+    assert out[3] == f"{gain}: so many prompts show no difference"
     assert "all/pass@2" in numbers["sets"]
     assert sum(" | Base " in line for line in out) == 3
 
@@ -214,9 +215,9 @@ def test_eval_counts_each_row_once_however_many_prompts_are_asked_for(
     assert results[1] == results[0] and results[0]["num_samples"] == 4
     assert (results[2]["num_samples"], results[2]["interval"]) == (1, None)
     out, err = capsys.readouterr()
-    accuracies = [line for line in out.splitlines() if line.startswith("accuracy")]
-    assert "over 4 held-out prompts" in accuracies[1]
-    assert "over 1 held-out prompts, greedy, one prompt: no interval; " in accuracies[2]
+    rewards = [line for line in out.splitlines() if line.startswith("reward ")]
+    assert "over 4 held-out prompts" in rewards[1]
+    assert "over 1 held-out prompts, greedy, one prompt: no interval; " in rewards[2]
     assert err.count("run.eval_prompts = 192: ") == 1 and err.count("the data have 4 held-out rows") == 1
 
 
@@ -239,7 +240,7 @@ def test_a_checkpoint_is_evaluated_by_its_name(trained: Path) -> None:
         return config.model.path.name
 
     rows = read_rows(trained / "metrics.jsonl")
-    accuracy = {int(row["round"]): row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    accuracy = {int(row["round"]): row["eval/reward"] for row in rows if "eval/reward" in row}
     best = max(accuracy, key=lambda round: accuracy[round])
     assert weights("best") == f"round_{best:06d}"
     assert (weights("newest"), weights("round_000000")) == ("round_000001", "round_000000")

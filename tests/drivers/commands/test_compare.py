@@ -383,51 +383,53 @@ def run_row(**figures: float) -> Row:
     [
         (
             {
-                "a": run_row(accuracy=0.2, low=0.1, high=0.3),
-                "b": run_row(accuracy=0.8, low=0.7, high=0.9, step_s=3.0),
+                "a": run_row(held_out=0.2, low=0.1, high=0.3),
+                "b": run_row(held_out=0.8, low=0.7, high=0.9, step_s=3.0),
             },
-            "b has the higher held-out accuracy: 0.800, a 0.200. A step of a took the least time, 2.00 "
+            "b has the higher held-out reward: 0.800, a 0.200. A step of a took the least time, 2.00 "
             "s; the "
             "most 1.50 times that.",
         ),
         (
             {
-                "a": run_row(accuracy=0.79, low=0.7, high=0.852),
-                "b": run_row(accuracy=0.8, low=0.722, high=0.9),
+                "a": run_row(held_out=0.79, low=0.7, high=0.852),
+                "b": run_row(held_out=0.8, low=0.722, high=0.9),
             },
-            "b has the higher held-out accuracy: 0.800, a 0.790, which may be chance: their 95% "
+            "b has the higher held-out reward: 0.800, a 0.790, which may be chance: their 95% "
             "intervals go from "
             "0.722 and to 0.852. A step took equally long, 2.00 s.",
         ),
         (
-            {"a": run_row(accuracy=0.2), "b": run_row(accuracy=0.8, low=0.7, high=0.9)},
-            "b has the higher held-out accuracy: 0.800, a 0.200, whose spread is not known. A step took "
+            {"a": run_row(held_out=0.2), "b": run_row(held_out=0.8, low=0.7, high=0.9)},
+            "b has the higher held-out reward: 0.800, a 0.200, whose spread is not known. A step took "
             "equally long, 2.00 s.",
         ),
         (
-            {"a": run_row(reward=0.25), "b": run_row(accuracy=0.8)},
-            "b has the higher reward, last step: 0.500, a 0.250, whose spread is not known. A step took "
+            {"a": run_row(reward=0.25), "b": run_row(held_out=0.8)},
+            "b has the higher reward, last round: 0.500, a 0.250, whose spread is not known. A step took "
             "equally long, 2.00 s.",
         ),
         (
-            {"a": run_row(accuracy=0.8), "b": run_row(accuracy=0.8002)},
-            "b and a have the same held-out accuracy: 0.800. A step took equally long, 2.00 s.",
+            {"a": run_row(held_out=0.8), "b": run_row(held_out=0.8002)},
+            "b and a have the same held-out reward: 0.800. A step took equally long, 2.00 s.",
         ),
         (
             {"a": run_row(), "b": run_row(step_s=3.0)},
-            "a and b have the same reward, last step: 0.500. A step of a took the "
+            "a and b have the same reward, last round: 0.500. A step of a took the "
             "least time, 2.00 s; the most 1.50 times that.",
         ),
     ],
 )
-def test_finished_runs_are_told_apart_by_accuracy_then_by_reward(runs: dict[str, Row], said: str) -> None:
+def test_finished_runs_are_told_apart_by_held_out_reward_then_by_reward(
+    runs: dict[str, Row], said: str
+) -> None:
     assert verdict(runs) == said
 
 
 def test_a_finished_run_has_the_interval_of_its_last_evaluation(trained: Path) -> None:
     folder = RunFolder(trained)
     figures, estimate = figures_of(folder), recorded_estimate(folder.samples, 1)
-    assert estimate and estimate.mean == pytest.approx(figures["accuracy"])
+    assert estimate and estimate.mean == pytest.approx(figures["held_out"])
     assert (figures["low"], figures["high"]) == estimate.interval
 
 

@@ -56,8 +56,7 @@ def test_the_best_checkpoint_is_that_of_the_weights_that_were_evaluated(tmp_path
     steps = [{"step": step, "round": round, "loss": 0.0} for step, round in enumerate((0, 0, 1, 1, 2, 2), 1)]
     places = {(0, 0): 0.1, (2, 1): 0.3, (5, 2): 0.9, (6, 3): 0.8}
     evaluations = [
-        {"step": step, "round": round, "eval/accuracy": accuracy}
-        for (step, round), accuracy in places.items()
+        {"step": step, "round": round, "eval/reward": accuracy} for (step, round), accuracy in places.items()
     ]
     assert best_evaluation([*steps, *evaluations], folder) == (0.3, 1)
     assert best_evaluation([*steps, evaluations[0], {**evaluations[2], "step": 4}], folder) == (0.9, 2)
@@ -349,7 +348,7 @@ def test_what_a_run_left_that_never_began_blocks_no_other(config_path: Path, res
     config, folder = load_config(config_path), RunFolder(config_path.parent / "out")
     with folder.locked(), opened(config, folder, resume=False):
         (folder.counts).mkdir()
-        folder.metrics.write_text('{"step": 0, "round": 0, "eval/accuracy": 0.5}\n')
+        folder.metrics.write_text('{"step": 0, "round": 0, "eval/reward": 0.5}\n')
         (folder.checkpoints / "round_000000").mkdir(parents=True)
         before = folder.config.read_text()
     other = load_config(config_path, {"run.seed": "7"})
@@ -501,7 +500,7 @@ def test_rounds_keep_their_numbers_when_a_run_is_resumed_within_one(stop: str, c
     rows = read_rows(folder.metrics)
     steps = [(int(row["step"]), int(row["round"])) for row in rows if "loss" in row]
     assert steps == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
-    evaluated = [(int(row["round"]), int(row["step"])) for row in rows if "eval/accuracy" in row]
+    evaluated = [(int(row["round"]), int(row["step"])) for row in rows if "eval/reward" in row]
     assert evaluated == [(0, 0), (1, 2), (2, 4), (3, 6)]
     assert len(list((folder.samples / "eval").iterdir())) == 4
 
@@ -537,14 +536,16 @@ def test_a_run_stops_when_evaluations_gain_no_more_and_names_its_best_checkpoint
     words = ["--run.eval_every", "1", "--run.stop_after_evaluations", "2", "--run.rounds", "9"]
     assert train_here(config_path, *words, "--trainer.learning_rate", "1e-30") == 0
     folder, captured = RunFolder(config_path.parent / "out"), capsys.readouterr()
-    rows = [row for row in read_rows(folder.metrics) if "eval/accuracy" in row]
+    rows = [row for row in read_rows(folder.metrics) if "eval/reward" in row]
     assert [int(row["round"]) for row in rows] == [0, 1, 2]
     newest = folder.newest_checkpoint()
-    gain = f"the last 2 evaluations are no better than {rows[0]['eval/accuracy']:.3f}"
+    gain = f"the last 2 evaluations are no better than {rows[0]['eval/reward']:.3f}"
     said = f"tailrace: {gain}; saved {newest}; raise run.stop_after_evaluations, then --resume"
     assert said in captured.err.splitlines()
     (best,) = (line for line in captured.out.splitlines() if line.startswith("best"))
-    assert best.startswith(f"best      checkpoints/round_000000, accuracy {rows[0]['eval/accuracy']:.3f}  (")
+    assert best.startswith(
+        f"best      checkpoints/round_000000, held-out reward {rows[0]['eval/reward']:.3f}  ("
+    )
 
 
 def test_a_run_goes_on_from_the_model_of_another_run(

@@ -76,13 +76,13 @@ def test_a_model_and_its_card_come_to_the_hub_in_one_commit(run: Path, hub: HubS
     assert {name: content for name, content in files.items() if name != "README.md"} == local
     card = ModelCard(files["README.md"].decode())
     assert card.data.library_name == "transformers" and "grpo" in card.data.tags
-    assert card.data.eval_results and card.data.eval_results[0].metric_type == "accuracy"
+    assert card.data.eval_results and card.data.eval_results[0].metric_type == "reward"
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", card.text, re.MULTILINE))
     assert rows["base model"] == "model" and rows["schedule"] == "rolloutpipe"
     assert rows["data"] == "rows: rows.jsonl"
     assert (rows["optimizer steps"], rows["trained samples"]) == ("2", "8")
     assert rows["tailrace"] == __version__
-    assert "(4 prompts, greedy, at step 2)" in rows["held-out accuracy"]
+    assert "(4 prompts, greedy, at step 2)" in rows["held-out reward"]
     tokens = {key: int(n.replace(",", "")) for key, n in rows.items() if key.startswith("tokens ")}
     assert tokens.pop("tokens generated") == sum(tokens.values()) > 0
     assert 'name = "rolloutpipe"' in card.text and str(run.parent) not in card.text
@@ -202,6 +202,6 @@ def test_a_card_has_the_interval_of_the_rewards_that_the_run_recorded(run: Path)
         shown = "95% interval 0.370 to 0.630 (4 prompts, greedy, at step 2)"
         assert shown in str(card_of(RunFolder(run), "a/b"))
         path.write_text(lines[0]["id"])
-        assert "held-out accuracy" in (card := str(card_of(RunFolder(run), "a/b"))) and "interval" not in card
+        assert "held-out reward" in (card := str(card_of(RunFolder(run), "a/b"))) and "interval" not in card
     finally:
         path.write_text(told)

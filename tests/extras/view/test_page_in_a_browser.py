@@ -301,7 +301,7 @@ def test_a_simulated_run_names_a_faster_schedule_and_says_how_prompts_were_compl
             "(({ schedule, times }) => [schedule, times])(tailrace.runs[0].faster)"
         )
         assert times > 1.1 and f"In a simulation with its costs, {name} is {times:.1f} times faster" in said
-        assert "held-out accuracy, greedy" in tab.page.locator("[data-title=Reward] .legend").inner_text()
+        assert "held-out reward, greedy" in tab.page.locator("[data-title=Reward] .legend").inner_text()
         tab.open("timeline")
         assert tab.page.locator("button", has_text="follow").is_hidden(), "a finished run"
         assert tab.errors == []
@@ -315,14 +315,14 @@ def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
     for name, accuracy in (("one", 0.8), ("other", 0.81)):
         folder = write_run(tmp_path / name)
         first, *others = (folder / "metrics.jsonl").read_text().splitlines()
-        rows[name] = json.loads(first) | {"eval/accuracy": accuracy, "eval/num_samples": 5.0}
+        rows[name] = json.loads(first) | {"eval/reward": accuracy, "eval/num_samples": 5.0}
         (folder / "samples" / "eval").mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"id": f"-{n}.0/0", "reward": accuracy + 0.01 * (n - 3)}) for n in range(1, 6))
         (folder / "samples" / "eval" / f"round_{rows[name]['round']:06d}.jsonl").write_text("\n".join(lines))
         (folder / "metrics.jsonl").write_text("\n".join([json.dumps(rows[name]), *others, ""]))
     with served(tmp_path / "one", tmp_path / "other") as address:
         tab = Tab(browser, address)
-        assert "held-out\naccuracy" in tab.page.locator("#comparison").inner_text().replace(" acc", "\nacc")
+        assert "held-out\nreward" in tab.page.locator("#comparison").inner_text().replace(" acc", "\nacc")
         assert tab.page.locator(".best").count() == 0
         tab.page.evaluate("""tailrace.runs[1].figures.evaluations[0].low = 0.95, tailrace.overview.draw()""")
         assert tab.page.locator("#comparison .best").all_inner_texts() == ["0.810"]

@@ -44,7 +44,7 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_trace_keeps_to_the_format(tmp_path: Path) -> None:
     story = pipelined_round()
-    story.tell(Evaluated(30.0, 1, 8, accuracy=0.5, mean_tokens=3.0))
+    story.tell(Evaluated(30.0, 1, 8, reward=0.5, mean_tokens=3.0))
     for record in trace_of(story.events, tmp_path):
         assert record.keys() >= REQUIRED[record["ph"]] | {"ph"}
         assert all(isinstance(record[key], int) for key in ("pid", "tid"))

@@ -29,14 +29,16 @@ def report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
         lines.insert(0, f"reward    {rewards[0]:.3f} -> {rewards[-1]:.3f}  {curve}  (means of rounds)")
     if summary.eval:
         first, last = summary.eval.first, summary.eval.last
-        lines.insert(0, f"held-out accuracy {first:.3f} -> {last:.3f} in {summary.steps} steps")
+        solved = summary.solved
+        shares = f", solved {solved.first:.1%} -> {solved.last:.1%}" if solved else ""
+        lines.insert(0, f"held-out reward {first:.3f} -> {last:.3f}{shares}, in {summary.steps} steps")
     if folder.model.exists():
         lines.append(f"model     {folder.model}")
     if folder.adapter.exists():
         lines.append(f"adapter   {folder.adapter}")
     if best := best_evaluation(rows, folder):
         name, how = checkpoint_name(best[1]), f"tailrace eval {folder.path} --checkpoint best"
-        lines.append(f"best      checkpoints/{name}, accuracy {best[0]:.3f}  ({how})")
+        lines.append(f"best      checkpoints/{name}, held-out reward {best[0]:.3f}  ({how})")
     lines += [f"advice    {kind}, {text}" for kind, text in summary.advisories.items()]
     with suppress(OSError, ValueError):  # the output may be closed
         print(*lines, sep="\n")

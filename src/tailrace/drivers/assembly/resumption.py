@@ -139,13 +139,13 @@ def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
 
 
 def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:
-    """Accuracy and round of the best evaluation of the run's earlier lives whose checkpoint is there.
+    """Held-out reward and round of the best evaluation of the run's earlier lives whose checkpoint is there.
 
     A round that was resumed after some of its steps was evaluated with later weights than its checkpoint has.
     """
     round_of_step = {row["step"]: row["round"] for row in steps_of(earlier)}
     found = [
-        (row["eval/accuracy"], int(row["round"]))
+        (row["eval/reward"], int(row["round"]))
         for row in evaluations_of(earlier)
         if round_of_step.get(row["step"], -1) < row["round"]
         and (folder.checkpoints / checkpoint_name(int(row["round"]))).is_dir()

@@ -269,14 +269,14 @@ class StopWithoutGain:
 
     def __init__(self, run: RunSettings, earlier: Sequence[Row], interruption: Interruption) -> None:
         self._run, self._interruption = run, interruption
-        self._accuracies = [row["eval/accuracy"] for row in evaluations_of(earlier)]
+        self._rewards = [row["eval/reward"] for row in evaluations_of(earlier)]
 
     def on(self, event: Event) -> None:
         if not isinstance(event, Evaluated) or event.round >= self._run.rounds:
             return
-        self._accuracies.append(event.accuracy)
-        best, num = max(self._accuracies), self._run.stop_after_evaluations
-        without_gain = len(self._accuracies) - 1 - self._accuracies.index(best)
+        self._rewards.append(event.reward)
+        best, num = max(self._rewards), self._run.stop_after_evaluations
+        without_gain = len(self._rewards) - 1 - self._rewards.index(best)
         if 0 < num <= without_gain:
             what = "evaluation is" if without_gain == 1 else f"{without_gain} evaluations are"
             reason = f"the last {what} no better than {best:.3f}"

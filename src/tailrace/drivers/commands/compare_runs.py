@@ -18,8 +18,8 @@ from tailrace.record.summary import Summary
 
 OF_TRIALS = ("samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "truncated_share")
 FIGURES = {
-    "accuracy": ("held-out accuracy", "{:.3f}"),
-    "reward": ("reward, last step", "{:.3f}"),
+    "held_out": ("held-out reward", "{:.3f}"),
+    "reward": ("reward, last round", "{:.3f}"),
     "eval_loss": ("held-out loss", "{:.4f}"),
     "loss": ("loss, last step", "{:.4f}"),
     "steps": ("optimizer steps", "{:.0f}"),
@@ -55,7 +55,7 @@ def figures_of(folder: RunFolder) -> Row:
         problem = f"a row of its metrics.jsonl lacks {why}"
         raise ConfigError("RUN", str(folder.path), problem, "name runs of this version") from None
     for row in evaluations_of(rows)[-1:]:
-        figures["accuracy"] = row["eval/accuracy"]
+        figures["held_out"] = row["eval/reward"]
         if (estimate := recorded_estimate(folder.samples, row["round"])) and estimate.interval:
             figures["low"], figures["high"] = estimate.interval
     return figures
@@ -70,9 +70,9 @@ def _figures_of_losses(folder: RunFolder, rows: Sequence[Row]) -> Row:
 
 
 def verdict(runs: Mapping[str, Row]) -> str:
-    """Which run is better, by held-out accuracy, or by reward where a run has none, or by loss; and which is
+    """Which run is better, by held-out reward, or by reward where a run has none, or by loss; and which is
     faster."""
-    keys = ("accuracy", "reward", "eval_loss", "loss")
+    keys = ("held_out", "reward", "eval_loss", "loss")
     key = next(key for key in keys if all(key in run for run in runs.values()))
     better, sign = ("lower", 1) if "loss" in key else ("higher", -1)
     best, second, *_ = sorted(runs, key=lambda name: sign * runs[name][key])
@@ -81,7 +81,7 @@ def verdict(runs: Mapping[str, Row]) -> str:
     text = f"{best} has the {better} {label}: {high}, {second} {low}"
     if high == low:
         text = f"{best} and {second} have the same {label}: {high}"
-    elif key == "accuracy" and all("low" in runs[name] for name in (best, second)):
+    elif key == "held_out" and all("low" in runs[name] for name in (best, second)):
         if (least := runs[best]["low"]) <= (most := runs[second]["high"]):
             text += f", which may be chance: their 95% intervals go from {least:.3f} and to {most:.3f}"
     else:

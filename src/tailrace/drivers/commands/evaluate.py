@@ -31,7 +31,7 @@ from tailrace.ledger.store import LEDGER_FILE, open_store
 from tailrace.record.display import sample_line
 from tailrace.record.events import EvaluatedSample, Recorder
 from tailrace.record.metrics import read_rows
-from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets
+from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets, solved_share
 from tailrace.rollout.router import Router
 
 
@@ -56,9 +56,9 @@ def run(
         base: evaluate the base, too, and say what was gained.
         prompts: instead of run.eval_prompts.
         samples: of each prompt, sampled: pass@k and avg@n. Instead of run.eval_samples.
-        json_path: a file for the accuracy.
+        json_path: a file for these numbers.
     """
-    check_output("--json", json_path, r'\A{"accuracy": ')
+    check_output("--json", json_path, r'\A{"(reward|accuracy)": ')
     named = {"eval_prompts": prompts, "eval_samples": samples, "eval_greedy": samples and samples == 1}
     given = {f"run.{key}": json.dumps(value) for key, value in named.items() if value is not None}
     overrides = {**overrides, **given}
@@ -69,8 +69,10 @@ def run(
     n, how = len(result), "greedy" if config.run.eval_greedy else "sampled"
     estimate, num_tokens = estimate_of(rewards_of(result)), sum(each.num_tokens for each in result)
     console.print(f"weights   {config.model.path}")
-    accuracy = f"{estimate.mean:.4f} over {estimate.num_prompts} held-out prompts, {how}, {estimate}"
-    console.print(f"accuracy  {accuracy}; {num_tokens / n:.1f} tokens each", soft_wrap=False)
+    reward = f"{estimate.mean:.4f} over {estimate.num_prompts} held-out prompts, {how}, {estimate}"
+    console.print(f"reward    {reward}; {num_tokens / n:.1f} tokens each", soft_wrap=False)
+    solved, solved_at = solved_share(result, config.run.eval_solved_at), config.run.eval_solved_at
+    console.print(f"solved    {solved:.1%} of {n} samples have a reward of at least {solved_at:g}")
     for other in others:
         console.print(f"gain      {gain_over(rewards_of(other), rewards_of(result))}", soft_wrap=False)
     sets = metrics_of_sets(result, config.run.eval_solved_at)
@@ -82,7 +84,8 @@ def run(
         console.print(sample_line(mine.prompt, mine.text, mine.reward) + theirs, soft_wrap=False)
     if json_path:
         numbers = {
-            "accuracy": estimate.mean,
+            "reward": estimate.mean,
+            "solved": solved,
             "interval": estimate.interval,
             "base": estimate_of(rewards_of(others[0])).mean if others else None,
             "num_samples": n,

@@ -1,6 +1,7 @@
 """Experiment trackers: what each kind does, and the sink that feeds it.
 
-A tracker gets the objects of metrics.jsonl under the same names, without figures that are not finite. One
+A tracker gets the objects of metrics.jsonl under the same names, without figures that are not finite; figures
+that were renamed in this release under both. One
 that raises is disabled, and the run goes on without it.
 """
 
@@ -15,6 +16,7 @@ from tailrace.errors import ConfigError
 from tailrace.importing import install
 from tailrace.kinds import kind_of
 from tailrace.record.events import Row, Sink
+from tailrace.record.figures import RENAMED
 from tailrace.record.metrics import JoinedRows
 from tailrace.record.sinks import GuardedSink
 
@@ -112,8 +114,9 @@ class TrackerSink(JoinedRows):
         self._tracker.finish()
 
     def _log(self, row: Row) -> None:
+        row = row | {old: row[new] for old, new in RENAMED.items() if new in row}
         # A tracker may list figures in the order in which it met them.
-        first = [key for key in ("reward", "eval/accuracy", "loss") if key in row]
+        first = [key for key in ("reward", "eval/reward", "loss") if key in row]
         figures = {key: row[key] for key in dict.fromkeys([*first, *row]) if isfinite(row[key])}
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
         self._step = max(self._step, step)  # they take no step that is earlier than one they have

@@ -41,7 +41,7 @@ def card_of(folder: RunFolder, repo: str) -> ModelCard:
         remedy = f"go on with tailrace {'sft' if is_sft else 'train'} --resume"
         raise ConfigError("RUN", str(folder.path), problem, remedy) from why
     step = _step_of_model(folder, summary.steps)
-    figure = "loss" if is_sft else "accuracy"
+    figure = "loss" if is_sft else "reward"
     learnt = "fine-tuned on given responses" if is_sft else "post-trained by reinforcement learning"
     evaluated = [row for row in rows if f"eval/{figure}" in row and row["step"] <= step]
     shared = config.shared()
@@ -89,11 +89,11 @@ def _fates(tokens: dict[str, int | dict[str, int]]) -> Iterator[tuple[str, int]]
 def _held_out(folder: RunFolder, config: RunConfig, row: Row) -> str:
     if "eval/loss" in row:
         return f"{row['eval/loss']:.4f} nats a token (at step {row['step']:.0f})"
-    accuracy = f"{row['eval/accuracy']:.3f}"
+    reward = f"{row['eval/reward']:.3f}"
     how = f"{'greedy' if config.run.eval_greedy else 'sampled'}, at step {row['step']:.0f}"
     if (estimate := recorded_estimate(folder.samples, row["round"])) is None:
-        return f"{accuracy} ({how})"
-    return f"{accuracy}, {estimate} ({estimate.num_prompts} prompts, {how})"
+        return f"{reward} ({how})"
+    return f"{reward}, {estimate} ({estimate.num_prompts} prompts, {how})"
 
 
 def _eval_result(config: RunConfig, figure: str, row: Row) -> EvalResult:

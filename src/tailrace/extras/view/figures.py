@@ -35,7 +35,7 @@ class Curves:
         lasts = [*(self._firsts[1:] - 1).tolist(), *([num - 1] if num else [])]
         self.x = {name: _short(steps[at][name] for at in lasts) for name in (positions[-1] if rows else ())}
         placed = zip(rows, positions, strict=True)
-        self.evaluations = [_evaluation(row, at, samples) for row, at in placed if "eval/accuracy" in row]
+        self.evaluations = [_evaluation(row, at, samples) for row, at in placed if "eval/reward" in row]
 
     def of(self, name: str) -> Sequence[Sequence[float | None]]:
         """Return the points of a figure: the mean of its steps, and if they are several the lowest and the
@@ -69,7 +69,14 @@ def _evaluation(row: Row, at: Mapping[str, float], samples: Path) -> dict[str, A
     estimate = recorded_estimate(samples, row["round"])
     low, high = (estimate and estimate.interval) or (None, None)
     n = estimate and estimate.num_prompts
-    return {**at, "accuracy": row["eval/accuracy"], "low": low, "high": high, "n": n}
+    return {
+        **at,
+        "reward": row["eval/reward"],
+        "solved": row.get("eval/solved"),
+        "low": low,
+        "high": high,
+        "n": n,
+    }
 
 
 def _short(values: Iterable[float]) -> list[float | None]:
@@ -87,14 +94,14 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 
 
-def trial_figures(summary: Summary, accuracy: float | None) -> list[dict[str, Any]]:
+def trial_figures(summary: Summary, held_out: float | None) -> list[dict[str, Any]]:
     """Return the figures of a run for the comparison with others. `better`: 1: the higher one, -1: the lower
     one, 0: neither."""
     figures = summary.figures() if rounds_of(summary.rows) else {}
     forms = {(kind, key): form for kind, section in SECTIONS.items() for key, form in section.items()}
-    forms = {("learning", "accuracy"): ("held-out accuracy", "{:.3f}")} | forms
-    better = {"accuracy": 1} | dict.fromkeys(HIGHER_IS_BETTER, 1) | dict.fromkeys(NEITHER, 0)
-    values = figures | ({} if accuracy is None else {"accuracy": accuracy})
+    forms = {("learning", "held_out"): ("held-out reward", "{:.3f}")} | forms
+    better = {"held_out": 1} | dict.fromkeys(HIGHER_IS_BETTER, 1) | dict.fromkeys(NEITHER, 0)
+    values = figures | ({} if held_out is None else {"held_out": held_out})
     return [
         {"section": kind, "key": key, "label": label, "better": better.get(key, -1)}
         | {"value": values[key], "text": form.format(values[key])}

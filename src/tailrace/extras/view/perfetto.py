@@ -88,7 +88,7 @@ def _work_of_the_run(process: Timeline) -> Iterator[TraceEvent]:
         name = f"no optimizer step for {alarm.quiet_s:.0f} s"
         yield _mark(ROUNDS, name, "t", alarm.time_s, {"waiting": alarm.what})
     for evaluated in process.evaluations:
-        yield _mark(ROUNDS, f"accuracy {evaluated.accuracy:.3f}", "t", evaluated.time_s, {})
+        yield _mark(ROUNDS, f"held-out reward {evaluated.reward:.3f}", "t", evaluated.time_s, {})
 
 
 def _work_of_engines(process: Timeline, pids: Mapping[str, int]) -> Iterator[TraceEvent]:

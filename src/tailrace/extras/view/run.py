@@ -93,7 +93,7 @@ class RunView:
 
     def _compared(self) -> list[dict[str, Any]]:
         """The figures for a comparison with other runs; none of rows of another version."""
-        measured = [row["eval/accuracy"] for row in evaluations_of(self._rows()[0])]
+        measured = [row["eval/reward"] for row in evaluations_of(self._rows()[0])]
         try:
             return trial_figures(self._summary(), measured[-1] if measured else None)
         except LookupError:

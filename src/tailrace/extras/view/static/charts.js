@@ -34,18 +34,18 @@ function curveOf(run, name, axis, smoothing) {
 /** How the held-out prompts of a run are completed; training always samples. */
 const sampling = (run) => ({ true: ", greedy", false: ", sampled" })[run.figures.config["run.eval_greedy"]] || "";
 
-/** The accuracy on held-out prompts of a run, with its interval. */
+/** The mean reward on held-out prompts of a run, with its interval. */
 function evaluationCurve(run, axis) {
   const found = run.figures.evaluations;
   if (!found.length || found[0][axis] === undefined) return null;
-  return [found.map((each) => each[axis]), ...["accuracy", "low", "high", "accuracy"].map((name) => found.map((each) => each[name]))];
+  return [found.map((each) => each[axis]), ...["reward", "low", "high", "reward"].map((name) => found.map((each) => each[name]))];
 }
 
 class Chart {
   #plot = null;
   #shown = "";
 
-  /** `spec`: title, unit, and series of [figure, label]; the figure "eval" is the accuracy with its interval. */
+  /** `spec`: title, unit, and series of [figure, label]; the figure "eval" is the held-out reward with its interval. */
   constructor(spec) {
     this.spec = spec;
     this.legend = element("div", { className: "legend" });

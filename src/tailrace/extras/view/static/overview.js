@@ -2,7 +2,7 @@
 // Overview: what the runs are, whether they learn, and what they waited for.
 
 const CHARTS = [
-  { title: "Reward", series: [["reward", "reward of the step"], ["eval", "held-out accuracy"]], wide: true, height: 250 },
+  { title: "Reward", series: [["reward", "reward of the step"], ["eval", "held-out reward"]], wide: true, height: 250 },
   { title: "Where a step's time goes", unit: "s", series: [["time/step", "step"], ["time/wait", "of it waiting"]], height: 250 },
   { title: "Loss", series: [["loss", "loss"], ["value_loss", "critic"]] },
   { title: "Entropy", unit: "nats a token", series: [["entropy", "entropy"]] },
@@ -19,7 +19,7 @@ const CHARTS = [
 ];
 const NUM_LAST = 20;
 /** Figures of the short table of a comparison; the long one has all. */
-const COMPARED = ["accuracy", "reward", "main_s_per_1000_samples", "samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "waste_share"];
+const COMPARED = ["held_out", "reward", "main_s_per_1000_samples", "samples_per_s", "waiting_ratio", "lag_mean", "ess_mean", "waste_share"];
 
 class Overview {
   axis = "step";
@@ -100,7 +100,7 @@ class Overview {
     const rewards = last("reward"), steps = last("time/step"), tokens = last("perf/tokens_per_s");
     if (rewards.length) tile(`reward, last ${counted(Math.min(NUM_LAST, rewards.length), "step")}`, format(+mean(rewards).toPrecision(3)), `mean; first step ${format(+rewards[0].toPrecision(3))}, last ${format(+rewards.at(-1).toPrecision(3))}`, rewards, colour("blue"));
     const measured = figures.evaluations.at(-1);
-    if (measured) tile("held-out accuracy", format(+measured.accuracy.toPrecision(3)), `${measured.low !== null ? `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}` : measured.n === 1 ? "one prompt: no interval" : "no interval"}; first ${format(+figures.evaluations[0].accuracy.toPrecision(2))}${sampling(run)}`, figures.evaluations.map((each) => each.accuracy), colour("teal"));
+    if (measured) tile("held-out reward", format(+measured.reward.toPrecision(3)), `${measured.low !== null ? `${measured.low.toFixed(2)}–${measured.high.toFixed(2)}` : measured.n === 1 ? "one prompt: no interval" : "no interval"}; first ${format(+figures.evaluations[0].reward.toPrecision(2))}${sampling(run)}`, figures.evaluations.map((each) => each.reward), colour("teal"));
     if (steps.length) tile("seconds a step", duration(mean(steps)), `mean of ${Math.min(NUM_LAST, steps.length)} steps`, steps, colour("muted"));
     if (tokens.length) tile("trained tokens/s", format(Math.round(mean(tokens))), `length ${format(Math.round(mean(last("completions/mean_length"))))} tokens`, tokens, colour("muted"));
     const busy = record?.shares.filter((each) => each.lane === "trainer" && ["gradients", "step"].includes(each.cause));
@@ -124,8 +124,8 @@ class Overview {
     const keys = [...new Map(rows.flatMap(summary).map((each) => [each.key, each])).values()];
     const cells = (figure) => {
       const values = rows.map((run) => by(run, figure.key)), known = values.filter((each) => each && each.value !== null), best = [...known].sort((one, other) => figure.better * (other.value - one.value))[0];
-      // No run is the best where they read the same, or where the intervals of the accuracies overlap.
-      const measured = figure.key === "accuracy" ? rows.flatMap((run) => run.figures.evaluations.slice(-1)).sort((one, other) => other.accuracy - one.accuracy) : [];
+      // No run is the best where they read the same, or where the intervals of the rewards overlap.
+      const measured = figure.key === "held_out" ? rows.flatMap((run) => run.figures.evaluations.slice(-1)).sort((one, other) => other.reward - one.reward) : [];
       const isDivided = figure.better && known.some((each) => each.text !== best.text) && !(measured[1]?.high >= measured[0]?.low);
       return values.map((each) => [each ? each.text : "–", Boolean(isDivided && each && each.text === best.text)]);
     };
