@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
-from tailrace.config import RunConfig, config_of
-from tailrace.drivers.assembly.compared import compared_parameters, rounds_of_equal_steps
-from tailrace.drivers.assembly.schedule import resolve
+from tailrace.config import RunConfig, config_of, translated_parameters
+from tailrace.drivers.assembly.schedule import resolve, rounds_of_equal_steps
 from tailrace.drivers.assembly.simulation import run_virtual
 from tailrace.record.events import Event, GroupDrawn, Recorder, RequestStarted, RoundStarted, Stepped
 from tailrace.record.steps import StepMeter
@@ -84,7 +83,7 @@ class Preferred:
 def config_for(name: str) -> RunConfig:
     """Return the config of a schedule, for as many optimizer steps as the others."""
     config = config_of(CONFIG)
-    compared = config.changed(schedule=compared_parameters(config, name)[0])
+    compared = config.changed(schedule=translated_parameters(config, name)[0])
     return compared.changed(run={"rounds": rounds_of_equal_steps(config, compared, resolve(compared))})
 
 

@@ -1,6 +1,7 @@
 """The config: read, overridden, resolved; what cannot work is one message in the user's words."""
 
 import json
+import re
 from inspect import signature
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tailrace.config import (
     may_change,
     sections_at,
 )
+from tailrace.drivers.assembly.schedule import resolve
 from tailrace.errors import ConfigError
 from tailrace.kinds import import_all
 from tailrace.schedules import SCHEDULES
@@ -152,6 +154,60 @@ def test_overrides_win_and_are_toml_values_or_else_strings(tmp_path: Path) -> No
     assert config.schedule["name"] == "rolloutpipe"
     assert config.schedule["admission"] == {"kind": "frontier", "groups": 2}
     assert config.trainer.betas == (0.8, 0.9)
+
+
+ROLLOUTPIPE = """
+run = { rounds = 2, group_size = 4 }
+schedule = { name = "rolloutpipe", groups_per_round = 8, groups_per_step = 4, max_tokens_per_batch = 512 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "schedule", "said"),
+    [
+        (
+            {"schedule.name": "tailrace"},
+            {"groups_per_step": 4, "groups_in_flight": 8, "staleness": 1},
+            "without groups_per_round = 8, max_tokens_per_batch = 512, and with groups_in_flight = 8, "
+            "staleness = 1; run.rounds stays 2",
+        ),
+        (
+            {"schedule": {"name": "tailrace", "staleness": 2, "kv": "recompute"}, "run": {"rounds": 3}},
+            {"groups_per_step": 4, "groups_in_flight": 12, "staleness": 2, "kv": "recompute"},
+            "with groups_in_flight = 12; run.rounds stays 3",
+        ),
+        ({"schedule.name": "rolloutpipe_eager"}, {"groups_per_round": 8, "max_tokens_per_batch": 512}, ""),
+        ({"schedule.name": "rolloutpipe", "schedule.groups_per_step": "2"}, {"groups_per_step": 2}, ""),
+    ],
+)
+def test_another_schedule_translates_the_keys_of_the_file_and_keeps_those_given_with_it(
+    tmp_path: Path,
+    overrides: dict[str, object],
+    schedule: dict[str, object],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(ROLLOUTPIPE)
+    found = load_config(path, overrides).schedule
+    assert {key: found.get(key) for key in schedule} == schedule
+    assert ("groups_per_round" in found) == (found["name"] != "tailrace")
+    assert capsys.readouterr().err.strip().endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "problem"),
+    [
+        ("", {"schedule.groups_per_round": "8"}, "schedule.groups_per_round = 8: the schedule has no such"),
+        ("groups_per_rond = 8", {}, "groups_per_rond = 8: neither serial nor tailrace has such a parameter"),
+        ("", {"schedule.staleness": "many"}, "schedule.staleness = 'many': "),
+    ],
+)
+def test_a_key_that_the_other_schedule_lacks_is_refused_if_it_was_given_for_it(
+    tmp_path: Path, section: str, given: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        resolve(load(tmp_path, section, {"schedule.name": "tailrace", **given}))
 
 
 def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:

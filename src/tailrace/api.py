@@ -34,12 +34,12 @@ def load_config(
     Args:
         source: a TOML file, or its sections as a mapping. Paths in it are relative to the file, or to the
             working directory.
-        overrides: values by dotted key, for example `{"run.rounds": 5}`. They replace those of the source.
+        overrides: values by dotted key, for example `{"run.rounds": 5}`, or tables of them. They replace
+            those of the source. Another `schedule.name` translates the keys of [schedule] for it.
     """
-    texts = {key: str(value) for key, value in (overrides or {}).items()}
     if isinstance(source, Mapping):
-        return configs.config_in(Path.cwd(), deepcopy(dict(source)), texts)
-    return configs.load_config(Path(source), texts)
+        return configs.config_in(Path.cwd(), deepcopy(dict(source)), overrides)
+    return configs.load_config(Path(source), overrides)
 
 
 def train(
@@ -60,7 +60,7 @@ def train(
         output_dir: the folder for everything about the run; drivers/assembly/folder.py lists it.
         resume: continue the run in the folder, if one has begun there.
         schedule: an async function of a `Run`, in place of the one that the config names. Its other
-            parameters are the keys of [schedule].
+            parameters are the keys of [schedule], which are translated for it.
         reward: a reward function, in place of those that the config names, for example one that a notebook
             defines. It is called in other processes, with copies of what it uses, and saved as reward.pkl in
             the output directory, where --resume and `tailrace eval` find it.
@@ -129,10 +129,10 @@ def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, Bou
     function = schedule.func if isinstance(schedule, partial) else schedule
     if not inspect.iscoroutinefunction(function):
         raise ConfigError("schedule", schedule, "it is not an async function", "write `async def`")
-    parameters = {key: value for key, value in config.schedule.items() if key != "name"}
-    bound = bind(schedule, parameters, config)
     name = f"{function.__module__}:{function.__qualname__}"
-    return config.changed(schedule={**parameters, "name": name}, schedules={}), bound
+    named = configs.with_schedule(config.changed(schedules={}), name, schedule=schedule)
+    parameters = {key: value for key, value in named.schedule.items() if key != "name"}
+    return named, bind(schedule, parameters, config)
 
 
 def _outside_of_loops(work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:

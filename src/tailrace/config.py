@@ -5,6 +5,7 @@ overrides from the command line, checks them against one another, and explains w
 """
 
 import json
+import math
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from tailrace.drivers.environments.settings import EnvironmentSettings, SingleTu
 from tailrace.drivers.reward.settings import RewardSettings, TeacherSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.base import AnyHostSettings, LocalHostSettings
-from tailrace.errors import ConfigError, did_you_mean
+from tailrace.errors import ConfigError, did_you_mean, say
 from tailrace.importing import check_training
 from tailrace.kinds import OneOf, import_all, sections_in
 from tailrace.ledger.base import LedgerSettings
@@ -38,6 +39,8 @@ from tailrace.record.base import RecordSettings
 from tailrace.rollout.admission import Admission
 from tailrace.rollout.order import ORDERS
 from tailrace.rollout.placement import PlacementSettings
+from tailrace.schedules import SCHEDULES, Schedule
+from tailrace.schedules.by_name import find_schedule, parameters_of
 from tailrace.settings import (
     CHOSEN,
     RESUMABLE,
@@ -259,9 +262,10 @@ def _words(annotation: Any) -> set[object]:
     return {*parts} if get_origin(annotation) is Literal else set[object]().union(*map(_words, parts))
 
 
-def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunConfig:
+def load_config(path: Path, overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Read a config file. Paths in it are relative to it. Raises a ConfigError that names all that is wrong.
-    `overrides`: values by dotted key, for example `{"run.seed": "3"}`. They replace those of the file."""
+    `overrides`: values by dotted key, for example `{"run.seed": "3"}`, or tables of them. They replace those
+    of the file. A text is a TOML value, or else a string."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -278,7 +282,7 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> RunCo
         raise ConfigError("CONFIG", str(path), "its tables are nested too deep", "remove some") from None
 
 
-def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
+def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Return the config of a tree of sections, with paths relative to a folder. Raises as `load_config`."""
     _make_paths_absolute(tree, [RunConfig], folder)
     if isinstance(schedule := tree.get("schedule"), dict) and isinstance(name := schedule.get("name"), str):
@@ -286,15 +290,110 @@ def config_in(folder: Path, tree: dict[str, Any], overrides: Mapping[str, str] |
     return config_of(tree, overrides)
 
 
-def config_of(tree: dict[str, Any], overrides: Mapping[str, str] | None = None) -> RunConfig:
+def config_of(tree: dict[str, Any], overrides: Mapping[str, object] | None = None) -> RunConfig:
     """Return the config of a tree of sections. Raises as `load_config`."""
-    for key, text in (overrides or {}).items():
-        _override(tree, key, text)
+    written = _schedule_name(tree)
+    given = dict(_by_dotted_key(overrides or {}))
+    for key, value in given.items():
+        _override(tree, key, value)
     tree = _with_tasks_as_data(tree)
     if isinstance(teacher := tree.get("teacher"), dict):
         tree = {**tree, "teacher": [teacher]}
     config: RunConfig = validated(RunConfig, tree)
-    return config
+    if written in (None, name := _schedule_name(tree)) or "schedule" in given:
+        return config
+    of_file = config.changed(schedule={**config.schedule, "name": written})
+    kept = [key.split(".")[1] for key in given if key.startswith("schedule.")]
+    return with_schedule(of_file, str(name), kept)
+
+
+def _schedule_name(tree: Mapping[str, Any]) -> object:
+    schedule = tree.get("schedule")
+    return schedule.get("name") if isinstance(schedule, dict) else None
+
+
+def _by_dotted_key(overrides: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what replaces values of a config, with dotted keys in place of tables of tables."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            yield from _by_dotted_key(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def shared_parameters(config: RunConfig, name: str, schedule: Schedule | None = None) -> dict[str, Any]:
+    """The [schedule] section for another schedule: the parameters that the other schedule has, too. Raises a
+    ConfigError if there is no such schedule. `schedule`: the function, if no name leads to it."""
+    accepted = parameters_of(schedule or find_schedule(name))
+    return {key: value for key, value in config.schedule.items() if key in accepted} | {"name": name}
+
+
+def translated_parameters(
+    config: RunConfig, name: str, schedule: Schedule | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """[schedule] for another schedule. What it needs and the config does not give makes its rounds as large
+    as those of the config's schedule, with twice a step in flight. One that makes one step of each round has
+    the groups of a step in a round: its steps are as large as those of the other. Arguments and errors as
+    `shared_parameters`.
+
+    Returns:
+        The parameters, and those of them that the config does not give.
+    """
+    shared, needed = shared_parameters(config, name, schedule), parameters_of(schedule or find_schedule(name))
+    own = config.schedules.get(name, {})
+    given = {key: value for key, value in {**config.schedule, **own}.items() if isinstance(value, int)}
+    step = given.get("groups_per_step") or given.get("groups_per_round")
+    if not step:
+        return shared, {}  # the check of the parameters says what is missing
+    groups = given.get("groups_per_round") or step * given.get("steps_per_round", 1)
+    if "groups_per_step" not in needed:
+        groups = own.get("groups_per_round", step)
+    staleness = given.get("staleness", 1)
+    requests = math.ceil(config.run.group_size / (config.sim.engines.count or config.engine.num_engines))
+    sensible = {
+        "groups_per_round": groups,
+        "groups_per_step": step,
+        "steps_per_round": max(1, groups // step),
+        "groups_launched": math.ceil(1.5 * groups),
+        "groups_per_draw": math.ceil(1.5 * groups),
+        "staleness": staleness,
+        "steps_off_policy": staleness,
+        "groups_in_flight": (staleness + 1) * step,
+        "window": step,
+        "ring_groups": 2 * step,
+        "in_flight_per_engine": 2 * step * requests,
+        "requests_per_engine": math.ceil(1.5 * groups) * requests,
+    }
+    missing = [key for key, each in needed.items() if each.default is each.empty and key not in given]
+    if shared.get("groups_per_round", groups) != groups:
+        missing.append("groups_per_round")
+    chosen = {key: sensible[key] for key in missing if key in sensible}
+    return shared | chosen, chosen
+
+
+def with_schedule(
+    config: RunConfig, name: str, given: Collection[str] = (), schedule: Schedule | None = None
+) -> RunConfig:
+    """The config with [schedule] translated for another schedule; what is left out and filled in is said.
+    Arguments and errors as `shared_parameters`; a ConfigError, too, if the config's own schedule lacks a key
+    that is left out. `given`: keys that stay, because they were written for the other schedule."""
+    section, own = dict(config.schedule), config.schedule.get("name")
+    parameters, chosen = translated_parameters(config, name, schedule)
+    parameters = {**parameters, **{key: section[key] for key in given}, "name": name}
+    left_out = {key: value for key, value in section.items() if key not in parameters}
+    for key in left_out if own in SCHEDULES else ():
+        if key not in (known := parameters_of(find_schedule(own))):
+            problem, remedy = f"neither {own} nor {name} has such a parameter", did_you_mean(key, known)
+            raise ConfigError(f"schedule.{key}", section[key], problem, remedy)
+    said = [
+        f"{what} {', '.join(f'{key} = {value!r}' for key, value in part.items())}"
+        for what, part in {"without": left_out, "with": chosen}.items()
+        if part
+    ]
+    if said:
+        what = f"[schedule] is translated for {name!r}: {', and '.join(said)}"
+        say(f"{what}; run.rounds stays {config.run.rounds}")
+    return config.changed(schedule=parameters)
 
 
 def validated(kind: Any, value: object, key: str = "") -> Any:
@@ -446,13 +545,15 @@ def _fields(sections: Sequence[type[Settings]], name: str) -> list[FieldInfo]:
     return [section.model_fields[name] for section in sections if name in section.model_fields]
 
 
-def _override(tree: dict[str, Any], key: str, text: str) -> None:
-    """Set the key `a.b` to a text from the command line: a TOML value, or else a string."""
+def _override(tree: dict[str, Any], key: str, given: object) -> None:
+    """Set the key `a.b` to a value; of a text, as of the command line: to a TOML value, or else a string."""
+    text = str(given)
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python decodes other bytes
         raise ConfigError(key, text, "it is not UTF-8", "change it")
     try:
         toml = text.lower() if text in ("True", "False") else text  # as Python writes them
-        value: Any = tomllib.loads(f"value = {toml}")["value"]
+        is_list = isinstance(given, list | tuple)
+        value: Any = given if is_list else tomllib.loads(f"value = {toml}")["value"]
     except NOT_TOML:
         value = text
     *sections, name = key.split(".")

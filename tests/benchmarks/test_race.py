@@ -9,8 +9,7 @@ import pytest
 
 import common
 from schedules import RESULTS, first_of, on_raced_clusters, time_of
-from tailrace.config import load_config
-from tailrace.drivers.assembly.compared import shared_parameters
+from tailrace.config import load_config, shared_parameters
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.schedules import SCHEDULES
 

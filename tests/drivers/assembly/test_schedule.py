@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.virtual import SIM, change, simulate
-from tailrace.config import RunConfig
+from tailrace.config import RunConfig, shared_parameters
 from tailrace.controller.base import RunSettings
-from tailrace.drivers.assembly.compared import shared_parameters
 from tailrace.drivers.assembly.schedule import (
     bind,
     check_parameter_names,

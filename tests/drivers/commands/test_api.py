@@ -95,14 +95,16 @@ def test_a_run_in_a_notebook_leaves_everything_about_itself_in_its_output_direct
     assert said["best"].startswith("checkpoints/round_00000")
 
 
-def test_parameters_that_the_function_lacks_are_refused(config: tailrace.RunConfig) -> None:
-    async def without_parameters(run: tailrace.Run) -> None:
-        run.declare(staleness=0)
-
-    with pytest.raises(
-        tailrace.ConfigError, match=r"schedule\.groups_per_step = 2: the schedule has no such"
-    ):
-        tailrace.simulate(config, schedule=without_parameters)
+def test_a_function_gets_the_keys_that_it_has_and_a_key_of_neither_schedule_is_refused(
+    config: tailrace.RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = {"name": "rolloutpipe", "groups_per_round": 4, "groups_per_step": 2, "order": "longest_first"}
+    summary = tailrace.simulate(config.changed(schedule=pipe), schedule=one_step_off)
+    assert (summary.steps, summary.groups.trained) == (3, 6)
+    assert "one_step_off': without groups_per_round = 4; run.rounds stays 3" in capsys.readouterr().err
+    odd = config.changed(schedule={"name": "serial", "groups_per_stp": 2})
+    with pytest.raises(tailrace.ConfigError, match=r"schedule\.groups_per_stp = 2: neither serial nor"):
+        tailrace.simulate(odd, schedule=one_step_off)
 
 
 def test_a_function_that_is_not_async_is_refused(config: tailrace.RunConfig) -> None:

@@ -13,6 +13,8 @@ from tailrace.config import load_config
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.extras.init.command import DIVISIONS, SIZES
 from tailrace.extras.plan.command import present_setting, problem_of
+from tailrace.schedules import SCHEDULES
+from tailrace.schedules.by_name import parameters_of
 
 QUESTION = {"question": "What is 1 + 2?", "answer": "It is 1 + 2 = <<1+2=3>>3.\n#### 3"}
 
@@ -71,6 +73,43 @@ def test_a_run_for_a_laptop_trains(here: Path, capsys: pytest.CaptureFixture[str
     small = ["--run.rounds", "1", "--sampling.max_completion_tokens", "8", "--run.eval_every", "0"]
     assert main(["train", "run.toml", "--output-dir", "out", *small]) == 0
     assert json.loads((here / "out" / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_schedule_runs_by_its_name_on_the_config(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init() == 0
+    short = ["--run.rounds", "2", "--run.group_size", "2", "--json", "out.json"]
+    words = ["simulate", "run.toml", "--schedule.name", name, *short]
+    if name == "trl_async":  # its engines pin versions
+        assert main(words) == 2
+        assert "engine-0 serves 1 at a time, and the schedule needs 2; serve more" in capsys.readouterr().err
+        words += ["--sim.engines.versions", "2"]
+    assert main(words) == 0
+    totals = json.loads((here / "out.json").read_text())
+    assert totals["rounds"] >= 2 and totals["steps"] >= 2
+    written = load_config(here / "run.toml").schedule
+    lost = [key for key in written if key != "name" and key not in parameters_of(SCHEDULES[name])]
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "is translated" in line] or [""]
+    assert all(f"{key} = {written[key]}" in said for key in lost)
+    assert said.endswith("; run.rounds stays 2") == bool(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["serial", "april", "pipelinerl", "tailrace", "streamrl"])
+def test_another_schedule_trains_by_its_name_and_is_refused_by_the_folder_of_one(
+    here: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init() == 0
+    small = ["--run.rounds", "2", "--sampling.max_completion_tokens", "8", "--run.eval_every", "0"]
+    words = ["train", "run.toml", "--output-dir", "out", *small]
+    assert main([*words, "--schedule.name", name]) == 0
+    assert load_config(here / "out" / "config.toml").schedule["name"] == name
+    assert json.loads((here / "out" / "summary.json").read_text())["rounds"] == 2
+    assert main([*words, "--run.rounds", "3", "--resume"]) == 2
+    assert f"the run was begun with '{name}'" in capsys.readouterr().err
+    assert main([*words, "--run.rounds", "3", "--resume", "--schedule.name", name]) == 0
 
 
 def test_a_model_that_only_an_adapter_leaves_room_for_gets_one(here: Path) -> None:

@@ -22,7 +22,6 @@ from tailrace.controller.execution import execute
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import ConfigError, ScheduleError, Stuck
-from tailrace.importing import import_function
 from tailrace.record.events import (
     Accumulated,
     Event,
@@ -35,7 +34,8 @@ from tailrace.record.events import (
 from tailrace.rollout.members import GroupSettings
 from tailrace.rollout.order import ORDERS, Order
 from tailrace.rollout.placement import DeviceSharing
-from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, SCHEDULES, Schedule
+from tailrace.schedules import RECOMPUTES_OLD_LOGPROBS, Schedule
+from tailrace.schedules.by_name import find_schedule, parameters_of
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimRewardSettings, SimSettings
 from tailrace.types import Prompt
 
@@ -43,8 +43,6 @@ MAX_REHEARSED = 50_000
 """Prompts of a rehearsal, which takes half a millisecond for each."""
 BoundSchedule = partial[Coroutine[Any, Any, None]]
 """A schedule with its parameters; it is called with the run."""
-ORDER = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default="launched")
-"""A parameter of every schedule: the order of the pool's queue."""
 
 
 def with_published_defaults(config: Config) -> Config:
@@ -112,30 +110,6 @@ def _check_keys(section: str, given: Mapping[str, Any], accepted: Collection[str
         raise ConfigError(f"{section}.{name}", given[name], "the schedule has no such parameter", remedy)
 
 
-def parameters_of(schedule: Schedule) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a schedule by name, the order of the queue among them."""
-    _, *parameters = inspect.signature(schedule).parameters.items()  # the first is the run
-    own = dict(parameters)
-    return own | {"order": own.get("order", ORDER)}
-
-
-def find_schedule(name: object, key: str = "schedule.name") -> Schedule:
-    """Return a schedule of this package or of the user's. Raises a ConfigError of a key if there is none."""
-    names = ", ".join(SCHEDULES)
-    if not isinstance(name, str):
-        raise ConfigError(key, name, "it is missing", f"choose from {names}")
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    if ":" not in name:
-        raise ConfigError(
-            key, name, "there is no such schedule", f"choose from {names}, or 'module:function'"
-        )
-    schedule: Schedule = import_function(name, key)
-    if not inspect.iscoroutinefunction(schedule):
-        raise ConfigError(key, name, "it is not an async function", "write `async def`")
-    return schedule
-
-
 def _checked(schedule: Schedule, given: Mapping[str, Any]) -> dict[str, Any]:
     """The given parameters, as the types of the signature."""
     parameters = parameters_of(schedule)
@@ -194,6 +168,16 @@ def steps_of_a_round(config: RunConfig, schedule: BoundSchedule) -> int | None:
     """Optimizer steps of a round of a schedule that was resolved; None: they differ from round to round."""
     first, second, *_ = _rehearse(schedule, config).steps
     return first if first == second else None
+
+
+def rounds_of_equal_steps(config: RunConfig, compared: RunConfig, schedule: BoundSchedule) -> int:
+    """The rounds in which a compared schedule makes as many optimizer steps as run.rounds rounds of the
+    config's groups_per_round in steps of groups_per_step."""
+    given = config.schedule
+    step, groups = given.get("groups_per_step"), given.get("groups_per_round")
+    steps = groups // step if step and groups else given.get("steps_per_round", 1)
+    own = steps_of_a_round(compared, schedule) or steps
+    return max(1, int(config.run.rounds * steps / own + 0.5))
 
 
 def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3) -> _Rehearsal:

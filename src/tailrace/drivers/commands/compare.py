@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.config import PolicyConfig, RunConfig, load_config
+from tailrace.config import PolicyConfig, RunConfig, load_config, translated_parameters
 from tailrace.drivers.assembly.check import begin_start, check_live
-from tailrace.drivers.assembly.compared import compared_parameters, rounds_of_equal_steps
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
 from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
     resolve,
+    rounds_of_equal_steps,
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import run_virtual, sources
@@ -161,7 +161,7 @@ def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, BoundRun]:
     check_parameter_names(config, names)
     candidates: dict[str, BoundRun] = {}
     for name in names:
-        parameters, chosen = compared_parameters(config, name)
+        parameters, chosen = translated_parameters(config, name)
         if chosen:
             listed = ", ".join(f"{key} = {value}" for key, value in chosen.items())
             say(f"{name}: {listed}, for equal samples and steps; [schedules.{name}] sets others")

@@ -31,12 +31,11 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from tailrace import clock
-from tailrace.config import LiveConfig, RunConfig, load_config
+from tailrace.config import LiveConfig, RunConfig, load_config, shared_parameters
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly import schedule as schedules_of
 from tailrace.drivers.assembly.check import begin_start, check_live
-from tailrace.drivers.assembly.compared import shared_parameters
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.resumption import rewind
 from tailrace.drivers.assembly.trials import BoundRun, SharedWorkers, run_trial

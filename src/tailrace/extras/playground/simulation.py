@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config import config_in
-from tailrace.drivers.assembly.compared import compared_parameters
+from tailrace.config import config_in, translated_parameters
 from tailrace.drivers.assembly.folder import recorder_of
 from tailrace.drivers.assembly.schedule import bind, resolve, with_published_defaults
 from tailrace.drivers.assembly.simulation import run_virtual
@@ -109,7 +108,7 @@ def answer(asked: Question) -> SimulationAnswer | SimulationProblem:
 def _simulated(asked: Question) -> SimulationAnswer:
     config = config_in(Path("/"), _tree(asked))
     groups = _groups_of_a_round(config.schedule)
-    parameters, _ = compared_parameters(config, asked.schedule)
+    parameters, _ = translated_parameters(config, asked.schedule)
     config = config.changed(schedule=parameters)
     schedule = resolve(config)
     if asked.lines is not None:

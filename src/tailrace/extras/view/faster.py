@@ -5,8 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tailrace.config import RunConfig
-from tailrace.drivers.assembly.compared import compared_parameters
+from tailrace.config import RunConfig, translated_parameters
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import resolve, steps_of_a_round
 from tailrace.drivers.assembly.simulation import run_virtual
@@ -57,7 +56,7 @@ def fastest(path: Path, samples: float, *, trust: bool = False) -> Faster | None
         found.append(Faster(present, 1.0, own["lag_mean"]))
         for name in TRIED if own["waiting_ratio"] > LEAST_WAIT else ():
             with suppress(ConfigError):
-                its = _figures(config, compared_parameters(config, name)[0], steps)
+                its = _figures(config, translated_parameters(config, name)[0], steps)
                 if its["lag_mean"] <= config.plan.max_mean_lag and its["ess_mean"] >= config.plan.min_ess:
                     found.append(Faster(name, its["tokens_per_s"] / own["tokens_per_s"], its["lag_mean"]))
     return max(found, key=lambda each: each.times) if len(found) > 1 else None
