@@ -11,6 +11,7 @@ OF_STEPS = (
     "test_native_steps",
     "test_native_reference",
     "test_native_drafts",
+    "test_native_fuzz",
     "test_decode_steps_are_summed_with_their_requests_and_positions",
     "test_a_step_prefills_no_more_than_its_budget_and_a_longer_context_in_parts",
     "test_a_long_prompt_does_not_stop_the_others",
