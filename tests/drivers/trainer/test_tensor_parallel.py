@@ -5,14 +5,18 @@ A start of so many processes walks through all architectures.
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import TCPStore
+from transformers import CONFIG_MAPPING
 
 from helpers.architectures import SHAPES, VOCABULARY, random_model
 from tailrace.contracts.trainer import TrainerSettings
@@ -130,6 +134,30 @@ def test_a_wrong_gradient_is_refused_before_a_model_is_loaded(walked: list[dict[
     for found in walked:
         assert found["refused"].startswith("trainer.tensor_parallel = 2: model.layers.")
         assert "k_norm.weight of a small copy of the model differs by " in found["refused"]
+
+
+@pytest.mark.slow
+def test_the_plan_that_is_read_from_a_source_is_that_of_the_class() -> None:
+    """Of 118 architectures with a plan; one inherits a part of it."""
+    wanted = {}
+    for kind in CONFIG_MAPPING:
+        with suppress(ImportError):  # timm
+            wanted[kind] = CONFIG_MAPPING[kind].base_model_tp_plan
+    found = {kind: plans.plan_of(kind) for kind in wanted}
+    assert sum(map(bool, found.values())) >= 100
+    assert {kind for kind in wanted if found[kind] != wanted[kind]} <= {"hrm_text"}
+
+
+def test_torch_is_not_imported_for_the_check_of_a_plan(tmp_path: Path) -> None:
+    """Torch in the controller would also set variables, and each worker would import torch again."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tailrace.drivers.trainer.plans import check_tensor_parallel, plan_of\n"
+        f"check_tensor_parallel(Path({str(folder_of(tmp_path, 'qwen3'))!r}), 2)\n"
+        "print(plan_of('qwen3')['layers.*.mlp.down_proj'], 'torch' in sys.modules)"
+    )
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert there.stdout.split() == ["rowwise", "False"]
 
 
 def folder_of(path: Path, kind: str, **sizes: int) -> Path:

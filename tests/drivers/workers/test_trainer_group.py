@@ -17,6 +17,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.assembly.open import ended_by_death
 from tailrace.drivers.weights.settings import SharedMemorySettings
+from tailrace.drivers.workers import trainer as module
 from tailrace.drivers.workers.calls import RemoteWorker
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, Stranded, TrainerJob, TrainerWorker, trainer_jobs
@@ -62,6 +63,22 @@ async def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once
     for where in ("a checkpoint", "a step"):
         ranks[0].on_event(Stranded(where))
     assert trainer._stranded == {ranks[0]: "a checkpoint"}
+
+
+async def test_a_rank_that_lost_its_peers_blames_none_of_those_that_replace_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The blame comes some time after the loss, and new processes may have begun by then."""
+    monkeypatch.setattr(module, "BLAME_S", 0.0)
+    blamed: list[RemoteWorker] = []
+    monkeypatch.setattr(RemoteWorker, "abort", lambda worker, why: blamed.append(worker))
+    job = TrainerJob.model_construct(trainer=TrainerSettings(ranks=2), weights=SharedMemorySettings())
+    lost, others = ([RemoteWorker(f"trainer-0-{n}", TrainerWorker, job) for n in (0, 1)] for _ in range(2))
+    trainer = RemoteTrainer(lost, job)
+    lost[0].on_event(Stranded("a step"))
+    trainer._adopt(others)
+    await asyncio.sleep(0.01)
+    assert not {*blamed} & {*others}
 
 
 async def test_ranks_answer_as_one_and_the_one_that_hangs_is_named_with_its_stack(

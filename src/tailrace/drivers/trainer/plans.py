@@ -4,7 +4,10 @@ transformers names a style for each layer of an architecture (`base_model_tp_pla
 are those of version 5.19; older plans have others, and other gradients.
 """
 
+import ast
+from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -35,14 +38,9 @@ def check_tensor_parallel(model: Path, num: int) -> None:
     if found < SINCE:
         problem = f"transformers {version('transformers')} has plans of another form"
         raise ConfigError(KEY, num, problem, "install transformers 5.19 or newer, or set it to 1")
-    from transformers import CONFIG_MAPPING  # it imports torch
-
     config = read_config(model)
     model_type = config.get("model_type")
-    try:
-        plan = CONFIG_MAPPING[model_type].base_model_tp_plan
-    except KeyError:
-        plan = None
+    plan = plan_of(model_type)
     of, remedy = f"an architecture of type {model_type!r}", "set it to 1, and trainer.ranks to more"
     if not plan:
         raise ConfigError(KEY, num, f"transformers has no plan for {of}", remedy)
@@ -58,6 +56,27 @@ def check_tensor_parallel(model: Path, num: int) -> None:
     if -(-vocabulary // num) * (num - 1) >= vocabulary:
         problem = f"vocab_size = {vocabulary} leaves a process without a part"
         raise ConfigError(KEY, num, problem, "choose a smaller one")
+
+
+def plan_of(model_type: object) -> dict[str, str] | None:
+    """Return the style of each layer that transformers has for an architecture; None: it has none, or
+    computes it. It is read from the source: an import takes seconds, and brings torch to the controller."""
+    package = find_spec("transformers")
+    assert package and package.origin
+    for path in sorted(Path(package.origin).parent.glob("models/*/configuration_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if f'model_type = "{model_type}"' not in text:
+            continue
+        for node in ast.parse(text).body:
+            own = node.body if isinstance(node, ast.ClassDef) else []
+            values = {
+                ast.unparse(each.targets[0]): each.value for each in own if isinstance(each, ast.Assign)
+            }
+            with suppress(KeyError, ValueError):
+                if ast.literal_eval(values["model_type"]) == model_type:
+                    plan: dict[str, str] = ast.literal_eval(values["base_model_tp_plan"])
+                    return plan
+    return None
 
 
 def _sizes(config: dict[str, Any]) -> list[str]:

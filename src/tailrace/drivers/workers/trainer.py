@@ -579,19 +579,20 @@ class RemoteTrainer:
                     each.send(TrainerWorker.join, event.host, event.port)
             return
         if not self._stranded:
-            asyncio.get_running_loop().call_later(BLAME_S, self._end_missing)
+            asyncio.get_running_loop().call_later(BLAME_S, self._end_missing, self.workers)
         self._stranded.setdefault(worker, event.error)  # training and writing a checkpoint may both fail
 
-    def _end_missing(self) -> None:
-        """A collective has failed. End the processes that did not take part, unless one ends by itself."""
-        if any(each.has_ended for each in self.workers):
+    def _end_missing(self, workers: Sequence[RemoteWorker]) -> None:
+        """A collective of processes has failed. End those that did not take part, unless one ends by
+        itself; others may have replaced them since."""
+        if any(each.has_ended for each in workers):
             return
         limit = f"{self._job.trainer.collective_timeout_s:g} s (trainer.collective_timeout_s)"
-        missing = [each for each in self.workers if each not in self._stranded]
+        missing = [each for each in workers if each not in self._stranded]
         for each in missing:
             each.abort(f"did not take part in a collective within {limit}")
         if not missing:
-            self._first.abort(f"failed in a collective: {self._stranded[self._first]}")
+            workers[0].abort(f"failed in a collective: {self._stranded[workers[0]]}")
 
 
 class AdapterOff:
