@@ -145,6 +145,13 @@ class Sample:
     """Completion tokens."""
     pin: int | None = None
     """The version that generates all of its tokens. None: the engine's own, or not chosen yet."""
+    max_age: int | None = None
+    """Publications by which a token may be older than the weights that continue it. An engine verifies it
+    first if one is older. None: any number."""
+    to_verify: bool = False
+    """Whether an engine must verify it before it is trained, although it has ended."""
+    num_changed: int = 0
+    """Tokens that verifications have taken from it, which are waste."""
     engine: str | None = None
     """Engine that serves the sample or served it last; it may still hold the sample's KV cache."""
     finish_reason: FinishReason | None = None
@@ -191,8 +198,8 @@ class Sample:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is generated."""
-        return self.finish_reason is not None and not self.in_episode
+        """Whether nothing more is generated or verified."""
+        return self.finish_reason is not None and not self.in_episode and not self.to_verify
 
     @property
     def turn_start(self) -> int:
@@ -313,6 +320,23 @@ class Sample:
         self.behavior_logprobs.extend(behavior_logprobs)
         self.grow(len(ids), version)
 
+    def verify(self, num_tokens: int, version: int, behavior_logprobs: Sequence[float] = ()) -> None:
+        """Keep the leading tokens that `version` draws with the same noise, as tokens of that version. If
+        others are lost, it has neither ended nor a reward.
+
+        Args:
+            behavior_logprobs: [num_tokens], under that version. Empty in a simulation.
+        """
+        changed, self.num_tokens, self.to_verify = self.num_tokens - num_tokens, num_tokens, False
+        self.completion_ids, self.behavior_logprobs = self.completion_ids[:num_tokens], [*behavior_logprobs]
+        self.spans = [Span(version, num_tokens)] if num_tokens else []
+        if changed:
+            self.num_changed += changed
+            self.finish_reason = self.reward = self.failure = None
+            self.text, self.timed_out, self.reference_logprobs = "", False, []
+            self.reward_metrics, self.reward_columns = {}, {}
+        self.group.verified(self, version, changed)
+
     def attribute(self, start: int, spans: Iterable[Span]) -> None:
         """Correct which versions generated the tokens from `start` on; `spans` covers all of them."""
         left = start
@@ -359,6 +383,13 @@ class Group:
     """Oldest version among its tokens; None before the first token."""
     on_older: Callable[[int | None, int], None] | None = None
     """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
+    cuts: int = 0
+    """Publications after which a verification has changed a member."""
+    last_cut: int | None = None
+    """The version of the last of them."""
+    on_changed: Callable[[Sample, int], None] | None = None
+    """Called after a verification that has taken tokens from a member, with their number. The pool sets
+    it."""
     has_rules: bool | None = None
     """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
     round_drawn: int = 0
@@ -373,6 +404,18 @@ class Group:
             self.oldest_version = version
             if self.on_older:
                 self.on_older(oldest, version)
+
+    def verified(self, sample: Sample, version: int, num_changed: int) -> None:
+        """The tokens of a member are of `version` now, without so many that have changed."""
+        before, others = self.oldest_version, [each.oldest_version for each in self.samples if each.spans]
+        self.oldest_version = min(others, default=version)
+        if self.on_older and self.oldest_version != before:
+            self.on_older(before, self.oldest_version)
+        if num_changed:
+            self.cuts += self.last_cut != version
+            self.last_cut = version
+            if self.on_changed:
+                self.on_changed(sample, num_changed)
 
     @property
     def serving_complete(self) -> bool:

@@ -39,6 +39,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         pin: the version of the weights; an engine that does not have it refuses. None: always the newest.
         references: other completions of the prompt, the best first, from which an engine may draft tokens:
             at most 4 of 4,096 tokens. No token depends on them.
+        max_age: publications by which its oldest token, of `oldest_version`, may be older than the weights
+            that continue it. If it is older, also after a load, the completion is verified: these weights
+            draw each token with its noise, and it goes on behind the last one before the first that differs.
+            None: nothing is verified.
     """
 
     id: str
@@ -52,6 +56,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     pin: int | None = None
     references: Sequence[Sequence[int]] = ()
+    max_age: int | None = None
+    oldest_version: int | None = None
 
 
 class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
@@ -62,6 +68,8 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
         behavior_logprobs: [num_tokens], under the weights that generated each token, at the sampling
             temperature, over the whole vocabulary.
         finish_reason: None while the request is unfinished.
+        verified_logprobs: the completion was verified: as many of the tokens that it had have these log-probs
+            under this version, the others are gone, and `ids` follow. None: it was not verified.
     """
 
     id: str
@@ -69,6 +77,7 @@ class GenerationOutput(msgspec.Struct, array_like=True, frozen=True):
     behavior_logprobs: list[float]
     version: int
     finish_reason: FinishReason | None
+    verified_logprobs: list[float] | None = None
 
 
 class DecodeSums(msgspec.Struct, frozen=True):
@@ -187,6 +196,8 @@ class Capabilities:
     """Whether a sample may have a top-p of its own."""
     drafts: bool = False
     """Whether it drafts tokens from the references of a request, and counts them."""
+    verifies: bool = False
+    """Whether it verifies the tokens of a request: the noise of a token is a function of seed and place."""
 
 
 class EngineVerbs(Protocol):

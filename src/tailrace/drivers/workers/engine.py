@@ -308,7 +308,7 @@ class RemoteEngine(EngineClient):
         super().__init__(worker, job)
         drafts = job.engine.drafts != "off"
         self.capabilities = Capabilities(
-            exact_versions=True, sleep=True, scores=True, top_p=True, drafts=drafts
+            exact_versions=True, sleep=True, scores=True, top_p=True, drafts=drafts, verifies=True
         )
         self.counter = TokenCounter()
         self.arrival: Arrival | None = None
@@ -334,6 +334,8 @@ class RemoteEngine(EngineClient):
                 max_completion_tokens=len(ids) + self.job.sampling.room(sample),
                 pin=sample.pin,
                 references=sample.references if self.capabilities.drafts else (),
+                max_age=sample.max_age,
+                oldest_version=sample.oldest_version if sample.spans else None,
             )
             self.worker.send(EngineWorker.submit, request)
             self._requests[id] = served = _Request(sample, self.worker.future())
@@ -398,6 +400,8 @@ class RemoteEngine(EngineClient):
                 assert not output.ids, output
                 continue
             self.counter.add(len(output.ids))
+            if (verified := output.verified_logprobs) is not None:
+                request.sample.verify(len(verified), output.version, verified)
             request.sample.extend(output.ids, output.behavior_logprobs, output.version)
             if output.finish_reason is not None:
                 request.sample.finish_reason = output.finish_reason

@@ -110,7 +110,17 @@ class AnyLM:
         longest, ends = max(map(len, contexts)), [len(each) - 1 for each in contexts]
         ids = self._tensor([[*each, *[0] * (longest - len(each))] for each in contexts])
         hidden = self._backbone(input_ids=ids, use_cache=False)[0]
-        return own_head(self._module)(hidden[range(len(ends)), ends]).float()
+        return self.logits(hidden[range(len(ends)), ends])
+
+    def states_after(self, ids: Many[int], start: int) -> Tensor:
+        """The inputs of the head after each token from `start` on, without a cache: [len(ids) - start, H]."""
+        states: Tensor = self._backbone(input_ids=self._tensor([list(ids)]), use_cache=False)[0]
+        return states[0, start:]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits of states, [T, V], float32."""
+        logits: Tensor = own_head(self._module)(states)
+        return logits.float()
 
     def logprobs(self, ids: Many[int], temperature: float) -> Tensor:
         """Log-probs of all tokens but the first, without a cache: [len(ids) - 1]."""
@@ -167,6 +177,10 @@ class AnyEngine(NativeEngine):
 
     @override
     def _fill(self, admissions: list[Admitted]) -> None:
+        for sequence in [each for admission in admissions for each in admission.sequences if each.to_verify]:
+            part = range(sequence.num_prompt - 1, len(sequence.context))
+            self._verify(sequence, part, self._model.states_after(sequence.context, part.start))
+        admissions = [each for each in admissions if each.sequences[0].id in self._scheduler.running]
         firsts = [admission.sequences[0] for admission in admissions]
         blocks: dict[Sequence, Block] = {each: [] for each in firsts}
         for length in {len(each.context) for each in firsts if self._model.together != UNCACHED} - {0}:

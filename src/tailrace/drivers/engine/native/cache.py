@@ -43,6 +43,13 @@ class Sequence:
     """The weights that computed the cached prompt; None if they are not known."""
     num_unread: int = 0
     """Tokens that were drawn, and that the host has not read from the device."""
+    max_age: int | None = None
+    oldest_version: int | None = None
+    """Both as in the request; of the tokens drawn since then, once new weights were loaded."""
+    to_verify: bool = False
+    """Its context is to be computed, and each of its tokens drawn again."""
+    verified: list[float] | None = None
+    """Log-probs of the tokens that its verification has kept, until they are in an output."""
     matches: Matches | None = None
     """The texts of its prompt, from which drafts are taken; None: there are no drafts."""
 
@@ -161,7 +168,7 @@ class Cache:
         if (old := self._suspended.get(sequence.id)) is None:
             return False
         self._drop(old)
-        is_same = (old.context, old.pin) == (sequence.context, sequence.pin)
+        is_same = (old.context, old.pin) == (sequence.context, sequence.pin) and not sequence.to_verify
         if is_same:
             self._placed[sequence] = self._placed[old]
             self._place(sequence)
@@ -179,6 +186,11 @@ class Cache:
         """Give the sequence a slot in the tier that its tokens need."""
         self.remove(sequence)
         self._place(sequence)
+
+    def cut(self, sequence: Sequence) -> None:
+        """Drop what the sequence's slot holds behind its context, after it has lost tokens."""
+        self.copy(sequence, sequence, len(sequence.context))
+        self.move(sequence)
 
     def suspend(self, sequence: Sequence) -> None:
         """Remove the sequence, and keep what its slot holds until the room is needed."""

@@ -9,6 +9,10 @@ draws.
 
 With drafts (drafts.py) a step gives a request several tokens, and is read at once.
 
+A completion with a token that is too old (`GenerationRequest.max_age`) is verified: it waits again, and where
+its context is computed, in parts, each of its tokens is drawn again with its noise. Keys and values behind
+the last token before the first that differs are dropped, and the next step draws the token there.
+
 A GPU does not wait for the host: the tokens of a step are read while the next one runs, whose inputs they are
 on the device. So the host learns one step late that a token has ended its sequence, and drops the one after
 it. `abort`, `report`, `load` and `sleep` first read what is not read. On a CPU a step is read at once.
@@ -20,7 +24,7 @@ request's pin. Of LoRA adapters the last few versions are served at the same tim
 import time
 from collections import abc
 from functools import cached_property, partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -85,6 +89,9 @@ class StopConditions:
     def _decode(self) -> abc.Callable[[abc.Sequence[int]], str]:
         return partial(Tokenizer.from_file(str(self._tokenizer_file)).decode, skip_special_tokens=False)
 
+
+VERIFIED_ROWS = 256
+"""Tokens that a verification draws at a time, whose logits are in memory together."""
 
 DeviceTime = float | torch.cuda.Event
 """A time in seconds; on a GPU that at which it has done what was launched before."""
@@ -189,11 +196,13 @@ class NativeEngine:
             sampling = msgspec.structs.replace(sampling, **changes)
         num_prompt = len(request.prompt_ids)
         sequence = Sequence(request.id, tokens, num_prompt, noise, sampling, request.greedy, request.pin)
+        sequence.max_age, sequence.oldest_version = request.max_age, request.oldest_version
+        sequence.to_verify = self._is_too_old(sequence)
         if self._drafter:
             sequence.matches = self._matches_of(request, tokens)
         if request.pin not in (None, *self._adapters):
             self.refused.append(request.id)
-        elif not tokens or self._stops.num_left(sequence, len(tokens)) <= 0:
+        elif not tokens or (self._stops.num_left(sequence, len(tokens)) <= 0 and not sequence.to_verify):
             self._finished.append(self._output(sequence, "length"))
         else:
             self._scheduler.add(sequence)
@@ -253,7 +262,8 @@ class NativeEngine:
         any since their last output."""
         self._settle()
         finished, self._finished = self._finished, []
-        live = [sequence for sequence in self._scheduler.sequences() if sequence.logprobs]
+        every = self._scheduler.sequences()
+        live = [each for each in every if each.logprobs or (each.verified is not None and not each.to_verify)]
         return finished + [self._output(sequence, None) for sequence in live]
 
     def load(self, tensors: abc.Mapping[str, Tensor], *, version: int, kv: KV) -> list[GenerationOutput]:
@@ -281,8 +291,12 @@ class NativeEngine:
             self._adapters[version] = adapter
             while len(self._adapters) > self._num_versions:
                 del self._adapters[next(iter(self._adapters))]
+            for sequence in self._scheduler.sequences():
+                if sequence.oldest_version is None and sequence.num_completion:
+                    sequence.oldest_version = self._version_of(sequence)
             self._version, self._last_step_s = version, None
             for sequence in self._scheduler.sequences():
+                sequence.to_verify = self._is_too_old(sequence)
                 if sequence.pin not in (None, *self._adapters):
                     self._scheduler.abort(sequence.id)
                     self.refused.append(sequence.id)
@@ -364,11 +378,52 @@ class NativeEngine:
     def _output(self, sequence: Sequence, reason: FinishReason | None) -> GenerationOutput:
         """Take the sequence's tokens since its last output."""
         logprobs, sequence.logprobs = sequence.logprobs, []
-        ids = sequence.tokens[len(sequence.tokens) - len(logprobs) :]
-        return GenerationOutput(sequence.id, ids, logprobs, self._version_of(sequence), reason)
+        ids, verified = sequence.tokens[len(sequence.tokens) - len(logprobs) :], None
+        if not sequence.to_verify:
+            verified, sequence.verified = sequence.verified, None
+        return GenerationOutput(sequence.id, ids, logprobs, self._version_of(sequence), reason, verified)
 
     def _version_of(self, sequence: Sequence) -> int:
         return self._version if sequence.pin is None else sequence.pin
+
+    def _is_too_old(self, sequence: Sequence) -> bool:
+        """Whether the completion has a token that is too old for the present weights."""
+        if sequence.oldest_version is None or sequence.max_age is None:
+            return False
+        return sequence.oldest_version < self._version - sequence.max_age
+
+    def _verify(self, sequence: Sequence, part: range, x: Tensor) -> None:
+        """Draw the tokens after a part of a context again, and drop them from the first that differs on. `x`:
+        what the model's head gets at these positions."""
+        if part.start < sequence.num_prompt:
+            sequence.verified = []
+        kept = sequence.verified
+        assert kept is not None
+        while (place := sequence.num_prompt - 1 + len(kept)) < part.stop:
+            places = range(place, min(part.stop, place + VERIFIED_ROWS))
+            logits = self._model.logits(x[places.start - part.start : places.stop - part.start])
+            drawn = self._draw(logits, [(sequence, each) for each in places])
+            had = sequence.tokens[place + 1 : places.stop + 1]
+            for id, logprob, old in zip(*(x.tolist() for x in drawn), had, strict=True):
+                if id != old:
+                    return self._end_verification(sequence)
+                kept.append(logprob)
+        if part.stop == len(sequence.context):
+            self._end_verification(sequence)
+
+    def _end_verification(self, sequence: Sequence) -> None:
+        """Go on behind the tokens that are kept. The others stay among the texts for drafts."""
+        end = sequence.num_prompt + len(sequence.verified or ())
+        sequence.to_verify = False
+        sequence.oldest_version = self._version if end > sequence.num_prompt else None
+        if end < len(sequence.tokens):
+            sequence.tokens = sequence.tokens[:end]
+            if sequence.matches is not None:
+                sequence.matches.add(sequence.tokens)
+            self._scheduler.cut(sequence)
+        elif reason := self._stops.reason(sequence):
+            self._scheduler.finish(sequence)
+            self._finished.append(self._output(sequence, reason))
 
     def _fill(self, admissions: list[Admitted]) -> None:
         """Write contexts of admitted sequences, or parts, into their slots; each context is computed once."""
@@ -379,7 +434,11 @@ class NativeEngine:
             ids = [id for sequence, part in missing for id in sequence.tokens[part.start : part.stop]]
             parts = [(slots[sequence], part) for sequence, part in missing]
             adapted = self._adapted([sequence for sequence, _ in missing], [len(part) for _, part in missing])
-            self._model.read(self._cache.pieces, parts, self._tensor(ids), adapted)
+            x = self._model.read(self._cache.pieces, parts, self._tensor(ids), adapted)
+            ends = accumulate(len(part) for _, part in missing)
+            for (sequence, part), end in zip(missing, ends, strict=True):
+                if sequence.to_verify:
+                    self._verify(sequence, part, x[end - len(part) : end])
         for each in admissions:
             source = each.sibling or each.sequences[0]
             for sequence in each.sequences:
@@ -406,16 +465,20 @@ class NativeEngine:
             drafts = self._drafter.propose({s: min(n - 1, self._cache.num_free(s)) for s, n in left.items()})
         sequences = list(left)
         news = {s: range(s.length - 1, s.length + len(drafts.get(s, ()))) for s in sequences}
-        logits, rows = self._logits(news, drafts), [(s, place) for s in sequences for place in news[s]]
-        of_noise = [[s.noise_stream for s, _ in rows], [place + 1 - s.num_prompt for s, place in rows]]
-        greedy = [row for row, (sequence, _) in enumerate(rows) if sequence.greedy]
-        sampling = [sequence.sampling for sequence, _ in rows]
-        drawn = draw(logits, noise_keys(*self._tensor(of_noise)), sampling, greedy)
+        logits = self._logits(news, drafts)
+        drawn = self._draw(logits, [(s, place) for s in sequences for place in news[s]])
         for sequence in sequences:
             sequence.num_unread += 1
         on_host = Drawn(*(x.to("cpu", non_blocking=True) for x in drawn))
         arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
         return InFlight(sequences, drafts, drawn, on_host, arrived)
+
+    def _draw(self, logits: Tensor, rows: list[tuple[Sequence, int]]) -> Drawn:
+        """Draw the tokens after places of sequences, from the logits there, [T, V]."""
+        of_noise = [[s.noise_stream for s, _ in rows], [place + 1 - s.num_prompt for s, place in rows]]
+        greedy = [row for row, (sequence, _) in enumerate(rows) if sequence.greedy]
+        sampling = [sequence.sampling for sequence, _ in rows]
+        return draw(logits, noise_keys(*self._tensor(of_noise)), sampling, greedy)
 
     def _settle(self) -> bool:
         """Read the tokens that are not read; whether there were any."""

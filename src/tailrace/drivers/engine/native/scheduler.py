@@ -57,11 +57,11 @@ class Scheduler:
     def admit(self, version_of: Callable[[Sequence], int]) -> list[Admitted]:
         """Give slots to waiting sequences, up to the limits on sequences, cache and prefill. The weights of
         their version compute them, but for those whose keys and values were suspended."""
-        admissions: dict[tuple[int, tuple[int, ...]], Admitted] = {}
+        admissions: dict[tuple[int, tuple[int, ...], str], Admitted] = {}
         budget = limit = self._settings.max_prefill_tokens
         if (sequence := self.partial) is not None:
             part = self._next_part(sequence, limit)
-            admissions[version_of(sequence), (*sequence.context,)] = Admitted([sequence], None, part)
+            admissions[version_of(sequence), (*sequence.context,), ""] = Admitted([sequence], None, part)
             budget -= len(part)
         while self.waiting and not self.partial and len(self.running) < self._settings.max_num_seqs:
             sequence = next(iter(self.waiting.values()))
@@ -69,7 +69,8 @@ class Scheduler:
                 break
             resumed, version = self.cache.resume(sequence), version_of(sequence)
             if not resumed:
-                context = version, (*sequence.context,)
+                alone = sequence.id if sequence.to_verify else ""  # each has noise of its own
+                context = version, (*sequence.context,), alone
                 admission = admissions.get(context)
                 if admission is None:
                     others = self.running.values() if self.cache.in_parts else ()
@@ -122,12 +123,18 @@ class Scheduler:
 
     def renew(self, *, keep: bool) -> None:
         """Let sequences without a pin wait again, in order, so that new weights compute their contexts.
-        `keep`: only the one of which a part is computed."""
+        `keep`: only the one of which a part is computed, and those to be verified."""
         if not keep:
             self.cache.forget()
         for sequence in reversed(list(self.running.values())):
-            if sequence.pin is None and (sequence is self.partial or not keep):
+            if sequence.pin is None and (sequence is self.partial or sequence.to_verify or not keep):
                 self._unschedule(sequence)
+
+    def cut(self, sequence: Sequence) -> None:
+        """Go on with a running sequence that has lost tokens; the rest of its context is computed."""
+        if sequence is self.partial:
+            self.partial, self._num_filled = None, 0
+        self.cache.cut(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running sequence."""

@@ -121,7 +121,7 @@ class States:
     def resume(self, sequence: Sequence) -> bool:
         """Take a sequence with its suspended state; whether there is one."""
         old, block = self._suspended.pop(sequence.id, (None, []))
-        if old is None or (old.context, old.pin) != (sequence.context, sequence.pin):
+        if old is None or (old.context, old.pin) != (sequence.context, sequence.pin) or sequence.to_verify:
             return False
         self._states[sequence] = block
         return True
@@ -132,6 +132,9 @@ class States:
 
     def move(self, sequence: Sequence) -> None:
         """Nothing: a state grows where it is."""
+
+    def cut(self, sequence: Sequence) -> None:
+        """No change: the state of a sequence that loses tokens is computed afterwards."""
 
     def forget(self) -> None:
         """Drop all that is suspended."""
