@@ -16,7 +16,7 @@ from tailrace.settings import SHARED, Settings, marks_of
 PRIVATE = """
 contracts.reward reference_column
 controller.base replay
-drivers.data.settings system_prompt template answer prompt_column tools_column eval_path
+drivers.data.settings system_prompt template answer prompt_column tools_column eval_path prompt_template
 drivers.engine.settings urls python args env
 drivers.environments.settings functions environment arguments
 drivers.reward.settings system rows arguments column

@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
+from typing_extensions import override
 
 from tailrace.algo.base import AlgorithmSettings, check_algorithm
 from tailrace.contracts.sampling import SamplingSettings
@@ -34,7 +35,7 @@ from tailrace.importing import check_training
 from tailrace.kinds import OneOf, import_all, sections_in
 from tailrace.ledger.base import LedgerSettings
 from tailrace.ledger.prices import PriceSettings
-from tailrace.model_folder import find_folder, is_hub_id, model_name
+from tailrace.model_folder import find_folder, model_name, path_or_hub_id
 from tailrace.record.base import RecordSettings
 from tailrace.rollout.admission import Admission
 from tailrace.rollout.order import ORDERS
@@ -59,15 +60,10 @@ NOT_TOML = (ValueError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets, too."""
 
 
-def _model_folder(folder: Path, text: str) -> str:
-    path = folder / text
-    return text if is_hub_id(text) and not path.exists() else str(path.resolve())
-
-
 class ModelSettings(Settings):
     """The model that is trained."""
 
-    path: Shared[Annotated[PlainPath, InFolder(_model_folder)]]
+    path: Shared[Annotated[PlainPath, InFolder(path_or_hub_id)]]
     """A Hugging Face folder, the output directory of a run, or the id of a model on the hub,
     `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
     template_date: Resumable[date | None] = None
@@ -227,6 +223,14 @@ class LiveConfig(PolicyConfig):
     """The config of a run on this machine."""
 
     data: DataSettings
+
+    @classmethod
+    @override
+    def of(cls, config: RunConfig) -> Self:
+        """Return a config as `PolicyConfig.of`, with the commits of its data sets of the hub. Raises as that,
+        and as `PromptSettings.pinned`."""
+        found = super().of(config)
+        return found if found is config else found.changed(data=found.data.pinned())
 
 
 Config = TypeVar("Config", bound=RunConfig)

@@ -5,7 +5,7 @@ This imports no torch and loads no weights, so a damaged folder is refused befor
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,9 +20,11 @@ _CONTEXT = "max_position_embeddings"
 _GENERATION = "generation_config.json"
 _WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.parquet)")
 _RUN_FILES = "config.toml", ".tailrace"
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
+HUB_LIMIT_S = 10.0
+"""Seconds in which the hub answers the first question after a model or a data set."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _SAVE = "save the model with `save_pretrained`"
 _TEXT = r"(?:(?:(?:language_|text_)?model|gpt_neox|transformer|decoder|backbone)\.)*"
@@ -38,8 +40,14 @@ NOT_OF_TEXT = re.compile(r"\b((visual|(embed_)?(vision|audio)\w*|\w+_projector|c
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this may be the id of a model on the Hugging Face hub."""
+    """Whether this may be the id of a model or a data set on the Hugging Face hub."""
     return _HUB_ID.fullmatch(name) is not None
+
+
+def path_or_hub_id(folder: Path, text: str) -> str:
+    """Resolve a path relative to a folder, unless it is an id on the hub and there is no such path."""
+    path = folder / text
+    return text if is_hub_id(text) and not path.exists() else str(path.resolve())
 
 
 def model_name(path: Path | str) -> str:
@@ -63,24 +71,54 @@ def find_folder(path: Path) -> Path:
     if not is_hub_id(name) or path.exists():
         return path
     check_training("model.path", name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    return hub_snapshot("model.path", name, "model", _HUB_FILES, check=weight_files)
 
+
+def hub_snapshot(
+    key: str,
+    name: str,
+    what: str,
+    files: Sequence[str],
+    *,
+    repo_type: str = "model",
+    revision: str | None = None,
+    check: Callable[[Path], object] = Path.exists,
+) -> Path:
+    """Return the folder of a model or a data set of the Hugging Face hub. It is taken from the cache, or
+    downloaded into it. Its name is that of the commit. Raises a ConfigError if the hub does not give it, or
+    does not answer for HUB_LIMIT_S.
+
+    Args:
+        key: that names it. `what`: it is, in words.
+        files: patterns of the names of its files.
+        repo_type: "model" or "dataset".
+        revision: a commit, a branch or a tag; None: the newest commit.
+        check: raises a ConfigError of a cached folder that is not whole.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    asked: dict[str, Any] = {"repo_type": repo_type, "revision": revision}
     try:
-        cached = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
-        weight_files(cached)
+        cached = Path(snapshot_download(name, allow_patterns=files, local_files_only=True, **asked))
+        check(cached)
         return cached
     except (LocalEntryNotFoundError, ConfigError):  # it is not there, or not whole
         pass
+    there_is_none = f"there is no such {'folder' if what == 'model' else 'file or folder'}"
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        HfApi().repo_info(name, timeout=HUB_LIMIT_S, **asked)  # the download has no limit for it
+        return Path(snapshot_download(name, allow_patterns=files, **asked))
     except Exception as why:  # of the hub, of the network, or of HF_HUB_OFFLINE
-        problem = f"there is no such folder, and the Hugging Face hub gives no such model ({why})"
+        problem = f"{there_is_none}, and the Hugging Face hub gives no such {what} ({why})"
         remedy = "name a folder, or, where there is a network, unset HF_HUB_OFFLINE"
         if isinstance(why, RepositoryNotFoundError):  # or, a subclass, it is gated
-            problem = "there is no such folder, and the Hugging Face hub gives no such model to this account"
-            remedy = "correct it; to a gated or private model ask for access on its page, and set HF_TOKEN"
-        raise ConfigError("model.path", name, problem, remedy) from why
+            problem = f"{there_is_none}, and the Hugging Face hub gives no such {what} to this account"
+            remedy = f"correct it; to a gated or private {what} ask for access on its page, and set HF_TOKEN"
+        if isinstance(why, RevisionNotFoundError):
+            problem = f"the Hugging Face hub has no revision {revision!r} of it"
+            remedy = "name a commit, a branch or a tag of it, or none for the newest commit"
+        raise ConfigError(key, name, problem, remedy) from why
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_the_sections_of_virtual_time_have_a_page_of_their_own() -> None:
         '|`max_prompt_tokens`|none|integer ≥1|A longer prompt is dropped with the reason "prompt too long".|',
         '|`kind`|`"sqlite"`|`sqlite`, `memory`|`sqlite`: the file ',
         "|`flush_s`|`0.2`|number >0 ≤3600|Seconds between two commits.|",
-        "|`path`|required|path|A JSONL file, a parquet file, or a Hugging Face dataset folder.|",
+        "|`config`|none|string|Config of a data set that has several.|",
         "|`checkpoint_every`|`0`|integer ≥0|Rounds between checkpoints. 0: only at the end of the run, ",
         '|`target_modules`|`"all-linear"`|`all-linear`, list of strings|',
         "|`groups_per_round`|integer ≥1|Groups of a rollout (R).|",

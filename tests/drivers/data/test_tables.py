@@ -14,7 +14,7 @@ SPLITS = {name: [{"prompt": f"{name} {n}"} for n in range(3)] for name in ("trai
 def folders(tmp_path, monkeypatch):
     """Stands in for reading: what each folder holds. The reading itself is tested below."""
     held = {}
-    monkeypatch.setattr(rows, "_read", lambda key, path: held[path.name])
+    monkeypatch.setattr(rows, "_read", lambda settings, of, path: held[path.name])
 
     def settings(found, found_for_eval=None, **given):
         held.update(data=found, held_out=found_for_eval)

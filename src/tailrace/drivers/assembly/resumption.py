@@ -183,6 +183,14 @@ def dated(config: Policy, earlier: RunFolder | None = None) -> Policy:
     return config.changed(model={"template_date": day})
 
 
+def as_begun(config: RunConfig, earlier: RunFolder) -> RunConfig:
+    """Return the config with the commits of data sets of the hub with which the run in a folder began."""
+    begun = None
+    with suppress(ConfigError):  # no life of it has begun
+        begun = earlier.read_config().data
+    return config.changed(data=config.data.pinned(begun)) if config.data and begun else config
+
+
 async def rewind(parts: RunComponents, folder: Path, version: int) -> None:
     """Restore the trainer from `folder`, and load its weights into the engines as a version."""
     async with on_devices_of_trainer(parts):

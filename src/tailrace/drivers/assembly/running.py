@@ -23,7 +23,15 @@ from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.machine import Fitted
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.report import report
-from tailrace.drivers.assembly.resumption import best_evaluation, dated, ended, go_on, opened, rewind
+from tailrace.drivers.assembly.resumption import (
+    as_begun,
+    best_evaluation,
+    dated,
+    ended,
+    go_on,
+    opened,
+    rewind,
+)
 from tailrace.drivers.assembly.schedule import (
     BoundSchedule,
     resolve,
@@ -74,6 +82,7 @@ def train(
     folder, interruption = RunFolder(output_dir), interruption or Interruption()
     folder.claim(command, only_check=True)
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there
+    config = as_begun(config, folder) if resume else config
     config = LiveConfig.of(with_published_defaults(config))
     config = dated(config, folder) if resume else config
     recording = recorded_run(config)

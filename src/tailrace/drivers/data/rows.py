@@ -1,7 +1,7 @@
 """Prompts from a table of rows, in an endless seeded order.
 
 A row without a usable prompt costs its own index only: it is read when it is asked for.
-The tables are JSONL, parquet, and Hugging Face dataset folders with one split or several.
+The tables are JSONL, parquet, and Hugging Face data sets with one split or several, in folders or on the hub.
 
 A mixture has several sources in one endless order: each thousand consecutive prompts have every source in
 proportion to its weight, in an order that the seed shuffles anew. The place of a prompt within its source is
@@ -16,6 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
+from string import Formatter
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -24,7 +25,7 @@ import msgspec
 from tailrace.contracts.data import HELD_OUT_ONE_IN, Epochs, Prompts, Split
 from tailrace.contracts.permutation import permutation
 from tailrace.drivers.data.encoding import PromptEncoder, Tools, is_prompt
-from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.data.settings import RowsSettings, data_folder
 from tailrace.errors import BadRow, ConfigError
 from tailrace.importing import install
 from tailrace.types import Prompt
@@ -80,7 +81,7 @@ def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
     cannot be read."""
     if split == "eval" and settings.eval_path is not None:
         return _open_eval_path(settings, settings.eval_path), False
-    found = _read("data.path", settings.path)
+    found = _read(settings, "path", settings.path)
     if not isinstance(found, Mapping):
         return found, settings.eval_path is None
     train = _named("data.split", settings.split, settings.path, found)
@@ -92,7 +93,7 @@ def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:
 
 
 def _open_eval_path(settings: RowsSettings, path: Path) -> Table:
-    found = _read("data.eval_path", path)
+    found = _read(settings, "eval_path", path)
     if not isinstance(found, Mapping):
         return found
     if len(found) == 1 and settings.eval_split is None:
@@ -116,23 +117,33 @@ def _named(key: str, name: str, path: Path, splits: Mapping[str, Table]) -> Tabl
     return splits[name]
 
 
-def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
-    """Read one table, or the splits of a folder that has them."""
-    if not path.exists():
+def _read(settings: RowsSettings, of: str, path: Path) -> Table | Mapping[str, Table]:
+    """Read the table that the key `of` of [data] names, or its splits."""
+    key, named = f"data.{of}", f"data.{of.replace('path', 'config')}"
+    config: str | None = getattr(settings, of.replace("path", "config"))
+    folder = data_folder(key, path, getattr(settings, of.replace("path", "revision")))
+    if not folder.exists():
         raise ConfigError(key, str(path), "there is no such file or folder", "name one that exists")
-    if path.suffix == ".jsonl" and path.is_file():
-        return JsonLines(path, key)
+    if folder.suffix == ".jsonl" and folder.is_file():
+        return JsonLines(folder, key)
     try:
         import datasets
 
         datasets.disable_progress_bars()  # the terminal belongs to the run
         found: Table | Mapping[str, Table]
-        if path.suffix == ".parquet":
-            found = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        elif any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            found = datasets.load_from_disk(str(path))
+        if folder.suffix == ".parquet":
+            found = datasets.load_dataset("parquet", data_files=str(folder), split="train")
+        elif any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(str(folder))
         else:
-            found = datasets.load_dataset(str(path))
+            configs = datasets.get_dataset_config_names(str(folder))
+            config = config or datasets.get_dataset_default_config_name(str(folder))
+            if config not in configs:
+                problem = f"{path} has {'no such config' if config else 'several configs'}"
+                raise ConfigError(named, config, problem, f"choose from {', '.join(configs)}")
+            found = datasets.load_dataset(str(folder), config)
+    except ConfigError:
+        raise
     except ImportError as why:
         problem = f"reading this needs the package datasets ({why})"
         remedy = f"{install('datasets')}, or give a .jsonl file"
@@ -142,6 +153,17 @@ def _read(key: str, path: Path) -> Table | Mapping[str, Table]:
         problem = f"it is neither a JSONL file, a parquet file nor a dataset folder ({why})"
         raise ConfigError(key, str(path), problem, "check the path and the files in it") from why
     return found
+
+
+def filled(template: str, row: Mapping[str, object]) -> str:
+    """Return a text in which {COLUMN} is the value of the column. Raises a BadRow without that column."""
+    try:
+        pieces = [
+            text if name is None else f"{text}{row[name]}" for text, name, *_ in Formatter().parse(template)
+        ]
+    except KeyError as why:
+        raise BadRow("no column of the prompt's template", f"{why}; columns: {', '.join(row)}") from why
+    return "".join(pieces)
 
 
 class RowPrompts:
@@ -156,6 +178,7 @@ class RowPrompts:
         self._table, shared = open_table(settings, split)
         self._response = response
         self._column, self._tools_column = settings.prompt_column, settings.tools_column
+        self._template = settings.prompt_template
         self._encoder, self._columns = encoder, set[str]()
         own_path = split == "eval" and settings.eval_path is not None
         key, path = ("data.eval_path", settings.eval_path) if own_path else ("data.path", settings.path)
@@ -187,6 +210,8 @@ class RowPrompts:
         except Exception as why:  # decoders of images and sounds raise errors of their own
             raise BadRow("a row that cannot be read", str(why)) from why
         self._columns |= row.keys()
+        if self._template is not None:
+            row[self._column] = filled(self._template, row)
         added = set() if isinstance(self._table, JsonLines) else {self._column, self._tools_column}
         return {name: _without_nulls(value) if name in added else value for name, value in row.items()}
 
@@ -205,16 +230,19 @@ class RowPrompts:
     def _check_prompts(self, path: str, digests: list[int | None]) -> None:
         """Check what would spoil every row. What spoils a single row is counted when the row is drawn."""
         first = next((place for place, digest in enumerate(digests) if digest is not None), None)
-        problem, remedy = "", ""
+        problem, remedy, key, value = "", "", "data.prompt_column", self._column
         if first is None:
-            problem = f"none of the {len(digests)} rows of {path} has a prompt in this column (columns: "
+            what, remedy = "a prompt in this column", "name the column that holds the prompt"
+            if self._template is not None:
+                key, value = "data.prompt_template", self._template
+                what, remedy = "every column of it", "name those of a row; {{ and }} are braces of the text"
+            problem = f"none of the {len(digests)} rows of {path} has {what} (columns: "
             problem += f"{', '.join(sorted(self._columns)) or 'none'})"
-            remedy = "name the column that holds the prompt"
-        elif isinstance(self._table[first][self._column], list) and not self._encoder.has_template:
+        elif isinstance(self.row(first)[self._column], list) and not self._encoder.has_template:
             problem = "the prompts are chat messages, and the model's tokenizer has no chat template"
             remedy = "give prompts as strings, or add a template"
         if problem:
-            raise ConfigError("data.prompt_column", self._column, problem, remedy)
+            raise ConfigError(key, value, problem, remedy)
 
 
 def tools_of(column: object) -> Tools | None:

@@ -1,13 +1,20 @@
 """The [data] section."""
 
+from importlib.util import find_spec
+from pathlib import Path
+from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import override
 
 from tailrace.contracts.data import PoolSettings
 from tailrace.contracts.sampling import SamplingSettings
+from tailrace.errors import ConfigError
+from tailrace.importing import install
 from tailrace.kinds import OneOf
-from tailrace.settings import RunPath, Settings, Shared
+from tailrace.model_folder import hub_snapshot, is_hub_id, path_or_hub_id
+from tailrace.settings import InFolder, PlainPath, Settings, Shared
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {"conversation", "messages", "tools", "add_generation_prompt", "continue_final_message"}
@@ -58,6 +65,15 @@ class PromptSettings(Settings):
     def source_name(self) -> str:
         """Name of the data as a source of a mixture; empty: they are no such source."""
         return ""
+
+    def pinned(self, begun: "PromptSettings | MixtureSettings | None" = None) -> Self:
+        """Return the settings with the commit of each data set of the hub, which is downloaded if it is not
+        in the cache. Raises a ConfigError if the hub does not give it.
+
+        Args:
+            begun: settings with which a run began. A data set that these name, too, keeps its commit.
+        """
+        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -116,26 +132,78 @@ class ProceduralSettings(PromptSettings):
         return self
 
 
+DataPath = Annotated[PlainPath, InFolder(path_or_hub_id)]
+HUB_TABLES = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.arrow", "*.jsonl.gz", "*.md", "*.yaml"]
+"""The files of a data set of the hub that are downloaded: its tables, and what names their splits."""
+
+
+def data_folder(key: str, path: Path, revision: str | None) -> Path:
+    """The file or folder of a table, or the folder in the cache of a data set of the hub. Raises as
+    `hub_snapshot`, or a ConfigError without the package datasets."""
+    if not is_hub_id(str(path)) or path.exists():
+        return path
+    if find_spec("datasets") is None:
+        problem = "there is no such file or folder, and a data set of the hub needs the package datasets"
+        raise ConfigError(key, str(path), problem, f"correct it, or {install('datasets')}")
+    return hub_snapshot(key, str(path), "data set", HUB_TABLES, repo_type="dataset", revision=revision)
+
+
 class RowsSettings(PromptSettings):
     """Rows of a file or a data set."""
 
     kind: Literal["rows"] = "rows"
     """Selects this kind of data."""
-    path: Shared[RunPath]
-    """A JSONL file, a parquet file, or a Hugging Face dataset folder."""
+    path: Shared[DataPath]
+    """A JSONL file, a parquet file, a Hugging Face dataset folder, or the id of a data set on the hub,
+    `organisation/name`: it is taken from the cache ($HF_HOME), or downloaded into it."""
+    config: Shared[str | None] = None
+    """Config of a data set that has several."""
+    revision: Shared[str | None] = None
+    """Commit, branch or tag of a data set of the hub. None: the newest commit, or that in the cache. The run
+    keeps the commit with which it began."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
+    prompt_template: str | None = None
+    """Text of the prompt, in which {COLUMN} stands for a column of the row, and {{ for a brace. It becomes
+    the column `prompt_column`. None: the rows have that column."""
     tools_column: str = "tools"
     """Column of the tools that the model may call: a list of JSON schemas, or its JSON text. Rows without it
     have none."""
     split: Shared[str] = "train"
-    """Training split of a dataset folder that has several splits."""
-    eval_path: RunPath | None = None
-    """File or folder of the evaluation set. Without it: the split `eval_split` of `path`, or else one
+    """Training split of a data set that has several splits."""
+    eval_path: DataPath | None = None
+    """File, folder or id of the evaluation set. Without it: the split `eval_split` of `path`, or else one
     sixteenth of its different prompts, which is then not trained on."""
+    eval_config: Shared[str | None] = None
+    """Config of the evaluation set, if `eval_path` has several."""
+    eval_revision: Shared[str | None] = None
+    """Commit, branch or tag of the evaluation set that `eval_path` names, as `revision`."""
     eval_split: Shared[str | None] = None
-    """Evaluation split of a dataset folder that has several splits. Without it: `test`, or else
-    `validation`."""
+    """Evaluation split of a data set that has several splits. Without it: `test`, or else `validation`."""
+
+    @override
+    def pinned(self, begun: "PromptSettings | MixtureSettings | None" = None) -> Self:
+        commits: dict[str, str | None] = {}
+        for of in ("path", "eval_path"):
+            name, key = f"data.{of}", of.replace("path", "revision")
+            path, revision = getattr(self, of), getattr(self, key)
+            if revision is None and path == getattr(begun, of, None):
+                revision = getattr(begun, key, None)
+            if path is not None and (folder := data_folder(name, path, revision)) != path:
+                revision = folder.name
+            elif revision is not None:
+                problem, remedy = "it is of a data set of the hub", f"remove it, or name one in {name}"
+                raise ConfigError(f"data.{key}", revision, problem, remedy)
+            commits[key] = revision
+        return self.changed(**commits)
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _check_template(cls, template: str | None) -> str | None:
+        parts = [*Formatter().parse(template or "")]  # raises a ValueError of a brace without its other
+        if any(name is not None and (not name or spec or how) for _, name, spec, how in parts):
+            raise ValueError("braces hold the name of a column; write {{ and }} for braces of the text")
+        return template
 
 
 class MixedSettings(Settings):
@@ -170,6 +238,11 @@ class MixtureSettings(Settings):
     sources: tuple[SourceSettings, ...] = Field(min_length=1, max_length=100)
     """The sources, each with the keys of its own kind."""
     pools: PoolSettings = PoolSettings()
+
+    def pinned(self, begun: "PromptSettings | MixtureSettings | None" = None) -> Self:
+        """Return the settings with each source as `PromptSettings.pinned`. Names identify sources."""
+        earlier = {source.source_name: source for source in (begun.sources if begun else ())}
+        return self.changed(sources=tuple(each.pinned(earlier.get(each.name)) for each in self.sources))
 
     @model_validator(mode="after")
     def _check_names(self) -> "MixtureSettings":

@@ -27,7 +27,7 @@ from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.open import open_trainer
-from tailrace.drivers.assembly.resumption import dated, go_on, opened
+from tailrace.drivers.assembly.resumption import as_begun, dated, go_on, opened
 from tailrace.drivers.assembly.running import RESUME, STOPPING
 from tailrace.drivers.assembly.signals import signals_received
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer
@@ -65,9 +65,10 @@ def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: M
         problem, remedy = "it has no {} to go on from", f"begin another with --model.path {output_dir}"
         raise ConfigError("--output-dir", str(output_dir), problem.format(LEDGER_FILE), remedy)
     loaded, interruption = load_config(config, overrides), Interruption()
+    loaded = as_begun(loaded, folder) if resume else loaded
     check_own_trainer(at_work := _at_work(loaded))
     at_work = dated(at_work, folder if resume else None)
-    loaded = loaded.changed(model=at_work.model)
+    loaded = loaded.changed(model=at_work.model, data=at_work.data)
     begin_start(loaded)
     tokenizer = load_tokenizer(at_work.model.path, at_work.model.template_date)
     rows = ResponseRows(at_work, tokenizer, "train")
