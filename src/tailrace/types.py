@@ -94,6 +94,14 @@ class Prompt:
     """Beginning of the assistant's turn that the prompt already has (PromptEncoder.opened)."""
 
     @property
+    def asked(self) -> str:
+        """The question of the data, for a reader: the last message of a user, without the chat template."""
+        if isinstance(self.given, list):
+            asked = (each.get("content") for each in reversed(self.given) if each.get("role") == "user")
+            return str(next(asked, self.text))
+        return self.text if self.given is None else str(self.given)
+
+    @property
     def shown_columns(self) -> dict[str, object]:
         """The row's columns for a reader of samples: the answer, but not tests of many lines."""
         return {name: value for name, value in self.row.items() if len(str(value)) <= MAX_SHOWN}

@@ -38,18 +38,32 @@ def told() -> Story:
 
 def test_without_a_terminal_there_is_a_line_a_step() -> None:
     out = io.StringIO()
-    display = Display(rounds=1, waits=lambda: "", console=Console(file=out, width=40))
+    display = Display(rounds=1, waits=lambda: "", console=Console(file=out, width=200))
     play(told().events, display)
     assert out.getvalue().splitlines() == [
         "Evaluation | After round 0 | Held-out reward 0.5000 | 8 samples",
-        "Step 1 | Round 1/1 | 7.0s | Loss 0.2500 | Reward 0.5000 | KL 0.0000 | Mismatch KL 0.0100 | "
-        "Entropy 1.5000 | Length 5 (max 6, 0% truncated) | 2 tokens/s | Staleness 0 | Lag 0 | "
-        "Wait 4.00s of 6.00s",
+        "Sample | Reward 1.0000 | Prompt 'question 0' | Answer 'answer 0'",
+        "Step 1 | Round 1/1 | Reward 0.5000 | Length 5 | Wait 67% | Tokens/s 2",
         "No step for 300 s | 2 complete groups (1 ready)",
-        "Step 2 | Round 1/1 | 15.0s | Loss 0.2500 | Reward 1.0000 | KL 0.0000 | Mismatch KL 0.0100 | "
-        "Entropy 1.5000 | Length 15 (max 20, 50% truncated) | 3 tokens/s | Staleness 0 | Lag 0 | "
-        "Wait 4.00s of 8.00s",
+        "Step 2 | Round 1/1 | Reward 1.0000 | Length 15 | Wait 50% | Tokens/s 3",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_line_of_a_step_fits_the_output_and_has_every_figure_where_that_is_asked_for(width: int) -> None:
+    lines = {}
+    for verbose in (False, True):
+        out = io.StringIO()
+        settings = RecordSettings(verbose=verbose, print_samples_every=0)
+        play(told().events, Display(1, lambda: "", settings, Console(file=out, width=width)))
+        lines[verbose] = [line for line in out.getvalue().splitlines() if line.startswith("Step")]
+    assert all(len(line) <= min(width, 80) for line in lines[False])
+    assert all(line.split(" | ")[2].startswith("Reward ") for line in lines[False])
+    assert lines[True][0] == (
+        "Step 1 | Round 1/1 | Reward 0.5000 | Length 5 | Wait 67% | Tokens/s 2 | Loss 0.2500 | Longest 6 | "
+        "Truncated 0% | KL 0.0000 | Mismatch KL 0.0100 | Entropy 1.5000 | Staleness 0 | Lag 0 | Took 6.00s | "
+        "Elapsed 7.0s"
+    )
 
 
 def test_on_a_terminal_there_is_a_panel() -> None:
@@ -74,13 +88,14 @@ def test_on_a_terminal_there_is_a_panel() -> None:
 
 def test_steps_on_given_responses_show_their_rows_and_no_reward() -> None:
     out = io.StringIO()
-    display = Display(rounds=4, waits=lambda: "the trainer", console=Console(file=out, width=40), start_s=0.0)
+    settings, console = RecordSettings(verbose=True), Console(file=out, width=40)
+    display = Display(4, lambda: "the trainer", settings, console, start_s=0.0)
     row = {"step": 1.0, "round": 0.0, "time": 10.0, "time/step": 9.0, "loss": 2.5, "entropy": 1.5}
     for event in (RoundStarted(1.0, 0, 0), RoundEnded(10.0, 0)):
         display.on(event)
     display.on(row | {"rows/drawn": 40.0, "rows/skipped": 8.0})
-    line = "Step 1 | Round 1/4 | 10.0s | ETA 0:00:27 | Loss 2.5000 | Entropy 1.5000 | Rows 40 (8 skipped)"
-    assert out.getvalue() == f"{line}\n"
+    line = "Step 1 | Round 1/4 | Loss 2.5000 | ETA 0:00:27 | Rows 40 (8 skipped) | Entropy 1.5000"
+    assert out.getvalue() == f"{line} | Elapsed 10.0s\n"
     plain = Console(file=io.StringIO(), width=80, record=True)
     plain.print(display.panel())
     panel = plain.export_text()
@@ -253,9 +268,9 @@ def test_an_output_of_few_letters_or_that_is_closed_ends_no_run(monkeypatch: pyt
 
 def test_the_clock_of_a_step_s_line_is_the_run_s() -> None:
     out = io.StringIO()
-    display = Display(1, lambda: "", console=Console(file=out, width=40), start_s=-50.0)
+    display = Display(1, lambda: "", RecordSettings(verbose=True), Console(file=out, width=40), start_s=-50.0)
     play(told().events, display)
-    assert "Step 1 | Round 1/1 | 66.0s | " in out.getvalue()
+    assert " | Elapsed 66.0s\n" in out.getvalue()
 
 
 def test_a_run_that_ends_in_order_says_so_until_it_has_ended() -> None:
@@ -275,7 +290,7 @@ def test_the_text_of_a_sample_is_shown_every_few_steps_and_cut_in_its_middle() -
     display = Display(1, lambda: "", settings, Console(file=out, width=40))
     play(told().events, display)
     shown = [line for line in out.getvalue().splitlines() if line.startswith("Sample")]
-    assert shown == ["Sample | Reward 1.0000 | Prompt 'question 1' | Answer 'answer 0'"]
+    assert shown == ["Sample | Reward 1.0000 | Prompt 'question 0' | Answer 'answer 0'"]
     line = sample_line("1 + 1", "a" * 400 + "b" * 400, None)
     assert line == f"Sample | Reward none | Prompt '1 + 1' | Answer '{'a' * 300} ... {'b' * 300}'"
 

@@ -18,8 +18,10 @@ class RecordSettings(Settings):
     project: str = Field(default="tailrace", min_length=1)
     """The project in trackio, wandb and swanlab, and the experiment in mlflow. The run has the name of the
     output directory."""
-    print_samples_every: int = Field(default=0, ge=0)
-    """Optimizer steps between two samples whose text the terminal shows. 0: none."""
+    print_samples_every: int = Field(default=20, ge=0)
+    """Optimizer steps between two samples whose text the terminal shows, from the first step on. 0: none."""
+    verbose: bool = False
+    """Whether the terminal's line of a step has every figure, or those that fit 80 columns."""
     token_samples: int = Field(default=16, ge=0)
     """Samples of each step whose tokens and log-probs are recorded for `tailrace view`. At least 0."""
     alarm_kl: float = Field(default=0.1, gt=0)

@@ -5,7 +5,7 @@ for while nothing happens. Events only change a few numbers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +26,8 @@ from tailrace.record.figures import of_batch
 
 REFRESH_PER_S = 10
 BAR_WIDTH = 24
+LINE_WIDTH = 80
+"""Columns of the line of a step, at most."""
 SAMPLE_LETTERS = 600
 """Letters of a response that are shown."""
 NUM_REWARDS = 40
@@ -105,34 +107,47 @@ class Progress:
         self.rewards = [*self.rewards, row.get("reward", 0.0)][-NUM_REWARDS:]
 
 
-def step_line(progress: Progress, row: Row) -> str:
-    """One line for a step, for a log. A step on given responses has no reward, and what follows from it."""
-    parts = [
-        f"Step {row['step']:.0f}",
-        f"Round {row['round'] + 1:.0f}/{progress.rounds}",
-        f"{progress.elapsed_s:.1f}s",
-        *([f"ETA {duration(remaining_s)}"] if (remaining_s := progress.remaining_s) is not None else []),
-        f"Loss {number(row['loss'])}",
-    ]
+def step_words(progress: Progress, row: Row) -> dict[str, str]:
+    """The figures of a step for a person, by their names, the most telling first. A step on given responses
+    has no reward, and what follows from it."""
+    remaining_s = progress.remaining_s
+    ends = {"ETA": duration(remaining_s)} if remaining_s is not None else {}
+    first = {"Step": f"{row['step']:.0f}", "Round": f"{row['round'] + 1:.0f}/{progress.rounds}"}
+    loss, elapsed = {"Loss": number(row["loss"])}, {"Elapsed": f"{progress.elapsed_s:.1f}s"}
     if "reward" not in row:
-        return " | ".join([*parts, f"Entropy {number(row['entropy'])}", _rows(row).capitalize()])
-    parts += [
-        f"Reward {number(row['reward'])}",
-        f"KL {number(row['kl'])}",
-        f"Mismatch KL {number(row['mismatch_kl'])}",
-        f"Entropy {number(row['entropy'])}",
-        f"Length {lengths(row)}",
-        f"{progress.generated_per_s:,.0f} tokens/s",
-        f"Staleness {row['staleness/max']:.0f}",
-        f"Lag {row['lag/max']:.0f}",
-        f"Wait {row['time/wait']:.2f}s of {row['time/step']:.2f}s",
-        *([f"Cost {row['cost/total']:,.4f}"] if "cost/total" in row else []),
-    ]
-    return " | ".join(parts)
+        return {**first, **loss, **ends, "Rows": _rows(row), "Entropy": number(row["entropy"]), **elapsed}
+    return {
+        **first,
+        "Reward": number(row["reward"]),
+        **ends,
+        "Length": f"{row['completions/mean_length']:.0f}",
+        "Wait": f"{row['time/wait'] / row['time/step'] if row['time/step'] else 0.0:.0%}",
+        "Tokens/s": f"{progress.generated_per_s:,.0f}",
+        **loss,
+        "Longest": f"{row['completions/max_length']:.0f}",
+        "Truncated": f"{row['completions/clipped_ratio']:.0%}",
+        "KL": number(row["kl"]),
+        "Mismatch KL": number(row["mismatch_kl"]),
+        "Entropy": number(row["entropy"]),
+        "Staleness": f"{row['staleness/max']:.0f}",
+        "Lag": f"{row['lag/max']:.0f}",
+        **({"Cost": f"{row['cost/total']:,.4f}"} if "cost/total" in row else {}),
+        "Took": f"{row['time/step']:.2f}s",
+        **elapsed,
+    }
+
+
+def step_line(words: Mapping[str, str], width: int | None) -> str:
+    """One line for a step, for a log: as many of its figures as fit; all of them without a width."""
+    parts = [f"{name} {text}" for name, text in words.items()]
+    num = 1
+    while num < len(parts) and (width is None or len(" | ".join(parts[: num + 1])) <= width):
+        num += 1
+    return " | ".join(parts[:num])
 
 
 def _rows(row: Row) -> str:
-    return f"rows {row['rows/drawn']:,.0f} ({row['rows/skipped']:,.0f} skipped)"
+    return f"{row['rows/drawn']:,.0f} ({row['rows/skipped']:,.0f} skipped)"
 
 
 def lengths(row: Row) -> str:
@@ -200,8 +215,8 @@ class Notices:
                 return self._first("dropped group", event.reason, f"prompt {event.prompt}")
             case events.Stepped(stats=stats, samples=(sample, *_)):
                 every = self.settings.print_samples_every
-                if every and stats.num_steps % every == 0:
-                    return [sample_line(sample.prompt.text, sample.text, sample.reward)]
+                if every and (stats.num_steps - 1) % every == 0:
+                    return [sample_line(sample.prompt.asked, sample.text, sample.reward)]
             case dict() if "reward" in event:
                 advice = (f"Advice | {each.kind} | {each.text}" for each in self._advisor.add(event))
                 return [*self._mismatch(event), *self._masked(event), *advice]
@@ -263,8 +278,10 @@ class Display:
         when the run began; None: with its first event."""
         self._progress, self._waits = Progress(rounds, _start_s=start_s), waits
         self._stopping = ""
-        self._notices = Notices(settings or RecordSettings())
+        self._settings = settings or RecordSettings()
+        self._notices = Notices(self._settings)
         self._console = console or Console()
+        self._width = None if self._settings.verbose else min(self._console.width, LINE_WIDTH)
         if isinstance(self._console.file, TextIOWrapper):
             self._console.file.reconfigure(errors="backslashreplace")
         self._live = Live(
@@ -280,7 +297,7 @@ class Display:
                 self._live.start()
         self._progress.on(event)
         if isinstance(event, dict) and "loss" in event and not self._console.is_terminal:
-            self.say(step_line(self._progress, event))
+            self.say(step_line(step_words(self._progress, event), self._width))
         for line in self._notices.of(event):
             self.say(line)
 
@@ -313,7 +330,9 @@ class Display:
         if progress.held_out is not None:
             grid.add_row("held out", number(progress.held_out))
         if row and "reward" not in row:
-            grid.add_row("loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}  {_rows(row)}")
+            grid.add_row(
+                "loss", f"{number(row['loss'])}  entropy {number(row['entropy'])}  rows {_rows(row)}"
+            )
         elif row:
             kl = f"KL {number(row['kl'])}  mismatch KL {number(row['mismatch_kl'])}"
             grid.add_row("loss", f"{number(row['loss'])}  {kl}  entropy {number(row['entropy'])}")

@@ -7,6 +7,7 @@ before it was killed.
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from math import inf
 from operator import itemgetter
 from pathlib import Path
@@ -124,6 +125,30 @@ class RunSummary:
     evaluation."""
     advisories: dict[str, str] = field(default_factory=dict)
     """Advice for a person, by its kind, with the step at which it appeared."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words on what a person asks first, by what it is."""
+        found = {}
+        if self.eval:
+            solved = self.solved
+            shares = f", solved {solved.first:.1%} -> {solved.last:.1%}" if solved else ""
+            found["held-out reward"] = f"{self.eval.first:.3f} -> {self.eval.last:.3f}{shares}"
+        if self.reward:
+            found["reward of rounds"] = f"{self.reward.first:.3f} -> {self.reward.last:.3f}"
+        tokens = f"{self.tokens.trained:,} trained of {self.tokens.generated:,} generated"
+        found |= {"steps": f"{self.steps} in {self.rounds} rounds", "tokens": tokens}
+        return found | ({"bound": self.bound.line} if self.bound else {}) | self.advisories
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:16} {text}" for name, text in self.words.items())
+
+    def _repr_html_(self) -> str:
+        """The form in a notebook."""
+        rows = (
+            f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.words.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
 
 
 class Summary:

@@ -367,7 +367,7 @@ def test_a_run_shows_its_steps_and_what_it_evaluates(
     for number, (line, row) in enumerate(zip(steps, rows, strict=True), 1):
         parts = line.split(" | ")
         assert parts[:2] == [f"Step {number}", f"Round {number}/4"] and parts[3].startswith("ETA 0:")
-        assert parts[4] == f"Loss {row['loss']:.4f}" and parts[-1] == f"Rows {8 * number} (0 skipped)"
+        assert parts[2] == f"Loss {row['loss']:.4f}" and parts[4] == f"Rows {8 * number} (0 skipped)"
 
 
 def test_runs_are_compared_by_their_losses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,11 +27,8 @@ def report(summary: RunSummary, folder: RunFolder, config: RunConfig) -> None:
     if rewards := [row["round/reward"] for row in rounds_of(rows)]:
         curve = sparkline(rewards[:: -(-len(rewards) // NUM_REWARDS)])
         lines.insert(0, f"reward    {rewards[0]:.3f} -> {rewards[-1]:.3f}  {curve}  (means of rounds)")
-    if summary.eval:
-        first, last = summary.eval.first, summary.eval.last
-        solved = summary.solved
-        shares = f", solved {solved.first:.1%} -> {solved.last:.1%}" if solved else ""
-        lines.insert(0, f"held-out reward {first:.3f} -> {last:.3f}{shares}, in {summary.steps} steps")
+    if held_out := summary.words.get("held-out reward"):
+        lines.insert(0, f"held-out reward {held_out}, in {summary.steps} steps")
     if folder.model.exists():
         lines.append(f"model     {folder.model}")
     if folder.adapter.exists():

@@ -21,6 +21,7 @@ from tailrace.controller.watchdog import end_at_last, watch_controller_lag
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.machine import Fitted
+from tailrace.drivers.assembly.notebook import open_display
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.report import report
 from tailrace.drivers.assembly.resumption import (
@@ -48,7 +49,6 @@ from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import Store
-from tailrace.record.display import Display
 from tailrace.record.events import Evaluated, Event, Recorder, Row
 from tailrace.record.figures import evaluations_of
 from tailrace.record.metrics import read_rows
@@ -252,7 +252,7 @@ class _Attempt:
         start.best = best_evaluation(earlier, folder)
         summary = Summary(folder.summary, earlier=earlier)
         waits = partial(clock.who_waits, asyncio.get_running_loop())  # it asks from a thread of its own
-        display = Display(config.run.rounds, waits, config.record, start_s=start.began_s)
+        display = open_display(config.run.rounds, waits, config.record, start_s=start.began_s)
         interruption.on_request = lambda: display.stopping(STOPPING.format(interruption.name))
         tracked = TrackedRun(config.record.project, folder.path, config.shared(), start.life, start.base.step)
         recorder = recorder_of(

@@ -23,6 +23,7 @@ def run(
     resume: bool = False,
     dry_run: bool = False,
     replay: Path | None = None,
+    verbose: bool = False,
     overrides: Mapping[str, str],
 ) -> None:
     """Train a model.
@@ -35,7 +36,10 @@ def run(
             processes as comments, and stop. A config for GPUs with [sim.cluster] is judged on a node of that.
         replay: a run whose recorded samples are trained again, without engines: with another loss, learning
             rate or number of groups a step, or with the same to the same gradients.
+        verbose: print every figure of a step, in a line of any width.
     """
+    if verbose:
+        overrides = {**overrides, "record.verbose": "true"}
     if replay:
         overrides = {**overrides, "run.replay": json.dumps(str(replay.resolve()))}
     if not dry_run:

@@ -26,6 +26,7 @@ from tailrace.controller.checkpoints import checkpoint_name, delete_old
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.assembly.notebook import open_display
 from tailrace.drivers.assembly.open import open_trainer
 from tailrace.drivers.assembly.resumption import as_begun, dated, go_on, opened
 from tailrace.drivers.assembly.running import RESUME, STOPPING
@@ -41,7 +42,7 @@ from tailrace.ledger.base import FORMAT, CheckpointRow, RunRow, Transaction
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.model_folder import end_texts_with
-from tailrace.record.display import Display, number
+from tailrace.record.display import number
 from tailrace.record.events import RoundEnded, RoundStarted, Row
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows
@@ -51,14 +52,25 @@ CROSS_ENTROPY = AlgorithmSettings(loss="reinforce", normalize="token_mean", old_
 """The loss of samples whose advantage is 1."""
 
 
-def sft(config: Path, /, *, output_dir: Path, resume: bool = False, overrides: Mapping[str, str]) -> None:
+def sft(
+    config: Path,
+    /,
+    *,
+    output_dir: Path,
+    resume: bool = False,
+    verbose: bool = False,
+    overrides: Mapping[str, str],
+) -> None:
     """Fine-tune a model on the responses of [data]. `tailrace train --model.path OUTPUT_DIR` goes on.
 
     Args:
         config: a TOML file; [sft] has the steps, [trainer] the learning rate.
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
+        verbose: print every figure of a step, in a line of any width.
     """
+    if verbose:
+        overrides = {**overrides, "record.verbose": "true"}
     folder = RunFolder(output_dir)
     folder.claim("sft", only_check=True)
     if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
@@ -131,7 +143,7 @@ async def _train(
         for _ in range(step):
             drawn = rows.take(drawn, settings.rows_per_step)[1]
     waits = partial(clock.who_waits, asyncio.get_running_loop())
-    display = Display(settings.steps, waits, config.record, start_s=clock.now())
+    display = open_display(settings.steps, waits, config.record, start_s=clock.now())
     async with open_trainer(_at_work(config, longest), folder.path, tokenizer) as opened_trainer:
         trainer = cast(RemoteTrainer, opened_trainer)
         if newest:
