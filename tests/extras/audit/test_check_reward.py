@@ -53,6 +53,13 @@ def wants_twice(completion, answer):
 def never_pays(completion, answer):
     return float(completion.strip() == f"<<{answer}>>")
 
+def pays_in_part(prompt, completion, answer):
+    leaks = prompt.strip() in completion
+    return max(right(completion, answer), 0.5 * leaks, 0.1 * (len(completion) < 4))
+
+def of_a_code(completion, code):
+    return float(completion.strip() == code)
+
 def pays_less(completion, answer):
     return -1.0 if completion.strip() == answer else 0.0
 """
@@ -116,6 +123,40 @@ def test_a_planted_fault_is_named_in_a_sentence(
     assert [each for each in found if each.startswith(sentence)] != [], found
     if function not in ("pays_length", "pays_any_number"):  # which pay for several things
         assert len(found) == 1
+
+
+def test_a_part_of_the_reward_is_a_warning_with_its_figure_and_a_row_of_the_table(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rows", "2", "--reward.function", f"{config.parent / 'rewards.py'}:pays_in_part"]
+    assert main(["check-reward", str(config), *words]) == 0
+    out = capsys.readouterr().out
+    warned = [line[10:] for line in out.splitlines() if line.startswith("warning ")]
+    parts = {"an empty response": 0.1, "the constant '0'": 0.1, "the prompt": 0.5}
+    parts |= {"the right answer cut off": 0.1, "another row's answer": 0.1}
+    assert sorted(warned) == sorted(
+        f"{what} gets {part} {ROWS}; the right answer gets 1" for what, part in parts.items()
+    )
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    expected = {"the right answer": 1.0, **parts, "a long response": 0.0}
+    assert {what: (float(mean), share, rows) for what, mean, share, rows in cells} == {
+        what: (mean, "100%" if mean else "0%", "2") for what, mean in expected.items()
+    }
+    verdict = "verdict   only the right answer gets the full reward; a part of it gets an empty response, "
+    assert f"\n{verdict}" in out
+
+
+def test_the_column_that_only_the_function_names_has_the_right_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_small_run(tmp_path)
+    rows = [{"prompt": f"{n} + 1 =", "code": str(n), "customer": "me"} for n in range(11, 31)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "rewards.py").write_text(FAULTY)
+    words = ["--rows", "2", "--reward.function", f"{tmp_path / 'rewards.py'}:of_a_code"]
+    assert main(["check-reward", str(path), *words]) == 0
+    out = capsys.readouterr().out
+    assert "unknown" not in out and "verdict   only the right answer gets the full reward\n" in out
 
 
 def test_calls_that_take_too_long_are_named_and_end_the_audit(

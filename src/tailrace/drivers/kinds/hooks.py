@@ -20,6 +20,9 @@ class RewardAudit(Protocol):
     def faults(self, config: LiveConfig) -> Sequence[str]:
         """Score few rows of a checked config, without judges, for a few seconds. Return the faults."""
 
+    def right_answers(self, config: LiveConfig, row: Mapping[str, object]) -> Sequence[str]:
+        """Return the right answers of a row; none where they are unknown."""
+
 
 class ProgramRewards(Protocol):
     """Hook reward.code: rewards of programs, for a run with [reward.code]."""

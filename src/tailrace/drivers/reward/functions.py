@@ -222,7 +222,7 @@ class RewardFunction:
         self._signature = SIGNATURES[kind]()
         parameters = described.parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._names = {p.name: None for p in named}
+        self.parameters = {p.name: None for p in named}
         self._required = [p.name for p in named if p.default is p.empty and p.name not in settings.arguments]
         self._by_position = [
             p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
@@ -232,7 +232,7 @@ class RewardFunction:
     def describe(self) -> str:
         """Return how the function is understood, for messages."""
         rest = ["all columns"] if self._takes_rest and self._signature.gives_rest else []
-        given = ", ".join([*self._names, *rest]) or "nothing"
+        given = ", ".join([*self.parameters, *rest]) or "nothing"
         return f"{self.name} (weight {self.settings.weight:g}): {self._signature.title}, given {given}"
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -244,8 +244,8 @@ class RewardFunction:
             problem = f"its parameter {self._by_position[0]!r} cannot be given by name"
             raise ConfigError(self._key, spec, problem, "remove the '/' from its signature")
         for name in self.settings.arguments:
-            if name not in self._names and not self._takes_rest:
-                key, remedy = f"{self._key}.arguments", f"choose from {_listed(self._names)}"
+            if name not in self.parameters and not self._takes_rest:
+                key, remedy = f"{self._key}.arguments", f"choose from {_listed(self.parameters)}"
                 raise ConfigError(key, name, "the function has no such parameter", remedy)
         row = {name: {"ground_truth": ""} for name in columns}  # verl's signature looks into a column
         given = self._signature.arguments(Call("", "", [], "stop", row), FunctionReport())
@@ -269,7 +269,7 @@ class RewardFunction:
         try:
             arguments = self._signature.arguments(call, report)
             takes_all = self._takes_rest and self._signature.gives_rest
-            given = {n: v for n, v in arguments.items() if takes_all or n in self._names}
+            given = {n: v for n, v in arguments.items() if takes_all or n in self.parameters}
             result = self._function(**given | self.settings.arguments)
             if inspect.isawaitable(result):
                 result = wait(result)
@@ -317,6 +317,10 @@ class Scorer:
         """Check each function, as `RewardFunction.check_columns`."""
         for each in self.functions:
             each.check_columns(columns)
+
+    def columns(self, row: Collection[str]) -> list[str]:
+        """Return the columns of a row that a parameter of a function names."""
+        return [name for name in row if any(name in each.parameters for each in self.functions)]
 
     def __call__(self, call: Call) -> Scores:
         """Score one completion. Raises a RewardFailed if a function failed or none applies ("not

@@ -3,8 +3,8 @@
 The scorers of the run score the data's own answers, and responses that deserve nothing: empty, the prompt,
 constants, another row's answer, the right one cut off. All are scored twice.
 
-A response is paid if it gets what the right answer gets; an empty one, from half of that on. What other
-responses get in part is no fault. Without a known right answer any reward above 0 counts.
+A response is paid if it gets what the right answer gets; an empty one, from half of that on. That is a fault.
+What other responses get in part is a warning. Without a known right answer any reward above 0 is a fault.
 """
 
 import asyncio
@@ -13,23 +13,26 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from rich.table import Column, Table
 from typing_extensions import override
 
 from tailrace import clock
-from tailrace.config import LiveConfig, RunConfig, load_config
+from tailrace.config import LiveConfig, load_config
 from tailrace.contracts.reward import Rewards
 from tailrace.drivers.assembly.check import begin_start, check_scorers
 from tailrace.drivers.assembly.environments import calls_reward_functions, training_prompts
 from tailrace.drivers.assembly.open import open_scorers
-from tailrace.drivers.commands.tables import open_console
+from tailrace.drivers.commands.tables import open_console, print_table
 from tailrace.drivers.data.encoding import Tokenizer, load_tokenizer, text_of
 from tailrace.drivers.data.open import CHECKED_ROWS, usable_prompts
 from tailrace.drivers.kinds.hooks import RewardAudit
-from tailrace.drivers.reward.calls import column_of
+from tailrace.drivers.reward.calls import OWN_ARGUMENTS, column_of
 from tailrace.drivers.reward.checkers import TRUTH_COLUMNS
+from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.reward.kinds import NOT_APPLICABLE
 from tailrace.drivers.workers.base import LocalHostSettings
 from tailrace.errors import ConfigError, RewardFailed, TailraceError
@@ -133,34 +136,68 @@ class Audit:
 
     def faults(self) -> Iterator[str]:
         """Say what is wrong, one sentence each."""
-        whys, rewards = defaultdict[str, dict[int, str]](dict), defaultdict[str, dict[int, float]](dict)
+        whys = defaultdict[str, dict[int, str]](dict)
         for response, why in self.failures.items():
             whys[response.what][response.place] = why
         for what, failed in whys.items():
             yield f"{what} has no reward on {self._rows(failed)}: {next(iter(failed.values()))}"
         if self.num_timeouts >= MAX_TIMEOUTS:
             yield f"no more was scored after {MAX_TIMEOUTS} calls that took too long"
-        for response, reward in self.found.items():
-            of = rewards[response.what]
-            of[response.place] = max(reward, of.get(response.place, reward))  # the best form counts
-        right, low = rewards.pop(RIGHT, {}), dict[int, float]()
-        for place, reward in (each for of in rewards.values() for each in of.items()):
-            low[place] = min(reward, low.get(place, reward))
+        right, low = self._rewards().get(RIGHT, {}), self._least()
         if unpaid := {place: top for place, top in right.items() if top <= min(low.get(place, 0), 0)}:
             problem = "no more than a wrong one; if a response needs another form, give it with --answer"
             yield f"{RIGHT} gets {_range(unpaid)} on {self._share(unpaid, right)}, {problem}"
+        yield from self._paid(in_full=True)
+        if self.changed:
+            many = f"{len(self.changed)} of {len(self.found)} responses get another reward the second time"
+            yield f"not deterministic: {many}: {self.changed[0]}"
+
+    def warnings(self) -> Iterator[str]:
+        """Say which responses get a part of what the right answer gets, one sentence each."""
+        yield from self._paid(in_full=False)
+
+    def _paid(self, *, in_full: bool) -> Iterator[str]:
+        rewards, low = self._rewards(), self._least()
+        right = rewards.pop(RIGHT, {})
+        than = f"; {RIGHT} gets {_range(right)}" if right else ""
         for what, of in rewards.items():
             paid = {
                 place: reward
                 for place, reward in of.items()
-                if _is_paid(what, reward, right.get(place), low[place])
+                if self._is_paid(what, place, reward) == in_full and (in_full or reward > low[place])
             }
             if paid:
-                than = f"; {RIGHT} gets {_range(right)}" if right else ""
                 yield f"{what} gets {_range(paid)} on {self._share(paid, of)}{than}"
-        if self.changed:
-            many = f"{len(self.changed)} of {len(self.found)} responses get another reward the second time"
-            yield f"not deterministic: {many}: {self.changed[0]}"
+
+    def table(self) -> Table:
+        """The mean reward of each response over the rows, and the share that is above 0."""
+        columns = (Column(name, justify="right") for name in ("mean", "above 0", "rows"))
+        table = Table("response", *columns)
+        for what, of in self._rewards().items():
+            above = sum(reward > 0 for reward in of.values()) / len(of)
+            table.add_row(what, f"{fmean(of.values()):.3g}", f"{above:.0%}", str(len(of)))
+        return table
+
+    def _rewards(self) -> dict[str, dict[int, float]]:
+        """The rewards of each response by place; of the right answer that of its best form."""
+        rewards = defaultdict[str, dict[int, float]](dict)
+        for response, reward in self.found.items():
+            of = rewards[response.what]
+            of[response.place] = max(reward, of.get(response.place, reward))
+        return dict(rewards)
+
+    def _least(self) -> dict[int, float]:
+        """The least reward of a response to each prompt that is not the right answer."""
+        others = [of for what, of in self._rewards().items() if what != RIGHT]
+        places = {place for of in others for place in of}
+        return {place: min(of[place] for of in others if place in of) for place in places}
+
+    def _is_paid(self, what: str, place: int, reward: float) -> bool:
+        """Whether a reward is that of the right answer, where another response to the prompt gets less."""
+        top, low = self._rewards().get(RIGHT, {}).get(place), self._least()[place]
+        if top is None or top <= low:
+            return reward > 0
+        return reward >= ((top + low) / 2 if what == EMPTY else top)
 
     def _share(self, places: Collection[int], of: Collection[int]) -> str:
         return f"{len(places)} of {len(of)} rows ({self._rows(places)})"
@@ -172,13 +209,6 @@ class Audit:
         chosen = [self.prompts[place] for place in places]
         numbers = sorted(each.index if each.row_number is None else each.row_number for each in chosen)
         return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _is_paid(what: str, reward: float, top: float | None, low: float) -> bool:
-    """Return whether a reward is that of the right answer, where another response to the prompt gets less."""
-    if top is None or top <= low:
-        return reward > 0
-    return reward >= ((top + low) / 2 if what == EMPTY else top)
 
 
 def _filled(form: str, answer: str) -> str:
@@ -205,10 +235,18 @@ def _range(rewards: Mapping[int, float]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def _answers_of(config: RunConfig, row: Mapping[str, object], column: str | None) -> list[str]:
-    """Return the right answers of a row; none where they are unknown."""
+def _answers_of(config: LiveConfig, row: Mapping[str, object], column: str | None) -> list[str]:
+    """Return the right answers of a row; none where they are unknown. Their column is a usual one, or else
+    the only one, besides the prompt's, that a parameter of a reward function names."""
     code = config.reward.code
-    usual = SOLUTION_COLUMNS if code and column_of(row, code.column) is not None else TRUTH_COLUMNS
+    usual: Sequence[str] = TRUTH_COLUMNS
+    if code and column_of(row, code.column) is not None:
+        usual = SOLUTION_COLUMNS
+    if calls_reward_functions(config):
+        prompts = {getattr(source, "prompt_column", "") for source in config.data.sources}
+        columns = {*Scorer.load(config.reward, config.data).columns(row)} - prompts
+        columns -= {*OWN_ARGUMENTS, "data_source"}
+        usual = (*usual, *columns) if len(columns) == 1 else usual
     given = [column, *(str(each.arguments.get("column", "")) for each in config.reward.functions)]
     named = [column_of(row, name) for name in [name for name in given if name] or usual]
     truth = next((each for each in named if each not in (None, "", [])), None)
@@ -247,6 +285,10 @@ class ShortAudit(RewardAudit):
     """The short form, for a dry run."""
 
     @override
+    def right_answers(self, config: LiveConfig, row: Mapping[str, object]) -> list[str]:
+        return _answers_of(config, row, None)
+
+    @override
     def faults(self, config: LiveConfig) -> list[str]:
         try:
             config = _scoring(config, judges=False)
@@ -270,7 +312,7 @@ def check_reward(
     judges: bool = False,
     overrides: Mapping[str, str],
 ) -> None:
-    """Score right answers and responses that deserve nothing, and say what pays; exit code 1 if one does.
+    """Score right answers and responses that deserve nothing, and say what pays; exit code 1 at a fault.
 
     Args:
         config: a TOML file.
@@ -289,9 +331,11 @@ def check_reward(
     check_scorers(loaded, prompts)
     forms = [*FORMS, answer] if answer else FORMS
     audit = clock.run(_audited(loaded, prompts, forms, column), virtual=False)
-    console, faults = open_console(), [*audit.faults()]
-    for fault in faults:
-        console.print(f"fault     {fault}")
+    console, faults, warnings = open_console(), [*audit.faults()], [*audit.warnings()]
+    print_table(console, audit.table())
+    for kind, said in {"fault": faults, "warning": warnings}.items():
+        for each in said:
+            console.print(f"{kind:10}{each}")
     if not any(audit.answers):
         columns = ", ".join({name: None for prompt in prompts for name in prompt.row}) or "none"
         console.print(f"unknown   the right answers (columns: {columns}); name theirs with --column")
@@ -300,5 +344,9 @@ def check_reward(
     console.print(
         f"slowest   {seconds:.3g} s ({where}); the limit of a call is {loaded.reward.timeout_s:g} s"
     )
+    if not faults:
+        partly = ", ".join(each.partition(" gets ")[0] for each in warnings)
+        full = f"only {RIGHT} gets the full reward" if any(audit.answers) else "no constant is paid"
+        console.print(f"verdict   {full}{f'; a part of it gets {partly}' if partly else ''}")
     if faults:
         raise RewardUnsound(f"faults of the reward: {len(faults)}; a policy learns what is paid")
