@@ -1,8 +1,8 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
     python benchmarks/crash.py [--kill all|engines|trainer] [--engine native|vllm] [--kills N] [--colocated]
-                               [--task sums|tools|papers|pinned|real|service] [--repeats N] [--seed N]
-                               [--json F]
+                               [--task sums|tools|papers|pinned|real|service] [--parallel N] [--repeats N]
+                               [--seed N] [--json F]
     python benchmarks/crash.py --freeze N [--task service] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
@@ -16,6 +16,7 @@ itself after its last round. With --task pinned it is the runs of that task.
 
 --kill trainer: live runs of the schedules of --task pinned lose their trainer to SIGKILL at random moments,
 alone or together with an engine. It starts again (`trainer.restarts`), and each run must end by itself.
+--parallel: the trainer's processes, which divide its layers; one of them is killed.
 
 --task tools: instead, a run of april on the example with tools is killed with SIGKILL, also while tools work.
 --task papers: instead, the examples of APRIL, PipelineRL and RollPacker as they stand are killed and resumed.
@@ -802,13 +803,17 @@ def crash_frozen(cases: int, seed: int, task: str) -> dict[str, float]:
     return dict(results)
 
 
-def lose(kills: int, seed: int, kind: str, task: str, roles: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Kill processes of runs that go on (`Victim.lose`); what was found, summed over the runs."""
+def lose(
+    kills: int, seed: int, kind: str, task: str, roles: Sequence[Sequence[str]], parallel: int = 1
+) -> dict[str, float]:
+    """Kill processes of runs that go on (`Victim.lose`); what was found, summed over the runs. `parallel`:
+    processes of the trainer."""
     chance, results = random.Random(seed), Counter[str]()
     schedules = PINNED if task == "pinned" else LOSING
     options = OPTIONS | WITH_REQUESTS | {"engine.replicas": str(REPLICAS[kind])}
     options |= ADAPTERS if task == "pinned" else {}
     options |= {"trainer.restarts": str(kills)} if roles is TRAINERS else {}
+    options |= {"trainer.tensor_parallel": str(parallel)}
     with tempfile.TemporaryDirectory() as name:
         for number, schedule in enumerate(schedules):
             victim = Victim(schedule, schedules[schedule], Path(name), options, EXAMPLE[kind])
@@ -877,6 +882,7 @@ def main(
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,
+    parallel: int = 1,
     repeats: int = 7,
     freeze: int = 0,
     seed: int = 0,
@@ -889,7 +895,7 @@ def main(
     elif kill == "engines":
         results = lose(kills, seed, engine, task, ENGINES)
     elif kill == "trainer":
-        results = lose(kills, seed, engine, "pinned", TRAINERS)
+        results = lose(kills, seed, engine, "pinned", TRAINERS, parallel)
     elif task == "service":
         results = crash_service(kills, seed)
     elif task == "tools":

@@ -157,6 +157,31 @@ def test_each_replica_of_the_trainer_has_the_whole_state() -> None:
     assert two.swap_s == pytest.approx(2 * one.swap_s)
 
 
+def test_a_trainer_that_divides_layers_all_reduces_them_and_gathers_less() -> None:
+    """In pairs, a token's hidden state of 7,168 bytes is reduced in 28 layers twice, forward, again
+    and backward: 1.204 MB at 450 GB/s, on two pairs at a time; and a half of each layer is gathered."""
+    one, two = (rates(on(rollout_devices=4, trainer_tensor_parallel=size)).trainer for size in (1, 2))
+    reduced_s = 28 * 2 * 3 * 2 * 3584 / 450e9
+    assert 1 / two.tokens_per_s - 1 / one.tokens_per_s == pytest.approx(reduced_s / 2, rel=1e-6)
+    assert one.step_s - two.step_s == pytest.approx(3 * 15_231_233_024 / 450e9 / 2)
+    assert two.attention_s == one.attention_s
+    four = rates(on(rollout_devices=4, trainer_tensor_parallel=4, recompute_activations=False)).trainer
+    kept = rates(on(rollout_devices=4, recompute_activations=False)).trainer
+    reduced_s = 28 * 2 * 2 * 2 * 3584 * 2 * (3 / 4) / 450e9
+    assert 1 / four.tokens_per_s - 1 / kept.tokens_per_s == pytest.approx(reduced_s, rel=1e-6)
+    assert kept.step_s - four.step_s == pytest.approx(3 * 15_231_233_024 / 450e9), "nothing is gathered"
+
+
+def test_the_tensor_parallel_size_of_the_trainer_is_that_of_the_config() -> None:
+    cluster = {"model": "Qwen2.5-7B", "rollout_devices": 4}
+    tree = RUN | {"sim": {"cluster": cluster}}
+    found = [
+        sim_settings(RunConfig.model_validate(tree | {"trainer": {"tensor_parallel": size}})).trainer
+        for size in (1, 2)
+    ]
+    assert found[0].tokens_per_s > found[1].tokens_per_s
+
+
 def test_what_the_trainer_keeps_and_an_engine_takes_must_fit_one_device() -> None:
     """A device of 40 GB has 15.2 GB of the state: 7.6 GB of moments, beside 36 GB of the engine."""
     cluster = on("A100-40G", memory_share=0.9)
@@ -231,6 +256,14 @@ def test_a_model_folder_is_read(tmp_path: Path) -> None:
         ),
         (on(devices=32, tensor_parallel=14, devices_per_node=8), "cannot form engines of 14 devices each"),
         (on(devices=28, tensor_parallel=14), "a node has 8 devices"),
+        (
+            on(rollout_devices=4, trainer_replicas=2, trainer_tensor_parallel=4),
+            "sim.cluster.trainer_tensor_parallel = 4: 4 devices cannot divide the layers of a replica of 2",
+        ),
+        (
+            on(devices=12, rollout_devices=4, trainer_tensor_parallel=8),
+            "the 8 devices cannot share 28 attention heads equally; choose a divisor of 28",
+        ),
         (
             on("RTX 4090", "Qwen2.5-14B", rollout_devices=4),
             "its weights take 27.5 GiB, but an engine on 1 x RTX 4090 has 22.4 GiB; raise tensor_parallel",

@@ -134,6 +134,11 @@ class _Setup:
         return self.cluster.trainer_bytes_per_parameter * num
 
     @property
+    def trainer_size(self) -> int:
+        """Devices that divide each layer of the trainer."""
+        return self.cluster.trainer_tensor_parallel or 1
+
+    @property
     def offload(self) -> OffloadSettings:
         return self.cluster.offload or OffloadSettings()
 
@@ -236,8 +241,18 @@ class _Setup:
         num = self.generating // self.cluster.tensor_parallel if self.cluster.weight_groups == "each" else 1
         return num * self.weight_bytes / self.link(self.cluster.devices)
 
+    def _activations_s(self) -> float:
+        """Return the time of a token's all-reduces on devices that divide the layers: of its hidden state, as
+        often as engines do for each forward pass, its repetition, and the backward pass (Shoeybi et al.,
+        Megatron-LM, 2019, section 3). A ring of N moves 2 (N - 1) / N times that."""
+        cluster, model, size = self.cluster, self.model, self.trainer_size
+        times = ALL_REDUCES * model.num_layers * (3 if cluster.recompute_activations else 2)
+        reduced = times * BYTES_PER_WEIGHT * model.hidden_size
+        return reduced * 2 * (size - 1) / size / self.link(size)
+
     def trainer_rates(self) -> dict[str, float]:
-        """All state is sharded over the trainer's devices. A step reduces gradients, gathers weights."""
+        """All state is sharded over the trainer's devices. A step reduces gradients and gathers weights, of
+        the part of each layer that a device has."""
         cluster, device, model, num = self.cluster, self.device, self.model, self.training
         passes = 4 if cluster.recompute_activations else 3  # in forward passes; backward is two
         flops_per_s = num * device.flops * cluster.training_efficiency
@@ -249,10 +264,12 @@ class _Setup:
         gather_s = self.weight_bytes / self.link(num) if num > 1 else 0.0
         write_s = self._send_s() if cluster.transport == "filesystem" else 0.0
         # gradients in float32, weights in bfloat16
-        exchange_s = 3 * self.weight_bytes / self.link(num) if num > 1 else 0.0
+        size = self.trainer_size
+        exchange_s = 3 * self.weight_bytes / size / self.link(num) if num > size else 0.0
+        tokens_per_s = flops_per_s / (2 * passes * self.multiplied)
         swaps = {"swap_s": self._swap_s(*STATE_BYTES), "early_swap_s": self._swap_s("weights")}
         return ({} if cluster.rollout_devices else swaps) | {
-            "tokens_per_s": flops_per_s / (2 * passes * self.multiplied),
+            "tokens_per_s": tokens_per_s / (1 + tokens_per_s * self._activations_s() * size / num),
             "attention_s": passes * attention / flops_per_s,
             "step_s": optimizer_s + exchange_s + update_s,
             "publish_s": gather_s + write_s if cluster.rollout_devices else 0.0,
@@ -264,15 +281,28 @@ class _Setup:
             problem = f"all {num} devices would generate, and none would train"
             remedy = f"choose fewer than {num}, or leave it out so that all generate and train in turn"
             raise ConfigError("sim.cluster.rollout_devices", self.generating, problem, remedy)
-        heads, rollout = self.model.num_heads, self.generating
-        divided = {
-            f"{rollout} devices that generate cannot form engines of {size} devices each": rollout,
-            f"the {size} devices of an engine cannot share {heads} attention heads equally": heads,
-        }
-        for problem, number in divided.items():
-            if number % size:
+        heads, rollout, own = self.model.num_heads, self.generating, self.trainer_size
+        each = self.training // (self.cluster.trainer_replicas or 1)
+        divided = (
+            (
+                "",
+                size,
+                rollout,
+                f"{rollout} devices that generate cannot form engines of {size} devices each",
+            ),
+            (
+                "",
+                size,
+                heads,
+                f"the {size} devices of an engine cannot share {heads} attention heads equally",
+            ),
+            ("trainer_", own, each, f"{own} devices cannot divide the layers of a replica of {each} devices"),
+            ("trainer_", own, heads, f"the {own} devices cannot share {heads} attention heads equally"),
+        )
+        for owner, of, number, problem in divided:
+            if number % of:
                 remedy = f"choose a divisor of {number}"
-                raise ConfigError("sim.cluster.tensor_parallel", size, problem, remedy)
+                raise ConfigError(f"sim.cluster.{owner}tensor_parallel", of, problem, remedy)
         if size > self.cluster.devices_per_node:
             problem = f"a node has {self.cluster.devices_per_node} devices"
             raise ConfigError("sim.cluster.tensor_parallel", size, problem, "an engine must be on one node")

@@ -289,6 +289,9 @@ class SimClusterSettings(Settings):
     mixed-precision Adam (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
     trainer_replicas: int | None = Field(default=None, ge=1)
     """Replicas of the trainer; each has all of that memory. None: trainer.replicas, or 1 without a config."""
+    trainer_tensor_parallel: int | None = Field(default=None, ge=1)
+    """Devices that divide each layer of the trainer, and all-reduce its activations. None:
+    trainer.tensor_parallel, or 1 without a config."""
     offload: OffloadSettings | None = None
     """Places of the trainer's state while engines generate on its devices. None: [trainer.offload]."""
     transport: Literal["process_group", "filesystem"] = "process_group"

@@ -176,6 +176,7 @@ def without_rates(config: RunConfig) -> SimSettings:
     synchronous = sim.rewards.synchronous or config.reward.synchronous
     if cluster:
         given = {"offload": config.trainer.offload, "trainer_replicas": config.trainer.replicas}
+        given |= {"trainer_tensor_parallel": config.trainer.tensor_parallel}
         given |= {"model": str(config.model.path)} if config.model else {}
         given |= {"weight_groups": getattr(config.weights, "groups", None)}
         cluster = cluster.changed(**{k: v for k, v in given.items() if getattr(cluster, k) is None})
