@@ -1,5 +1,5 @@
 """Makes README.md the first page of the site: mkdocs takes pages from docs/ only. After `make playground`, it
-has the playground, and so has the page of the schedules."""
+has the playground, and so has the page of the schedules. Names the version."""
 
 import re
 import shutil
@@ -9,7 +9,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-PLAYGROUND = Path(__file__).parent.parent / "build" / "playground"
+ROOT = Path(__file__).parent.parent
+PLAYGROUND = ROOT / "build" / "playground"
 PLACES = {
     "index.md": r"!\[above:.*?\n\n\*Two engines.*?\*\n",
     "reference/schedules.md": r"(?=\| `schedule.name`)",
@@ -18,9 +19,18 @@ PLACES = {
 FRAME = '<iframe class="playground" src="{up}playground/index.html" title="playground"></iframe>\n\n'
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Name the version at the foot of each page."""
+    source = (ROOT / "src" / "tailrace" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    assert found, "no version"
+    config.copyright = f"tailrace {found[1]}, Apache-2.0"
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add index.md: README.md with links relative to docs/."""
-    text = (Path(config.docs_dir).parent / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=text.replace("](docs/", "](")))
     return files
 

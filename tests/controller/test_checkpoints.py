@@ -9,11 +9,12 @@ import pytest
 from helpers.slow_disk import SlowDisk
 from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, change, simulate
 from tailrace.controller.base import RunComponents
-from tailrace.controller.checkpoints import delete_old
+from tailrace.controller.checkpoints import make_room
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import CheckpointError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.record.events import RoundStarted, Saved, Stepped
+from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 
 SERIAL = SCHEDULES_BY_NAME["serial"]
 EVERY_ROUND = change(SETTINGS, checkpoint_every=1)
@@ -100,7 +101,7 @@ def test_a_run_that_is_preempted_while_it_saves_loses_nothing(name: str, tmp_pat
     assert "crash" not in totals.wasted_tokens
 
 
-def test_copies_of_a_user_and_links_are_no_old_checkpoints(tmp_path: Path) -> None:
+async def test_copies_of_a_user_and_links_are_no_old_checkpoints(tmp_path: Path) -> None:
     kept = [
         "round_000001_best",
         "round_000002.partial.bak",
@@ -111,5 +112,38 @@ def test_copies_of_a_user_and_links_are_no_old_checkpoints(tmp_path: Path) -> No
     for name in [*kept, "round_000001", "round_000002_step_000003", "round_000009.partial", "round_000003"]:
         (tmp_path / name).mkdir()
     (tmp_path / "round_000000").symlink_to("round_000001_best")
-    delete_old(tmp_path / "round_000003", 1)
+    settings = change(SETTINGS, keep_checkpoints=1)
+    await make_room(SimTrainer(SIM.trainer), tmp_path / "round_000003", settings)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "round_000000", "round_000003"])
+
+
+@pytest.mark.parametrize(
+    ("keep", "optimizer", "models", "states"),
+    [
+        (2, 1, [5, 6], [6]),
+        (2, 2, [5, 6], [5, 6]),
+        (1, 1, [6], [6]),
+        (9, 1, [1, 2, 3, 4, 5, 6], [6]),
+        (9, 8, [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
+        (0, 1, [0, 1, 2, 3, 4, 5, 6], [6]),
+        (0, 0, [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_newest_checkpoints_keep_the_optimizer_and_the_untrained_start_goes(
+    keep: int, optimizer: int, models: list[int], states: list[int], tmp_path: Path
+) -> None:
+    settings = change(EVERY_ROUND, rounds=6, keep_checkpoints=keep, keep_optimizer=optimizer)
+    simulate(SERIAL, settings, folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"round_{each:06d}" for each in models]
+    found = sorted(path.parent.name for path in tmp_path.glob(f"*/{STEPS_FILE}"))
+    assert found == [f"round_{each:06d}" for each in states]
+
+
+def test_the_untrained_start_is_there_until_a_later_checkpoint_is_complete(tmp_path: Path) -> None:
+    write_s = 0.5 * (ROUND_S[2] - ROUND_S[1])
+    killed_s = ROUND_S[1] + 0.9 * write_s
+    simulate(SERIAL, EVERY_ROUND, folder=tmp_path, book=Book(), parts=slow(write_s), kill_at_s=killed_s)
+    assert (tmp_path / "round_000000" / STEPS_FILE).exists() and not (tmp_path / "round_000001").exists()
+    settings = change(EVERY_ROUND, rounds=1, eval_every=1, eval_prompts=4)  # that of round 0 is the best
+    simulate(SERIAL, settings, folder=tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["round_000001"]

@@ -137,7 +137,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None
     settings = change(SETTINGS, checkpoint_every=1, keep_checkpoints=keep)
     simulate(SCHEDULES_BY_NAME["serial"], settings, folder=tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"round_{number:06d}" for number in range(4)][-keep:]
+    assert names == [f"round_{number:06d}" for number in range(keep > 0, 4)][-keep:]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ eval_every = 3
 eval_prompts = 4
 checkpoint_every = 1
 keep_checkpoints = 0
+keep_optimizer = 0
 
 [schedule]
 name = "rolloutpipe"

@@ -250,6 +250,11 @@ class Trainer(Protocol):
             Waits until the checkpoint is complete and in its folder.
         """
 
+    async def retire(self, older: Sequence[Path], newest: Path) -> None:
+        """Check that the newest checkpoint reads as it was written, and then remove from older ones what only
+        `restore` needs. They keep their models. Raises a CheckpointError if it is damaged, with nothing
+        removed."""
+
     async def restore(self, folder: Path) -> None:
         """Continue from a checkpoint that `save` wrote. Raises a CheckpointError if it is damaged or belongs
         to another model."""

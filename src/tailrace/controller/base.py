@@ -53,7 +53,11 @@ class RunSettings(Settings):
     """Rounds between checkpoints. 0: only at the end of the run, which always has one."""
     keep_checkpoints: Resumable[int] = Field(default=2, ge=0)
     """Newest checkpoints that are kept, beside that of the best evaluation. The others are deleted. 0: all
-    are kept. With 1 the run cannot go back if that one is damaged."""
+    are kept."""
+    keep_optimizer: Resumable[int] = Field(default=1, ge=0)
+    """Newest checkpoints that keep the state of the optimizer, two thirds of their size, from which a run
+    resumes. Older ones keep their models, and the untrained start goes. 0: all keep it. With 1 a run whose
+    newest checkpoint is damaged cannot go on; with 2 it goes on from the one before."""
     step_warning_timeout_s: Resumable[float] = Field(default=300.0, gt=0, allow_inf_nan=False)
     """Seconds without an optimizer step after which the run says which task waits for what."""
     step_timeout_s: Resumable[float] = Field(default=86_400.0, gt=0, allow_inf_nan=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace import clock
+from tailrace.contracts.trainer import Trainer
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
 from tailrace.ledger.base import CheckpointRow
@@ -69,7 +70,7 @@ class Checkpoints:
         self._saved_at = (base.round if base.checkpoint else -1, base.step)
         """Round and optimizer steps of the newest checkpoint, which may be still being written."""
         self._saved_name = base.checkpoint
-        self._best = start.best
+        self._best = start.best if start.best and start.best[1] else None
 
     async def save_if_due(self, parked: Sequence[Group], *, last: bool) -> None:
         """Save a checkpoint if one is due at the top of a round.
@@ -86,10 +87,10 @@ class Checkpoints:
             await self.written()
 
     def evaluated(self, round: int, reward: float) -> None:
-        """Keep the checkpoint of a round whose evaluation is the best so far."""
+        """Keep the checkpoint of a round whose evaluation is the best so far. The untrained start is none."""
         name = checkpoint_name(round)
         is_there = name == self._saved_name or (self._folder is not None and (self._folder / name).exists())
-        if is_there and (self._best is None or reward > self._best[0]):
+        if is_there and round and (self._best is None or reward > self._best[0]):
             self._best = reward, round
 
     async def written(self) -> None:
@@ -147,29 +148,34 @@ class Checkpoints:
                 (folder / RESPONSES_FILE).write_bytes(msgspec.json.encode(responses))
             await self._journal.commit_checkpoint(row)
             self.newest = folder if num_steps else None
-            delete_old(folder, self._settings.keep_checkpoints, self._best and self._best[1])
+            await make_room(self._parts.trainer, folder, self._settings, self._best and self._best[1])
             now_s = clock.now()
             self._recorder.emit(Saved(now_s, round, str(folder), version, num_drawn, now_s - start_s))
 
         self._writing = self._tasks.create_task(complete(), name=name)
 
 
-def delete_old(newest: Path, keep: int, best: int | None = None) -> None:
-    """Delete unfinished checkpoints beside the newest one, and all but the last `keep` and that of the best
-    round. `keep`: 0: all."""
+async def make_room(trainer: Trainer, newest: Path, settings: RunSettings, best: int | None = None) -> None:
+    """Delete what a run keeps no longer, now that its newest checkpoint is complete: unfinished checkpoints,
+    all but the last `keep_checkpoints` and that of the best round, the state of the optimizer of all but the
+    last `keep_optimizer`, and with it the untrained start, whose model is that of the config."""
     for unfinished in newest.parent.glob("round_*.partial"):  # of a run that was killed
         if is_checkpoint(unfinished.with_suffix("")):
             shutil.rmtree(unfinished)
-    if keep == 0:
-        return
     found = sorted(filter(is_checkpoint, newest.parent.glob("round_*")))
-    place = found.index(newest)  # what comes after it is of a life that was rolled back
-    kept = {*found[: place + 1][-keep:]}
+    lineage = found[: found.index(newest) + 1]  # what comes after it is of a life that was rolled back
+    resumable = lineage[-settings.keep_optimizer :] if settings.keep_optimizer else found
+    if older := [path for path in found if path not in resumable and not path.is_symlink()]:
+        await trainer.retire(older, newest)
+    if settings.keep_checkpoints == 0:
+        return
+    kept = {*lineage[-settings.keep_checkpoints :]}
     if best is not None:
         kept.add(newest.with_name(checkpoint_name(best)))
-    for other in found:
-        if other not in kept and not other.is_symlink():
-            shutil.rmtree(other)
+    for path in found:
+        is_start = path.name == checkpoint_name(0) and path not in resumable
+        if (is_start or path not in kept) and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 def checkpoint_name(round: int) -> str:

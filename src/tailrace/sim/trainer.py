@@ -128,6 +128,10 @@ class SimTrainer:
         complete.set_result(None)
         return complete
 
+    async def retire(self, older: Sequence[Path], newest: Path) -> None:
+        for folder in older:
+            (folder / STEPS_FILE).unlink(missing_ok=True)
+
     async def restore(self, folder: Path) -> None:
         try:
             self._num_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))

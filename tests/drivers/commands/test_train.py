@@ -23,12 +23,12 @@ from tailrace.cli import main
 from tailrace.config import RunConfig, load_config
 from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.check import check_live
-from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER, RunFolder
+from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import best_evaluation, opened
 from tailrace.drivers.assembly.running import train
 from tailrace.drivers.assembly.schedule import with_published_defaults
 from tailrace.drivers.commands.evaluate import evaluated_config
-from tailrace.drivers.trainer.checkpoint import STATE_FOLDER
+from tailrace.drivers.trainer.checksums import is_retired, retire, verify
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, FolderLost, LedgerError
 from tailrace.ledger.recovery import read_ledger, totals_of
 from tailrace.ledger.store import Store
@@ -41,7 +41,6 @@ def test_the_model_of_a_run_is_a_plain_hugging_face_folder(trained: Path) -> Non
     assert checkpoint
     names = {path.name for path in (trained / "model").iterdir()}
     assert {path.name for path in checkpoint.iterdir()} - names == {"trainer"}
-    assert ONLY_OF_THE_TRAINER == STATE_FOLDER
     model = AutoModelForCausalLM.from_pretrained(trained / "model")
     assert model.config.model_type == "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
@@ -224,6 +223,22 @@ def test_a_checkpoint_of_another_round_in_its_place_is_refused(killed: Path, kil
     shutil.rmtree(newest)
     shutil.copytree(killed_copy / "checkpoints" / "round_000001", newest)
     with pytest.raises(CheckpointError, match=rf"{newest.name} has 2 optimizer steps, and the ledger says"):
+        train(killed_config(killed), killed_copy, resume=True)
+
+
+def test_a_checkpoint_without_the_optimizer_is_evaluated_and_exported_and_not_resumed_from(
+    killed: Path, killed_copy: Path
+) -> None:
+    newest = newest_marked(killed_copy)
+    older = newest.with_name(f"round_{int(newest.name[-6:]) - 1:06d}")
+    retire([older], newest)
+    assert evaluated_config(killed_copy, None, {}, older.name).model.path == older.resolve()
+    model = RunFolder(killed_copy).export(older)
+    assert verify(model, "") and not is_retired(model)
+    assert AutoModelForCausalLM.from_pretrained(model).config.model_type == "qwen3"
+    shutil.rmtree(newest)
+    said = rf"{older.name} has a model and no state .* put back {newest.name}, or .* --model.path {older}$"
+    with pytest.raises(CheckpointError, match=said):
         train(killed_config(killed), killed_copy, resume=True)
 
 

@@ -13,7 +13,6 @@ from tailrace.drivers.assembly.environments import (
     run_prompts,
     unused_rewards,
 )
-from tailrace.drivers.assembly.folder import ONLY_OF_THE_TRAINER
 from tailrace.drivers.assembly.machine import Fitted, Machine, check_devices, fit, uses_gpu
 from tailrace.drivers.assembly.placement import check_placement
 from tailrace.drivers.assembly.resumption import dated
@@ -28,7 +27,7 @@ from tailrace.drivers.kinds.tracker import check_trackers
 from tailrace.drivers.reward.functions import Scorer
 from tailrace.drivers.reward.kinds import judge_kind
 from tailrace.drivers.reward.settings import check_sources
-from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, verify
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, STATE_FOLDER, verify
 from tailrace.drivers.workers.hosts import check_host
 from tailrace.drivers.workers.process import preload
 from tailrace.errors import ConfigError, say
@@ -130,7 +129,7 @@ def check_policy(config: PolicyConfig, machine: Machine | None = None) -> None:
     """Check the model, and what generates and trains with it. Arguments and errors as `check_live`."""
     path = config.model.path
     remedy = f"name another model.path, or, if you changed it, remove {path / CHECKSUMS_FILE}"
-    verify(path, remedy, is_editable=not (path / ONLY_OF_THE_TRAINER).exists())
+    verify(path, remedy, is_editable=not (path / STATE_FOLDER).exists())
     engine_kind(config).check(config)
     trainer_kind(config).check(config)
     if machine is None:

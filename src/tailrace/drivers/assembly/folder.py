@@ -33,7 +33,7 @@ from tailrace.config import Config, RunConfig, load_config
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.contracts.mark import Mark, claim, read_mark, remove
 from tailrace.controller.checkpoints import is_checkpoint
-from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, replacing, seal_model
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, STATE_FOLDER, replacing, seal_model
 from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE
@@ -44,8 +44,6 @@ from tailrace.record.samples import SamplesWriter
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary
 
-ONLY_OF_THE_TRAINER = "trainer"
-"""Part of a checkpoint that does not belong to the model (drivers/trainer/checkpoint.py)."""
 _EACH = ("config.toml", "metrics.jsonl", "summary.json")
 _SIMULATION = (*_EACH, "events.jsonl")
 _MODEL = ("model", "model.partial", "model.old.partial")
@@ -215,7 +213,7 @@ class RunFolder:
 
         Weights are hard links where the file system has them. Small files are copies: a user may edit them.
         """
-        ignore = shutil.ignore_patterns(ONLY_OF_THE_TRAINER, CHECKSUMS_FILE)
+        ignore = shutil.ignore_patterns(STATE_FOLDER, f"{CHECKSUMS_FILE}*")
         with replacing(self.model) as new:
             shutil.copytree(checkpoint, new, ignore=ignore, copy_function=_link_weights, dirs_exist_ok=True)
             seal_model(new, checkpoint)

@@ -21,7 +21,7 @@ from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.environments import training_prompts
 from tailrace.drivers.assembly.folder import WRITTEN, RunFolder
 from tailrace.drivers.assembly.placement import prices_of
-from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, remedy, verify
+from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, is_retired, remedy, verify
 from tailrace.errors import CheckpointError, ConfigError, say
 from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
 from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
@@ -136,6 +136,12 @@ def _check_checkpoint(folder: RunFolder, start: StartingPoint) -> None:
     path = folder.checkpoints / start.base.checkpoint
     if not verify(path, remedy(path), step=start.base.step):
         raise CheckpointError(f"{path / CHECKSUMS_FILE} is missing; {remedy(path)}")
+    if is_retired(path):
+        raise CheckpointError(
+            f"{path} has a model and no state of the optimizer, which only the newest run.keep_optimizer "
+            f"checkpoints keep; put back {missing or 'a later one'}, or begin a new run in another "
+            f"--output-dir with --model.path {path}"
+        )
 
 
 def best_evaluation(earlier: Sequence[Row], folder: RunFolder) -> tuple[float, int] | None:

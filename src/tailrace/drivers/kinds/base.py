@@ -166,6 +166,10 @@ class TrainerKind:
         """Estimate the memory of the processes on this machine. `longest`: as in `EngineKind.memory`."""
         return ()
 
+    def checkpoint_bytes(self, config: PolicyConfig) -> tuple[int, int]:
+        """Estimate the size of the model in a checkpoint, and that of the state of the optimizer."""
+        return 0, 0
+
     async def begin(self, opening: Opening) -> StartingTrainer:
         """Begin the trainer of a run."""
         raise NotImplementedError

@@ -74,6 +74,15 @@ class Torch(TrainerKind):
             yield reference_memory("reference", trainer.device, trainer, shape)
 
     @override
+    def checkpoint_bytes(self, config: PolicyConfig) -> tuple[int, int]:
+        lora, whole = config.trainer.lora, ModelShape.read(config.model.path).num_parameters
+        adapter = adapter_parameters(config.model.path, lora)
+        critic = whole if config.algorithm.advantage == "gae" else 0
+        trained = (adapter if lora else whole) + critic
+        model, weights = whole + adapter, STATE_BYTES["weights"]
+        return weights * model, STATE_BYTES["optimizer"] * trained + weights * critic
+
+    @override
     async def begin(self, opening: Opening) -> RemoteTrainer:
         config = opening.config
         engine, trainer = config.engine, config.trainer

@@ -38,7 +38,7 @@ from transformers import GenerationConfig
 from tailrace.contracts.trainer import FILE_BYTES
 from tailrace.drivers.models.causal_lm import read_model
 from tailrace.drivers.trainer import checksums
-from tailrace.drivers.trainer.checksums import remedy
+from tailrace.drivers.trainer.checksums import STATE_FOLDER, remedy
 from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import CheckpointError, ConfigError, disk_remedy
@@ -164,7 +164,6 @@ def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Ten
     return {prefix + name: torch.empty_like(each, requires_grad=False) for name, each in parameters.items()}
 
 
-STATE_FOLDER = "trainer"
 ADAPTER_FOLDER = "adapter"
 """A folder of its own: beside config.json, transformers would add the adapter a second time."""
 DRAFTS_FILE = "model-drafts.safetensors"

@@ -6,25 +6,30 @@ but for one in 2^32, and is several times faster than the cryptographic hashes, 
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 
+from tailrace.controller.checkpoints import is_checkpoint
 from tailrace.errors import CheckpointError, say
 
 CHECKSUMS_FILE, PARTIAL = "checksums.json", ".partial"
+STATE_FOLDER = "trainer"
+"""Part of a checkpoint that does not belong to the model (checkpoint.py)."""
 CHUNK_BYTES = 2**20
 WEIGHTS = ".safetensors"
 
 
-class Checksums(msgspec.Struct, forbid_unknown_fields=True):
+class Checksums(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     step: int
     """Optimizer steps before the checkpoint."""
     files: dict[str, str]
     """CRC-32 of each file, in hexadecimal."""
+    retired: list[str] = []
+    """Files of the optimizer's state that were removed, or that a kill left to be removed."""
 
 
 def seal(folder: Path, step: int) -> None:
@@ -47,9 +52,46 @@ def seal_model(model: Path, checkpoint: Path, changed: Collection[str] = ()) -> 
         (model / CHECKSUMS_FILE).write_bytes(_encode(Checksums(known.step, found)))
 
 
+def retire(older: Sequence[Path], newest: Path) -> None:
+    """Remove the state of the optimizer, by their checksums, from checkpoints that keep the model. One
+    without checksums, or with damaged ones, stays as it is. After a kill at any moment each is whole, with
+    its state or without it. Raises a CheckpointError, with nothing removed, if the newest one is damaged."""
+    verify(newest, remedy(newest))
+    for folder in older:
+        file, state = folder / CHECKSUMS_FILE, folder / STATE_FOLDER
+        with suppress(FileNotFoundError, CheckpointError):
+            known = read_checksums(file)
+            goes = sorted(name for name in known.files if name.startswith(f"{STATE_FOLDER}/"))
+            if goes:
+                stays = {name: each for name, each in known.files.items() if name not in goes}
+                known = Checksums(known.step, stays, goes)
+                partial = file.with_name(file.name + PARTIAL)
+                partial.write_bytes(_encode(known))
+                synchronize(partial)
+                partial.replace(file)
+                synchronize(folder)
+            if state.is_symlink():  # of a user: what it leads to is not the run's
+                continue
+            for name in known.retired:
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # a file of a user is in it
+                state.rmdir()
+
+
+def is_retired(folder: Path) -> bool:
+    """Whether the state of the optimizer was removed from a checkpoint. Raises as `read_checksums`."""
+    return bool(read_checksums(folder / CHECKSUMS_FILE).retired)
+
+
 def remedy(folder: Path) -> str:
     """Return the remedy for a damaged checkpoint."""
-    return f"remove {folder} and resume again: the run goes on from the checkpoint before it"
+    found = filter(is_checkpoint, folder.parent.glob("round_*"))
+    before = [path for path in found if path.name < folder.name]
+    with suppress(FileNotFoundError, CheckpointError):
+        if before and not is_retired(newest := max(before)):
+            return f"remove {folder} and resume again: the run goes on from {newest.name}"
+    weights = f" with --model.path {max(before)}" if before else ""
+    return f"put a copy of it back, or begin a new run in another --output-dir{weights}"
 
 
 def verify(folder: Path, advice: str, *, step: int | None = None, is_editable: bool = False) -> bool:

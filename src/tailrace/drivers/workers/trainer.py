@@ -29,6 +29,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE, Address, Link, Probe, Weights, WeightSender
 from tailrace.drivers.engine.proof import SCORED
+from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.weights.settings import WeightsSettings
 from tailrace.drivers.weights.transfers import Transfers
@@ -536,6 +537,10 @@ class RemoteTrainer:
         # asyncio reports an error that nobody awaits, and a run that fails awaits no checkpoint.
         completed.add_done_callback(lambda done: done.cancelled() or done.exception())
         return completed
+
+    async def retire(self, older: Sequence[Path], newest: Path) -> None:
+        """Remove the state of the optimizer from older checkpoints, beside training."""
+        await asyncio.to_thread(checksums.retire, older, newest)
 
     async def restore(self, folder: Path, *, optimizer: bool = True) -> None:
         """Continue from a checkpoint. The engines get the weights with the next publication. `optimizer`:

@@ -161,7 +161,7 @@ class ObservedTrainer:
         self._trainer, self._folder, self.replicas = trainer, folder, trainer.replicas
         self.current: dict[Sample, list[float]] = {}
         self.step, self.ess, self.sleep, self.wake = trainer.step, trainer.ess, trainer.sleep, trainer.wake
-        self.save, self.restore = trainer.save, trainer.restore
+        self.save, self.restore, self.retire = trainer.save, trainer.restore, trainer.retire
 
     async def accumulate(
         self, units: Sequence[Sequence[Sample]], *, version: int, replicas: int | None = None

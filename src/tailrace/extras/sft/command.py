@@ -22,7 +22,7 @@ from tailrace import clock
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import LiveConfig, RunConfig, load_config
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.controller.checkpoints import checkpoint_name, delete_old
+from tailrace.controller.checkpoints import checkpoint_name, make_room
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
 from tailrace.drivers.assembly.folder import RunFolder
@@ -165,7 +165,7 @@ async def _train(
                     if store:
                         saved = CheckpointRow(start.life, step, 0, step, newest.name, [])
                         store.commit(Transaction([RunRow(FORMAT, drawn, 0), saved]))
-                    delete_old(newest, config.run.keep_checkpoints)
+                    await make_room(trainer, newest, config.run)
                 if last:
                     break
                 display.on(RoundStarted(began_s := clock.now(), step, 0))

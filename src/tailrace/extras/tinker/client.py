@@ -299,8 +299,12 @@ class TinkerTrainer(OnOtherDevices, Trainer):
         return asyncio.sleep(0)
 
     @override
+    async def retire(self, older: Sequence[Path], newest: Path) -> None:
+        """Do nothing: the state is the service's."""
+
+    @override
     async def restore(self, folder: Path) -> None:
-        advice = checksums.remedy(folder.parent)
+        advice = checksums.remedy(folder)
         checksums.verify(folder, advice)
         try:
             state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
