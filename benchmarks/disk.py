@@ -26,7 +26,8 @@ from typing import Any
 from common import run, write
 from crash import kill
 from tailrace.config import LiveConfig, load_config
-from tailrace.controller.checkpoints import checkpoint_name, is_checkpoint
+from tailrace.contracts.trainer import is_checkpoint
+from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.disk import disk_need
 from tailrace.drivers.trainer.checksums import STATE_FOLDER, is_retired
 

@@ -3,6 +3,7 @@
 A trainer has two verbs, `accumulate` and `step`, so that a schedule decides when the optimizer steps.
 """
 
+import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,6 +259,11 @@ class Trainer(Protocol):
     async def restore(self, folder: Path) -> None:
         """Continue from a checkpoint that `save` wrote. Raises a CheckpointError if it is damaged or belongs
         to another model."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file or folder has the name of a checkpoint, which a copy of a user's own has not."""
+    return re.fullmatch(r"round_\d{6,}(_step_\d{6,})?", path.name) is not None
 
 
 class Reference(Protocol):

@@ -1,7 +1,6 @@
 """Checkpoints and evaluations, which stand between the rounds of a run."""
 
 import asyncio
-import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace import clock
-from tailrace.contracts.trainer import Trainer
+from tailrace.contracts.trainer import Trainer, is_checkpoint
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.state import RunState
 from tailrace.ledger.base import CheckpointRow
@@ -180,11 +179,6 @@ async def make_room(trainer: Trainer, newest: Path, settings: RunSettings, best:
 
 def checkpoint_name(round: int) -> str:
     return f"round_{round:06d}"
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file or folder has the name of a checkpoint, which a copy of a user's own has not."""
-    return re.fullmatch(r"round_\d{6,}(_step_\d{6,})?", path.name) is not None
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from tailrace import clock
 from tailrace.config import Config, RunConfig, load_config
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.contracts.mark import Mark, claim, read_mark, remove
-from tailrace.controller.checkpoints import is_checkpoint
+from tailrace.contracts.trainer import is_checkpoint
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, STATE_FOLDER, replacing, seal_model
 from tailrace.errors import ConfigError, DiskFull, FolderLost, disk_remedy
 from tailrace.ledger.recovery import StartingPoint

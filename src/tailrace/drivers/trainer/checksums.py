@@ -13,7 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.controller.checkpoints import is_checkpoint
+from tailrace.contracts.trainer import is_checkpoint
 from tailrace.errors import CheckpointError, say
 
 CHECKSUMS_FILE, PARTIAL = "checksums.json", ".partial"
