@@ -327,7 +327,7 @@ def test_a_dry_run_prints_one_table_of_comments_in_80_columns(
     for line in ('dtype = "float32"', "threads = 1"):  # as a user's, who sets neither
         text = text.replace(f"{line}\n", "")
     config_path.write_text(text)
-    words = ["--engine.replicas", "2", "--trainer.dtype", "float32", "--dry-run"]
+    words = ["--engine.replicas", "2", "--trainer.dtype", "float32", "--dry-run", "--all"]
     assert main(["train", str(config_path), "--output-dir", str(config_path.parent / "out"), *words]) == 0
     out = capsys.readouterr().out
     resolved = tomllib.loads(out)

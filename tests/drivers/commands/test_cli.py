@@ -2,18 +2,23 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
+from copy import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import tailrace
 from tailrace.cli import main
 from tailrace.config import load_config
 from tailrace.drivers.assembly.check import check_live
 from tailrace.drivers.assembly.folder import RunFolder
+from tailrace.drivers.commands import dry_run
 from tailrace.drivers.commands.evaluate import evaluated_config, gain_over
 from tailrace.drivers.kinds import torch as local_trainer
 from tailrace.errors import CheckpointError, ConfigError
@@ -27,6 +32,33 @@ def test_a_dry_run_prints_the_resolved_config_and_starts_no_run(
     assert main(["train", str(config_path), "--output-dir", str(folder), "--dry-run"]) == 0
     assert 'name = "rolloutpipe"' in capsys.readouterr().out
     assert not folder.exists()
+
+
+def test_a_dry_run_shows_rows_prompt_memory_settings_and_steps_in_few_lines(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{n} + {n} =\n" * 40, "answer": f"{2 * n}"} for n in range(10, 58)]
+    (config_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["train", str(config_path), "--output-dir", "out", "--dry-run", "--run.rounds", "6"]
+    said: dict[int, list[str]] = {}
+    for width in (40, 80):
+        console = Console(file=io.StringIO(), width=width)
+        monkeypatch.setattr(dry_run, "open_console", partial(copy, console))
+        assert main([*words, "--weights.transport", "filesystem"]) == 0
+        said[width] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(len, said[width])) <= width
+    assert len(said[80]) <= 40
+    text = [" ".join("".join(f" {line[10:].strip()}" for line in lines).split()) for lines in said.values()]
+    assert text[0].replace(" ", "") == text[1].replace(" ", "")
+    assert said[80][0] == "rows      45 to train on, 3 held out"
+    first = re.search(r"(\d\d) \+ \1 =", text[1])
+    assert first and f" {2 * int(first[1])} trainer " in text[1]
+    assert " [...] " in text[1] and " tokens, the first that is drawn) " in text[1]
+    assert "host memory, at most: " in text[1]
+    settings = text[1].partition("prints every one ")[2]
+    assert settings.startswith("[run] rounds = 6, group_size = ") and "[weights] transport = " in settings
+    assert "[trainer] learning_rate = 0.0001 [weights]" in settings
+    assert re.fullmatch(r"verdict   ready.*: 6 rounds = 12 steps of 4 samples", said[80][-1])
 
 
 def test_a_terminal_without_a_letter_shows_its_number(

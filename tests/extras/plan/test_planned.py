@@ -87,7 +87,7 @@ def test_a_planned_run_passes_a_dry_run_on_a_machine_without_the_cluster(
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert "devices and memory are judged on a node of [sim.cluster] (H100), not on this machine" in err
-    assert "# the memory of cuda, at most: " in out and " of 74.5 GiB" in out
+    assert "the memory of cuda, at most: " in out and " of 74.5 GiB" in out
     assert main([*words, "--sim.cluster.devices", "2"]) == 2
     refused = capsys.readouterr().err
     assert "a node of [sim.cluster] (H100) has 2 gpus for this process: [0, 1]" in refused

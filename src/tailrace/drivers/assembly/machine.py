@@ -172,12 +172,14 @@ class Fitted(Generic[Policy]):
     Args:
         table: the processes with their devices and memory, and the reason of each choice; empty where the run
             is not on this machine.
+        memory: of each process, and of all that are there at once, in a line; empty as `table`.
         remarks: settings that a person should look at, such as those that leave cores idle, in words.
         warning: that the memory may not suffice; empty: it does.
     """
 
     config: Policy
     table: str = ""
+    memory: str = ""
     remarks: Sequence[str] = ()
     warning: str = ""
 
@@ -214,7 +216,8 @@ def fit(config: Policy, machine: Machine, *, prompt_tokens: int, overlaps: bool)
     warning = ""
     if lack := _shortage(config, machine, prompt_tokens):
         warning = f"the run may need {lack[0]}; {REMEDIES.get(lack[1], SMALLER)}"
-    return Fitted(config, _table(config, machine, prompt_tokens, reasons), idle, warning)
+    table = _table(config, machine, prompt_tokens, reasons)
+    return Fitted(config, table, _memory(config, machine, prompt_tokens), idle, warning)
 
 
 def _dtypes(config: RunConfig, machine: Machine, _: bool) -> Iterator[tuple[str, Any, str]]:
@@ -346,17 +349,35 @@ def _table(config: PolicyConfig, machine: Machine, prompt_tokens: int, reasons: 
         settings = config.engine if each.name == "engine" else config.trainer if computes else None
         cells = [getattr(settings, name, "") for name in ("threads", "dtype", "max_tokens_per_microbatch")]
         cells[2] = f"{cells[2]:,}" if cells[2] else ""
-        held = sum(each.host_parts.values()) if each.device == "cpu" else each.device_bytes
         number = f" x {each.num}" if each.num > 1 else ""
-        rows.append(layout.format(f"{each.name}{number}", each.device, *cells, gib(held)))
-    most: dict[str, tuple[int, float]] = {}
-    for where, limit, present in held_at_once(config, processes, machine):
-        held = sum(each.num * each.device_bytes for each in present)
-        most[where] = max(most.get(where, (0, limit)), (held, limit))
-    for where, (held, limit) in most.items():
-        rows.append(f"{where}, at most: {gib(held)}" + (f" of {gib(limit)}" if limit < inf else ""))
+        rows.append(layout.format(f"{each.name}{number}", each.device, *cells, gib(_held(each))))
+    rows += _most(config, processes, machine)
     for key, reason in reasons.items():
         value = _value(config, key)
         value = f"{value:,}" if isinstance(value, int) else value
         rows += textwrap.wrap(f"{key} = {value}: {reason}", 77, subsequent_indent="  ")
     return "\n".join(rows)
+
+
+def _memory(config: PolicyConfig, machine: Machine, prompt_tokens: int) -> str:
+    """The estimated memory of each process, and of all that are there at once."""
+    processes = [*run_memory(config, prompt_tokens)]
+    each = (f"{f'{one.num} x ' * (one.num > 1)}{one.name} {gib(_held(one))}" for one in processes)
+    return f"{', '.join(each)}; {'; '.join(_most(config, processes, machine))}"
+
+
+def _held(process: ProcessMemory) -> int:
+    """Bytes of one process, on its device or else on the host."""
+    return sum(process.host_parts.values()) if process.device == "cpu" else process.device_bytes
+
+
+def _most(config: RunConfig, processes: Sequence[ProcessMemory], machine: Machine) -> list[str]:
+    """Say how much of each memory is held at once, at most."""
+    most: dict[str, tuple[int, float]] = {}
+    for where, limit, present in held_at_once(config, processes, machine):
+        held = sum(each.num * each.device_bytes for each in present)
+        most[where] = max(most.get(where, (0, limit)), (held, limit))
+    return [
+        f"{where}, at most: {gib(held)}" + (f" of {gib(limit)}" if limit < inf else "")
+        for where, (held, limit) in most.items()
+    ]

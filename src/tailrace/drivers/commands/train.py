@@ -1,18 +1,15 @@
 """`tailrace train`: one live run."""
 
 import json
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from tailrace.config import LiveConfig, load_config
-from tailrace.drivers.assembly.check import check_live
-from tailrace.drivers.assembly.machine import Machine, uses_gpu
-from tailrace.drivers.assembly.running import recorded_run, train
-from tailrace.drivers.assembly.schedule import resolve
-from tailrace.drivers.kinds.hooks import RewardAudit
-from tailrace.errors import say
-from tailrace.kinds import built_in, kind_of
+from tailrace.drivers.assembly.running import train
+from tailrace.drivers.commands import dry_run as checked
 
 
 def run(
@@ -22,6 +19,7 @@ def run(
     output_dir: Path,
     resume: bool = False,
     dry_run: bool = False,
+    every_setting: Annotated[bool, Parameter("--all")] = False,
     replay: Path | None = None,
     verbose: bool = False,
     overrides: Mapping[str, str],
@@ -32,8 +30,10 @@ def run(
         config: a TOML file.
         output_dir: for all files of the run.
         resume: continue the run in the output directory, if one has begun there.
-        dry_run: score a few rows as `tailrace check-reward`, print the resolved config, with a table of the
-            processes as comments, and stop. A config for GPUs with [sim.cluster] is judged on a node of that.
+        dry_run: check all, score a few rows as `tailrace check-reward`, print the rows, the first prompt,
+            memory, the settings that differ from the defaults and the number of steps, and stop. A config for
+            GPUs with [sim.cluster] is judged on a node of that.
+        every_setting: of a dry run, the whole resolved config as TOML, with the processes as comments.
         replay: a run whose recorded samples are trained again, without engines: with another loss, learning
             rate or number of groups a step, or with the same to the same gradients.
         verbose: print every figure of a step, in a line of any width.
@@ -45,18 +45,4 @@ def run(
     if not dry_run:
         train(load_config(config, overrides), output_dir, resume=resume)
         return
-    loaded = LiveConfig.of(load_config(config, overrides))
-    if recording := recorded_run(loaded):
-        fitted = recording.check(loaded)
-    else:
-        cluster = loaded.sim.cluster if uses_gpu(loaded) else None
-        machine = Machine.of(cluster) if cluster else None
-        if machine:
-            say(f"devices and memory are judged on {machine.name}, not on this machine")
-        fitted = check_live(loaded, resolve(loaded), machine=machine)
-        if "audit" in built_in("reward"):
-            audit: RewardAudit = kind_of("reward", "audit")
-            for fault in audit.faults(fitted.config):
-                say(f"warning: {fault}")
-    print(fitted.config.toml(), end="")
-    print(textwrap.indent(fitted.table, "# "))
+    checked.dry_run(LiveConfig.of(load_config(config, overrides)), every_setting=every_setting)

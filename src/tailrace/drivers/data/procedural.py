@@ -131,6 +131,7 @@ class ProceduralPrompts:
     ) -> None:
         self._task, self._lengths, self._encoder = task, settings.lengths, encoder
         self._seed, self._held_out = seed, split == "eval"
+        self.num_rows = settings.size if split == "train" else None
         self._epochs = Epochs(settings.size, seed) if settings.size and split == "train" else None
         self._dataset = lru_cache(maxsize=MAX_DATASETS)(self._make_dataset)
         self._made = lru_cache(maxsize=MAX_ROWS)(self._make)

@@ -200,6 +200,11 @@ class RowPrompts:
         named, opened = source if isinstance(source, str) else "", self._encoder.opened(given, text)
         return Prompt(index, ids, text, carried, row_number, carried[self._column], named, opened)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the split."""
+        return len(self.places)
+
     def row(self, place: int) -> dict[str, Any]:
         """Return the columns of a row. Messages and tools have no nulls that Arrow added. Raises a BadRow if
         it cannot be read."""
@@ -304,6 +309,12 @@ class MixedPrompts:
         self._names, self._sources, self._seed = names, sources, seed
         self._shares = shares(weights)
         self._page = lru_cache(maxsize=2)(self._make_page)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of all sources; None: one of them has no end."""
+        numbers: list[int | None] = [getattr(source, "num_rows", None) for source in self._sources]
+        return None if None in numbers else sum(number or 0 for number in numbers)
 
     def __getitem__(self, index: int) -> Prompt:
         page, place = divmod(index, PAGE)
