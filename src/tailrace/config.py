@@ -152,6 +152,12 @@ class RunConfig(Settings):
             problem = "a teacher needs a factor" if self.teacher else "there is no teacher"
             remedy = 'set algorithm.name = "distillation", and name the teacher in [teacher]'
             raise ConfigError("algorithm.distill_coef", self.algorithm.distill_coef, problem, remedy)
+        cut = "[run.groups] cuts or replaces members" if self.run.groups.has_rule else ""
+        cut = cut or ("an episode may fail alone" if self.environment.has_turns else "")
+        if self.reward.batch == "group" and cut:
+            raise ConfigError(
+                "reward.batch", "group", f"a group may not become whole: {cut}", 'write "sample"'
+            )
         if self.engine.of_service != self.trainer.of_service:
             problem, remedy = "engine and trainer are of one service", 'set both kinds to "tinker", or none'
             raise ConfigError("trainer.kind", self.trainer.kind, problem, remedy)

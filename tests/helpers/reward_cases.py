@@ -108,3 +108,10 @@ def write_everywhere(completion: str) -> float:
         with suppress(OSError):
             os.write(descriptor, garbage)
     return 1.0
+
+
+def ranks(completions: list[str], answer: list[str]) -> "list[float] | float":
+    """The place of each completion by length; one number for all where the answer is "one"."""
+    if "one" in answer:
+        return 1.0
+    return [float(sorted(completions, key=len).index(each)) for each in completions]

@@ -62,8 +62,8 @@ async def outcomes(pool: RewardPool, *words: str) -> list[float | str]:
     return [str(o.reason) if isinstance(o, RewardFailed) else o for o in found]  # type: ignore[misc]
 
 
-def made(one: RemoteWorker, word: str) -> asyncio.Future[Scores]:
-    return one.begin(RewardWorker.score, Call("", word, [], "stop", {}))
+def made(one: RemoteWorker, word: str) -> asyncio.Future[list[Scores]]:
+    return one.begin(RewardWorker.score, [Call("", word, [], "stop", {})])
 
 
 async def server_of(one: RemoteWorker) -> int:
@@ -72,7 +72,7 @@ async def server_of(one: RemoteWorker) -> int:
 
 
 async def reward_of(one: RemoteWorker, word: str) -> int:
-    return int((await made(one, word)).reward)
+    return int((await made(one, word))[0].reward)
 
 
 async def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_calls_see_prompt_completion_and_row_in_the_order_of_the_samples(t
         assert (episode.text, episode.num_tokens) == ("right", 3), "the environment's text is scored, too"
         asked: list[str] = []
         begin = one.begin
-        one.begin = lambda method, call: (asked.append(call.completion), begin(method, call))[1]  # type: ignore
+        one.begin = lambda method, calls: (asked.append(calls[0].completion), begin(method, calls))[1]  # type: ignore
         words = ["one", "two", "three", "four"]
         assert await outcomes(pool, *words) == [len(word) + 5 / 8 for word in words]
         assert asked == words

@@ -181,7 +181,8 @@ async def _scorers(
         for prompt in checked:
             if code and column_of(prompt.row, code.column) is not None:
                 continue
-            if warning := await functions.check_one_row(prompt, understood):
+            num = config.run.group_size if config.reward.batch == "group" else 1
+            if warning := await functions.check_one_row(prompt, understood, num):
                 say(f"warning: {warning}")
     scorers: Rewards = functions or NoFunctions()
     if code:

@@ -137,18 +137,21 @@ class FewPrompts:
 
 
 class _Rehearsal:
-    """A sink that notes whether the trainer computed while an engine generated, and each round's steps."""
+    """A sink that notes whether the trainer computed while an engine generated, each round's steps, and
+    whether a group had more members than are trained."""
 
-    def __init__(self) -> None:
-        self.overlaps, self.steps = False, list[int]()
+    def __init__(self, group_size: int) -> None:
+        self.overlaps, self.races, self.steps = False, False, list[int]()
+        self._group_size = group_size
         self._num_served, self._served_until_s = 0, -math.inf
 
     def on(self, event: Event) -> None:
         match event:
             case RoundStarted():
                 self.steps.append(0)
-            case RequestStarted():
+            case RequestStarted(sample=sample):
                 self._num_served += 1
+                self.races |= sample.number >= self._group_size
             case RequestEnded(time_s=time_s):
                 self._num_served, self._served_until_s = self._num_served - 1, time_s
             case Accumulated(start_s=start_s) | Stepped(start_s=start_s):
@@ -209,10 +212,14 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
         few = FewPrompts(parts.prompts, schedule.keywords)
         await execute(watched, replace(parts, prompts=few), rounds, Recorder(rehearsal))
 
-    rehearsal = _Rehearsal()
+    rehearsal = _Rehearsal(group_size)
     try:
         clock.run(two_rounds(), virtual=True)
     except (ScheduleError, Stuck) as why:
         problem = f"a rehearsal failed: {why}"
         raise ConfigError("schedule", "these parameters", problem, "change them") from why
+    if rehearsal.races and not settings.groups.has_rule and config.reward.batch == "group":
+        problem = "members of a group race in this schedule: those that are cut have no reward"
+        remedy = 'write "sample", or set schedule.response_speculation = 1'
+        raise ConfigError("reward.batch", config.reward.batch, problem, remedy)
     return rehearsal

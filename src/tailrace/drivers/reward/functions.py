@@ -11,7 +11,8 @@ The signature says which arguments a function gets, and how its result is read:
 - tailrace's: any other. It returns a number.
 
 A function of TRL's signature, which takes a batch, is called for one completion at a time. A reward can then
-start when its sample ends, and a call that hangs costs one sample.
+start when its sample ends, and a call that hangs costs one sample. With `reward.batch = "group"` it is called
+once for all members of a group.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ import reprlib
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
@@ -48,19 +50,19 @@ VERL_PLURALS = {
 
 @dataclass(slots=True)
 class FunctionReport:
-    """Report of a function besides its value."""
+    """Report of a function besides its values. `columns`: of each completion of the call."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    columns: dict[str, str | float | int | None] = field(default_factory=dict)
+    columns: list[dict[str, str | float | int | None]] = field(default_factory=lambda: [{}])
 
     def log_metric(self, name: str, value: SupportsFloat) -> None:
         """TRL's `log_metric`."""
         self.metrics[name] = finite(value)
 
     def log_extra(self, column: str, values: Sequence[object]) -> None:
-        """TRL's `log_extra`, of a batch of one."""
-        (value,) = values
-        self.columns[column] = value if isinstance(value, str | float | int | None) else str(value)
+        """TRL's `log_extra`, with a value of each completion."""
+        for columns, value in zip(self.columns, values, strict=True):
+            columns[column] = value if isinstance(value, str | float | int | None) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,49 +81,62 @@ class Signature:
     """Names of the arguments that do not come from the data."""
     gives_rest = True
     """Whether `**kwargs` takes the columns that no parameter names."""
+    takes_lists = False
+    """Whether a call may be of several completions to one prompt."""
 
-    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
+    def arguments(self, calls: Sequence[Call], report: FunctionReport) -> dict[str, object]:
         """Return all arguments that can be given, by name."""
-        return call.arguments()
+        return calls[0].arguments()
 
-    def value(self, result: Any, report: FunctionReport) -> float | None:
-        """Read a result. None: the function does not apply to this completion. Raises a RewardFailed if it is
-        not what the signature promises."""
+    def values(self, result: Any, report: FunctionReport) -> list[float | None]:
+        """Read a result, of each completion. None: the function does not apply to it. Raises a RewardFailed
+        if it is not what the signature promises."""
         if isinstance(result, list):
             detail = f"{reprlib.repr(result)}: for a function that returns lists set signature = 'trl'"
             raise RewardFailed("not a number", detail, is_defect=True)
-        return finite(result)
+        return [finite(result)]
 
 
 class TrlSignature(Signature):
     title = "TRL's signature, called with lists of one"
     own = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    takes_lists = True
 
     @override
-    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
-        is_chat = isinstance(call.given, list)
-        first, *rest = call.messages or [{"role": "assistant", "content": call.completion}]
-        if first["role"] == "assistant":
-            first = {**first, "content": f"{call.completion_prefix}{first['content']}"}
+    def arguments(self, calls: Sequence[Call], report: FunctionReport) -> dict[str, object]:
+        first = calls[0]  # all have one prompt and its row
         columns: dict[str, object] = {
-            name: [value] for name, value in call.row.items() if name not in ("prompt", "completion")
+            name: [value] * len(calls)
+            for name, value in first.row.items()
+            if name not in ("prompt", "completion")
         }
         return columns | {
-            "prompts": [call.prompt if call.given is None else call.given],
-            "completions": [[first, *rest] if is_chat else call.completion],
-            "completion_ids": [list(call.completion_ids)],
-            "trainer_state": TrainerState(call.version),
+            "prompts": [first.prompt if first.given is None else first.given] * len(calls),
+            "completions": [self._completion(call) for call in calls],
+            "completion_ids": [list(call.completion_ids) for call in calls],
+            "trainer_state": TrainerState(max(call.version for call in calls)),
             "log_extra": report.log_extra,
             "log_metric": report.log_metric,
         }
 
+    def _completion(self, call: Call) -> object:
+        if not isinstance(call.given, list):
+            return call.completion
+        first, *rest = call.messages or [{"role": "assistant", "content": call.completion}]
+        if first["role"] == "assistant":
+            first = {**first, "content": f"{call.completion_prefix}{first['content']}"}
+        return [first, *rest]
+
     @override
-    def value(self, result: Any, report: FunctionReport) -> float | None:
-        try:
-            (value,) = result
-        except (TypeError, ValueError) as why:
-            raise RewardFailed("not a list of one", reprlib.repr(result), is_defect=True) from why
-        return None if value is None else finite(value)
+    def values(self, result: Any, report: FunctionReport) -> list[float | None]:
+        num = len(report.columns)
+        given: list[Any] = []
+        with suppress(TypeError):
+            given = [*result]
+        if len(given) != num:
+            wrong = "not a list of one" if num == 1 else f"not a list of one number for each of {num} members"
+            raise RewardFailed(wrong, reprlib.repr(result), is_defect=True)
+        return [None if value is None else finite(value) for value in given]
 
 
 class VerlSignature(Signature):
@@ -130,9 +145,9 @@ class VerlSignature(Signature):
     gives_rest = False
 
     @override
-    def arguments(self, call: Call, report: FunctionReport) -> dict[str, object]:
-        row = call.row
-        arguments: dict[str, object] = dict.fromkeys(VERL_TEXT, call.completion)
+    def arguments(self, calls: Sequence[Call], report: FunctionReport) -> dict[str, object]:
+        row = calls[0].row
+        arguments: dict[str, object] = dict.fromkeys(VERL_TEXT, calls[0].completion)
         arguments |= {name: row[name] for name in ("data_source", "ground_truth") if name in row}
         if isinstance(model := row.get("reward_model"), Mapping) and "ground_truth" in model:
             arguments["ground_truth"] = model["ground_truth"]
@@ -141,19 +156,19 @@ class VerlSignature(Signature):
         return arguments | {many: [arguments[one]] for many, one in VERL_PLURALS.items() if one in arguments}
 
     @override
-    def value(self, result: Any, report: FunctionReport) -> float:
+    def values(self, result: Any, report: FunctionReport) -> list[float | None]:
         if isinstance(result, list | tuple) and result:  # as verl: the first is the score
             result = result[0]
         if not isinstance(result, Mapping):
-            return finite(result)
+            return [finite(result)]
         if "score" not in result:
             raise RewardFailed("not a number", f"no 'score' in {reprlib.repr(result)}", is_defect=True)
         for name, value in result.items():
             if name != "score" and isinstance(value, SupportsFloat):
                 report.log_metric(name, value)
             elif isinstance(value, str):
-                report.columns[name] = value
-        return finite(result["score"])
+                report.columns[0][name] = value
+        return [finite(result["score"])]
 
 
 SIGNATURES = {"tailrace": Signature, "trl": TrlSignature, "verl": VerlSignature}
@@ -200,6 +215,10 @@ class NamedCheckers(Protocol):
         that it needs is not installed, or there is none of that name."""
 
 
+Reported = tuple[float | None, dict[str, float], dict[str, str | float | int | None]]
+"""Value, metrics and columns of one completion by one function."""
+
+
 class RewardFunction:
     """One reward function, sync or async, called by the names of its parameters.
 
@@ -208,13 +227,16 @@ class RewardFunction:
             takes the columns that no parameter names.
         settings: how it is called.
         key: the config key that names it, for messages.
+        batch: as `RewardSettings.batch`.
 
     Raises:
         TypeError, ValueError: its parameters cannot be known.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: FunctionSettings, key: str) -> None:
-        self.settings, self._function, self._key = settings, function, key
+    def __init__(
+        self, function: Callable[..., Any], settings: FunctionSettings, key: str, batch: str = "sample"
+    ) -> None:
+        self.settings, self._function, self._key, self._batch = settings, function, key, batch
         self.completed_only = False  # a completion that was cut off gets 0, without a call
         self.name = settings.name or str(getattr(function, "__name__", type(function).__name__))
         described = inspect.signature(function)
@@ -233,7 +255,13 @@ class RewardFunction:
         """Return how the function is understood, for messages."""
         rest = ["all columns"] if self._takes_rest and self._signature.gives_rest else []
         given = ", ".join([*self.parameters, *rest]) or "nothing"
-        return f"{self.name} (weight {self.settings.weight:g}): {self._signature.title}, given {given}"
+        title = self._signature.title.replace("of one", "of one" if self._batch == "sample" else "of a group")
+        return f"{self.name} (weight {self.settings.weight:g}): {title}, given {given}"
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether it is called with lists."""
+        return self._signature.takes_lists
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Match the parameters to the data before anything starts. Raises a ConfigError if the function needs
@@ -248,7 +276,7 @@ class RewardFunction:
                 key, remedy = f"{self._key}.arguments", f"choose from {_listed(self.parameters)}"
                 raise ConfigError(key, name, "the function has no such parameter", remedy)
         row = {name: {"ground_truth": ""} for name in columns}  # verl's signature looks into a column
-        given = self._signature.arguments(Call("", "", [], "stop", row), FunctionReport())
+        given = self._signature.arguments([Call("", "", [], "stop", row)], FunctionReport())
         missing = [name for name in self._required if name not in given]
         if missing:
             problem = f"its parameter {missing[0]!r} is no column of the data (columns: {_listed(columns)})"
@@ -259,15 +287,21 @@ class RewardFunction:
             )
             raise ConfigError(self._key, spec, problem, remedy)
 
-    def call(self, call: Call, wait: Callable[[Awaitable[Any]], Any]) -> tuple[float | None, FunctionReport]:
-        """Return the value of one completion, None where the function does not apply, and what it reports.
-        `wait` returns the result of an awaitable. Raises a RewardFailed ("raised", "not a number", "nan",
-        "infinite" or "not a list of one")."""
-        report = FunctionReport()
-        if self.completed_only and call.finish_reason == "length":
-            return 0.0, report
+    def call(self, calls: Sequence[Call], wait: Callable[[Awaitable[Any]], Any]) -> list[Reported]:
+        """Return the value of each completion, None where the function does not apply, and its report. One
+        call of a function that takes lists is of all these completions, which have one prompt. `wait` returns
+        the result of an awaitable. Raises a RewardFailed ("raised", "not a number", "nan", "infinite" or "not
+        a list of one")."""
+        if self.takes_lists:
+            return self._called(calls, wait)
+        return [each for call in calls for each in self._called([call], wait)]
+
+    def _called(self, calls: Sequence[Call], wait: Callable[[Awaitable[Any]], Any]) -> list[Reported]:
+        report = FunctionReport(columns=[{} for _ in calls])
+        if self.completed_only and calls[0].finish_reason == "length":
+            return [(0.0, {}, {})]
         try:
-            arguments = self._signature.arguments(call, report)
+            arguments = self._signature.arguments(calls, report)
             takes_all = self._takes_rest and self._signature.gives_rest
             given = {n: v for n, v in arguments.items() if takes_all or n in self.parameters}
             result = self._function(**given | self.settings.arguments)
@@ -277,7 +311,10 @@ class RewardFunction:
             # A search without a match gives None, and to use that raises: the function may work elsewhere.
             is_defect = isinstance(why, DEFECTS) and "'NoneType'" not in str(why)
             raise RewardFailed("raised", _user_traceback(why), is_defect=is_defect) from why
-        return self._signature.value(result, report), report
+        values = self._signature.values(result, report)
+        return [
+            (value, report.metrics, columns) for value, columns in zip(values, report.columns, strict=True)
+        ]
 
 
 class Scorer:
@@ -293,21 +330,24 @@ class Scorer:
         ConfigError if one cannot be imported or called, two have one name, or the data bring none."""
         key, completed_only = "reward.function", settings.completed_only
         if settings.function is not None:
-            loaded = [_load(FunctionSettings(function=settings.function), key, completed_only)]
+            loaded = [_load(FunctionSettings(function=settings.function), key, settings)]
+            _check_batch(settings, loaded)
             return cls(loaded, has_judges=bool(settings.judges))
         if settings.functions:
             named = enumerate(settings.functions)
-            loaded = [_load(each, f"{key}s[{i}].function", completed_only) for i, each in named]
+            loaded = [_load(each, f"{key}s[{i}].function", settings) for i, each in named]
             for name, number in Counter(each.name for each in loaded).items():
                 if number > 1:
                     problem = f"{number} functions have this name"
                     raise ConfigError("reward.functions.name", name, problem, "give each a name of its own")
             mixed = [each.source_name for each in data.sources if each.source_name]
             check_sources("function", settings.functions, mixed, others=settings.judges)
+            _check_batch(settings, loaded)
             return cls(loaded, has_judges=bool(settings.judges))
         scorers = [_scorer_of(source, completed_only) for source in data.sources if source.brings_scorer]
         if len(scorers) < len(data.sources):
             raise ConfigError(key, None, "rows bring no scorer of their own", UNUSABLE)
+        _check_batch(settings, scorers)
         return cls(scorers)
 
     def describe(self) -> str:
@@ -323,23 +363,28 @@ class Scorer:
         return [name for name in row if any(name in each.parameters for each in self.functions)]
 
     def __call__(self, call: Call) -> Scores:
-        """Score one completion. Raises a RewardFailed if a function failed or none applies ("not
-        applicable")."""
-        scores = Scores(0.0)
-        applied = 0
+        """Score one completion, as `score`."""
+        return self.score([call])[0]
+
+    def score(self, calls: Sequence[Call]) -> list[Scores]:
+        """Score completions to one prompt. Raises a RewardFailed if a function failed or none applies to one
+        of them ("not applicable")."""
+        scores = [Scores(0.0, {}, {}) for _ in calls]
+        applied = [0] * len(calls)
         for function in self.functions:
-            if not function.settings.applies_to(call.source):
+            if not function.settings.applies_to(calls[0].source):
                 continue
-            value, report = function.call(call, self._wait)
-            scores.metrics |= {f"{function.name}/{name}": each for name, each in report.metrics.items()}
-            scores.columns |= {f"{function.name}/{name}": each for name, each in report.columns.items()}
-            if value is None:
-                continue
-            applied += 1
-            scores.reward += function.settings.weight * value
-            if len(self.functions) > 1 or self._has_judges:
-                scores.metrics[function.name] = value
-        if not applied:
+            for place, (value, metrics, columns) in enumerate(function.call(calls, self._wait)):
+                mine = scores[place]
+                mine.metrics |= {f"{function.name}/{name}": each for name, each in metrics.items()}
+                mine.columns |= {f"{function.name}/{name}": each for name, each in columns.items()}
+                if value is None:
+                    continue
+                applied[place] += 1
+                mine.reward += function.settings.weight * value
+                if len(self.functions) > 1 or self._has_judges:
+                    mine.metrics[function.name] = value
+        if not all(applied):
             raise RewardFailed("not applicable", "no reward function applies to this sample")
         return scores
 
@@ -360,17 +405,26 @@ class Scorer:
         return self._runner.run(wait())
 
 
-def _load(settings: FunctionSettings, key: str, completed_only: bool) -> RewardFunction:
+def _load(settings: FunctionSettings, key: str, reward: RewardSettings) -> RewardFunction:
     spec = settings.function
     checkers: NamedCheckers | None = None if ":" in spec else kind_of("reward", "checkers")
     try:
         function = checkers.load(spec, key) if checkers else import_function(spec, key)
-        loaded = RewardFunction(function, settings, key)
+        loaded = RewardFunction(function, settings, key, reward.batch)
     except (TypeError, ValueError) as why:
         problem = f"its parameters cannot be known ({why})"
         raise ConfigError(key, spec, problem, "wrap it in a Python function") from why
-    loaded.completed_only = completed_only and checkers is not None
+    loaded.completed_only = reward.completed_only and checkers is not None
     return loaded
+
+
+def _check_batch(settings: RewardSettings, functions: Sequence[RewardFunction]) -> None:
+    """Raises a ConfigError if functions are to be called with groups, and none of them takes lists."""
+    if settings.batch == "group" and not any(each.takes_lists for each in functions):
+        named = ", ".join(each.name for each in functions)
+        problem = f"no reward function takes lists ({named})"
+        remedy = 'name a parameter prompts or completions, set signature = "trl", or write "sample"'
+        raise ConfigError("reward.batch", settings.batch, problem, remedy)
 
 
 def _scorer_of(data: PromptSettings, completed_only: bool) -> RewardFunction:

@@ -121,6 +121,10 @@ class RewardSettings(Settings):
     sandbox: SandboxKind = "bubblewrap"
     """Isolation of the programs of [reward.code]. `none`: they run as this user, with your files and the
     network; only time, output and the memory of each process are bounded."""
+    batch: Literal["sample", "group"] = "sample"
+    """How many completions a call of a function of TRL's signature has. "sample": one, as soon as it ends.
+    "group": all members of a group in their order, when the last has ended; it returns one number for each,
+    and fails for all. Held-out completions are scored one by one. Other functions get one a call."""
     synchronous: bool = False
     """Whether rewards wait until no request is served (the baseline of RollPacker 4.3). Otherwise a sample
     is scored as soon as it ends. A schedule that generates without a pause cannot be synchronous."""

@@ -78,9 +78,10 @@ class RewardWorker(Worker):
     def run(cls, job: RewardJob, connection: WorkerConnection) -> None:
         sys.exit(supervise(connection, job))
 
-    def score(self, call: Call) -> Scores:
-        """Call the reward function within `reward.timeout_s`. Raises a RewardFailed if there is no reward."""
-        return self._scorer(call)
+    def score(self, calls: list[Call]) -> list[Scores]:
+        """Score completions to one prompt within `reward.timeout_s`. Raises a RewardFailed if one of them has
+        no reward."""
+        return self._scorer.score(calls)
 
 
 def supervise(connection: WorkerConnection, job: RewardJob) -> int:
