@@ -3,6 +3,7 @@ must."""
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from tailrace.config import RunConfig, config_of, load_config
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.extras.plan.candidates import Candidate, Work
 from tailrace.extras.plan.command import problem_of, with_candidate
-from tailrace.extras.plan.planned import changes_of
+from tailrace.extras.plan.planned import changes_of, on_cluster
 from tailrace.rollout.placement import Kind
+from tailrace.sim.cluster import rates
 
 CLUSTER = """
 [run]
@@ -121,6 +123,32 @@ def test_processes_that_divide_layers_share_the_devices_of_a_replica(cluster: Pa
     made = planned(cluster, "colocated", None, 1, trainer__tensor_parallel="2")
     assert (made.trainer.ranks, made.trainer.tensor_parallel) == (2, 2)
     assert made.placement.trainer == ((0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("longest", "given", "found"),
+    [
+        (16_384, {}, 1),
+        (32_000, {}, 2),
+        (32_000, {"trainer": {"tensor_parallel": 1}}, 1),
+        (32_000, {"trainer": {"lora": {}}}, 1),
+    ],
+)
+def test_layers_are_divided_where_shards_alone_do_not_fit(
+    longest: int, given: dict[str, Any], found: int
+) -> None:
+    """Four H100 train Qwen2.5-7B: 30.5 GB of state each, and what a pass over the longest sample takes."""
+    devices = {"device": "H100", "devices": 8, "model": "Qwen2.5-7B", "rollout_devices": 4}
+    sections = {key: value for key, value in tomllib.loads(CLUSTER).items() if key in ("run", "schedule")}
+    sections["sim"] = {"cluster": devices, "lengths": {"max_tokens": longest}}
+    config, same = (config_of(sections | each) for each in (given, {"trainer": {"tensor_parallel": found}}))
+    assert config.sim.cluster
+    made = on_cluster(config, config.sim.cluster, "disaggregated")["trainer"]
+    assert (made["ranks"], made.get("tensor_parallel", 1)) == (4 // found, found)
+    candidate = Candidate(Work("serial", {}), "disaggregated", 4, 1)
+    predicted, written = (problem_of(each).sim_of(candidate).trainer for each in (config, same))
+    assert predicted == written
+    assert (predicted.tokens_per_s < rates(config.sim).trainer.tokens_per_s) == (found > 1)
 
 
 def test_engines_that_the_config_names_stay_and_have_a_size_that_they_can_have(cluster: Path) -> None:

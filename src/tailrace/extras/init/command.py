@@ -39,6 +39,7 @@ COMMENTS = {
     "staleness": "updates for which a token may wait until it is trained, at most",
     "args": "engines give their memory back while the trainer works",
     "ranks": "processes over which the model is sharded (FSDP2)",
+    "tensor_parallel": "processes that divide each layer",
     "learning_rate": "if rewards fall, lower it",
     "max_num_seqs": "requests that one engine decodes together, at most",
     "rank": "of the adapter; pip install 'tailrace[lora]'",
@@ -65,7 +66,8 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
     known = known if is_known else str(find_folder(Path(model)))
     context = (MODELS[known] if is_known else ModelShape.read(Path(known))).context_tokens
     tokens = min(256 if gpus is None else 2048, context // 2)
-    sections = _on_a_laptop() if gpus is None else _on_gpus(_divided(gpus, known, tokens), folder)
+    lengths = {"prompt_tokens": min(1024, context // 2), "max_tokens": tokens}
+    sections = _on_a_laptop() if gpus is None else _on_gpus(_divided(gpus, known, tokens), folder, lengths)
     values = {
         "machine": f"For {gpus}" if gpus else "For the CPU of a laptop",
         "rounds": 200 if gpus else 20,
@@ -73,7 +75,7 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
         "model": _value(_from(folder, model)),
         "data": _value(_from(folder, str(data))),
         "prompt": _value(prompt),
-        "prompt_tokens": min(1024, context // 2),
+        "prompt_tokens": lengths["prompt_tokens"],
         "tokens": tokens,
         "sections": _toml(sections),
         "answer": answer,
@@ -129,8 +131,10 @@ def _divided(gpus: str, model: str, max_tokens: int) -> SimClusterSettings:
     raise ConfigError("--gpus", gpus, problem, "name more or larger GPUs, or a smaller model")
 
 
-def _on_gpus(cluster: SimClusterSettings, folder: Path) -> dict[str, Mapping[str, Any]]:
-    """The sections that depend on the machine, relative to a folder."""
+def _on_gpus(
+    cluster: SimClusterSettings, folder: Path, lengths: Mapping[str, int]
+) -> dict[str, Mapping[str, Any]]:
+    """The sections that depend on the machine, relative to a folder. `lengths`: of [sim.lengths]."""
     groups, least = max(16, 8 * cluster.devices), {"run": {"rounds": 1, "group_size": 2}}
     schedule: dict[str, Any] = {"name": "serial", "groups_per_round": groups, "groups_per_step": groups}
     kind: Kind = "colocated"
@@ -139,9 +143,10 @@ def _on_gpus(cluster: SimClusterSettings, folder: Path) -> dict[str, Mapping[str
         schedule |= {"groups_in_flight": 2 * groups, "staleness": 1}
     named = {"device": cluster.device, "devices": cluster.devices, "model": _from(folder, str(cluster.model))}
     devices = {**named, **cluster.model_dump(exclude_defaults=True, exclude={"model"})}
-    tree = {**least, "schedule": schedule, "sim": {"cluster": devices}}
-    made = changes_of(config_of({**tree, **on_cluster(config_of(tree), cluster, kind)}))
     lora = STATES[cluster.trainer_bytes_per_parameter]
+    tree = {**least, "schedule": schedule, "sim": {"cluster": devices, "lengths": lengths}}
+    tree |= {"trainer": {"lora": lora}} if lora else {}
+    made = changes_of(config_of({**tree, **on_cluster(config_of(tree), cluster, kind)}))
     sections: dict[str, Mapping[str, Any]] = {
         "schedule": schedule,
         "engine": {**made["engine"], "max_num_seqs": 256},

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from signal import Signals
@@ -28,7 +29,7 @@ from tailrace.extras.plan.fit_command import fitted_run
 from tailrace.extras.plan.peer_fit import fit_peer
 from tailrace.extras.plan.peers import PeerLog, read_peer
 from tailrace.extras.plan.plan import Measured, Problem
-from tailrace.extras.plan.planned import changes_of, chooses_server, on_cluster
+from tailrace.extras.plan.planned import changes_of, chooses_server, least_tensor_parallel, on_cluster
 from tailrace.extras.plan.search import Plan, search
 from tailrace.ledger.ledger import Totals
 from tailrace.ledger.prices import Prices
@@ -200,6 +201,7 @@ def problem_of(config: RunConfig) -> Problem:
         reference=config.algorithm.needs_reference,
         compute_advantages=ComputeAdvantages(config.algorithm, sim_sampling(config)),
         prices=config.prices and config.prices.unlimited,
+        divided=partial(least_tensor_parallel, config),
     )
 
 

@@ -40,7 +40,7 @@ from tailrace.record.events import Event, GroupEnded, Row, Stepped
 from tailrace.rollout.placement import DeviceSharing
 from tailrace.schedules import Schedule
 from tailrace.sim.cluster import memory_shares, rates
-from tailrace.sim.settings import SimEngineSettings, SimSettings
+from tailrace.sim.settings import SimClusterSettings, SimEngineSettings, SimSettings
 
 ANY = Work("serial", {})
 """A schedule whose work is that of all."""
@@ -185,6 +185,7 @@ class Problem:
         max_length_bias: largest length bias, as a share.
         reference: whether the algorithm needs a reference model.
         prices: those of the devices and tokens; None: costs are not measured.
+        divided: devices of a cluster that divide each layer of the trainer.
         progress: is told in words how far the search is.
         slices: equal slices of the cluster, of which this one has its share of the groups.
     """
@@ -200,6 +201,7 @@ class Problem:
     reference: bool = False
     compute_advantages: ComputeAdvantages = GRPO
     prices: PriceSettings | None = None
+    divided: Callable[[SimClusterSettings], int] = lambda cluster: cluster.trainer_tensor_parallel or 1
     progress: Callable[[str], None] = lambda words: None
     slices: int = 1
 
@@ -335,7 +337,9 @@ class Problem:
 
     def sim_of(self, candidate: Candidate) -> SimSettings:
         assert self.sim.cluster
-        return rates(self.sim.changed(cluster=candidate.on(self.sim.cluster)))
+        cluster = candidate.on(self.sim.cluster)
+        divided = self.divided(cluster)
+        return rates(self.sim.changed(cluster=cluster.changed(trainer_tensor_parallel=divided)))
 
     def _kv_share(self, candidate: Candidate, engines: SimEngineSettings) -> float:
         alive = candidate.work.alive * self.run.group_size / (engines.count or 1)

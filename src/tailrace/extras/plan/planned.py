@@ -1,12 +1,22 @@
 """The config of a live run on the devices of [sim.cluster], as it divides them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from math import gcd
+from pathlib import Path
 from typing import Any
 
 from tailrace.config import RunConfig
+from tailrace.drivers.assembly.machine import CHOSEN_SHARE
+from tailrace.drivers.assembly.simulation import sim_sampling
+from tailrace.drivers.kinds.torch import trainer_memory
+from tailrace.drivers.trainer.plans import check_tensor_parallel
+from tailrace.errors import ConfigError
 from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.kinds import kind_of
 from tailrace.rollout.placement import DeviceSharing, Kind
+from tailrace.sim.cluster import model_of, multiplied_parameters
+from tailrace.sim.device_profiles import device_of
 from tailrace.sim.settings import SimClusterSettings
 
 TAGS = ("kind", "transport")
@@ -38,6 +48,33 @@ def chooses_server(config: RunConfig) -> bool:
     return is_open and cluster is not None and cluster.device != "CPU"
 
 
+def least_tensor_parallel(config: RunConfig, cluster: SimClusterSettings) -> int:
+    """Return `trainer.tensor_parallel`: as the config sets it, else the fewest GPUs of a node with which the
+    state and a pass over the longest sample fit. Shards of FSDP gather whole layers and compute whole
+    samples, so more of them do not help there; each layer is all-reduced, so more than needed are slower."""
+    given, (generating, training) = config.trainer.tensor_parallel, cluster.devices_by_use
+    if "tensor_parallel" in config.trainer.model_fields_set or cluster.device == "CPU":
+        return given
+    name, device = cluster.model or str(config.model and config.model.path), device_of(cluster)
+    shape, replicas = model_of("sim.cluster.model", name), cluster.trainer_replicas or 1
+    longest = config.sim.lengths.prompt_tokens + sim_sampling(config).max_completion_tokens
+    num = (training or generating) // replicas
+    if shape.block_parameters > 2 * multiplied_parameters(shape):  # experts
+        return given
+    sizes = gcd(num, cluster.devices_per_node, shape.num_heads, shape.num_kv_heads, shape.mlp_size)
+    for size in (each for each in range(1, sizes + 1) if sizes % each == 0):
+        with suppress(ConfigError, ImportError):  # no plan, or no transformers to tell
+            if Path(name).is_dir():
+                check_tensor_parallel(Path(name), size)
+            changes = {"ranks": num // size, "tensor_parallel": size, "replicas": replicas, "device": "cuda"}
+            changes |= {"activation_checkpointing": cluster.recompute_activations, "dtype": "bfloat16"}
+            trainer = config.trainer.changed(max_tokens_per_microbatch=longest, **changes)
+            held = trainer_memory(config.changed(trainer=trainer), shape, longest)
+            if held.device_bytes <= CHOSEN_SHARE * device.memory_bytes:
+                return size
+    return given
+
+
 def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) -> dict[str, dict[str, Any]]:
     """Return the settings of engines, trainer and placement that differ where they have the devices of a
     cluster, as it divides them. On GPUs engines whose kind is open are vLLM's. A cluster of several nodes is
@@ -45,8 +82,11 @@ def on_cluster(config: RunConfig, cluster: SimClusterSettings, placement: Kind) 
     generating, training = cluster.devices_by_use
     size, replicas, on_gpu = cluster.tensor_parallel, cluster.trainer_replicas or 1, cluster.device != "CPU"
     kind = "vllm" if chooses_server(config) else config.engine.kind
-    divided = config.trainer.tensor_parallel
-    trainer: dict[str, Any] = {"ranks": (training or generating) // replicas // divided, "replicas": replicas}
+    divided = least_tensor_parallel(config, cluster)
+    ranks = (training or generating) // replicas // divided
+    trainer: dict[str, Any] = {"ranks": ranks, "replicas": replicas}
+    if divided > 1:
+        trainer["tensor_parallel"] = divided
     engine: dict[str, Any] = {"kind": kind, "replicas": generating // size, "tensor_parallel_size": size}
     if slots := config.sim.engines.slots:
         engine["max_num_seqs"] = slots
