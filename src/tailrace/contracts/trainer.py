@@ -77,6 +77,11 @@ class TrainerSettings(Settings):
     """Learning rate of the algorithm's critic. Its other optimizer settings are the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from zero."""
+    learning_rate_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, to zero after `decay_steps`: transformers' schedules. So
+    does the critic's."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of warm-up and decay. None: those of the run, where each round has equally many."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and the second moment."""
     weight_decay: float = Field(default=0.0, ge=0, le=1)

@@ -14,6 +14,7 @@ from tailrace.drivers.assembly.schedule import (
     bind,
     check_parameter_names,
     resolve,
+    with_decay_steps,
     with_published_defaults,
 )
 from tailrace.drivers.engine.settings import NativeEngineSettings
@@ -315,3 +316,27 @@ def test_a_schedule_of_endless_rounds_is_refused_with_its_numbers(
 )
 def test_a_parameter_is_not_turned_into_one_of_another_type(value: object, said: str) -> None:
     assert said in message("serial", groups_per_round=value, groups_per_step=1)
+
+
+def test_a_decay_lasts_as_long_as_the_run_unless_the_config_sets_its_steps() -> None:
+    given = config("rolloutpipe", groups_per_round=4, groups_per_step=2)
+    assert with_decay_steps(given) is given
+    linear = given.changed(trainer={"learning_rate_decay": "linear"})
+    assert with_decay_steps(linear).trainer.decay_steps == SETTINGS.rounds * 2
+    assert with_decay_steps(linear.changed(trainer={"decay_steps": 7})).trainer.decay_steps == 7
+
+
+def test_a_decay_needs_its_steps_where_those_of_rounds_differ(tmp_path: Path) -> None:
+    async def growing(run: Any) -> None:
+        run.declare(staleness=0)
+        async for number in run.rounds():
+            for _ in range(1 + number):
+                run.pool.launch(run.prompts(1))
+                await run.train(await run.pool.take(1))
+            await run.publish()
+
+    linear = config("serial").changed(trainer={"learning_rate_decay": "linear"})
+    with pytest.raises(
+        ConfigError, match=r"trainer\.decay_steps = None: the optimizer steps of a round differ"
+    ):
+        with_decay_steps(linear, bind(growing, {}, linear))

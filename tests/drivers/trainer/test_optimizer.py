@@ -2,11 +2,14 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import Tensor
+from transformers import get_scheduler
 
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.optimizer import Optimizer
+from tailrace.errors import ConfigError
 
 SETTINGS = TrainerSettings(
     learning_rate=0.1, betas=(0.8, 0.9), weight_decay=0.3, max_grad_norm=1e9, warmup_steps=0
@@ -75,3 +78,44 @@ def test_a_gradient_above_the_limit_is_scaled_to_it_and_the_norm_returned_is_the
     wanted = torch.tensor([[0.3, 0.0], [0.0, 0.4]])
     torch.testing.assert_close(optimizer.state()["first.weight"], wanted, atol=1e-6, rtol=0)
     assert not any(gradient.any() for gradient in optimizer.gradients())
+
+
+def rates(optimizer: Optimizer, parameters: dict[str, Tensor], num: int) -> list[float]:
+    found = []
+    for _ in range(num):
+        add_gradients(parameters)
+        optimizer.step(1)
+        found.append(optimizer.learning_rate)
+    return found
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_after_the_warm_up_the_rate_falls_as_transformers_has_it_and_a_restored_one_goes_on(
+    decay: str,
+) -> None:
+    settings = SETTINGS.changed(learning_rate_decay=decay, decay_steps=8, warmup_steps=2)
+    parameters = make_parameters()
+    optimizer = Optimizer(parameters, settings)
+    theirs = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = get_scheduler(decay, theirs, num_warmup_steps=2, num_training_steps=8)
+    wanted = [0.05, 0.1]
+    for number in range(8):
+        wanted += [theirs.param_groups[0]["lr"]] if number >= 2 else []
+        theirs.step()
+        schedule.step()
+    found = rates(optimizer, parameters, 5)
+    state = deepcopy(optimizer.state())
+    found += rates(optimizer, parameters, 5)
+    assert found == pytest.approx([*wanted, 0.0, 0.0]) and found[2] == 0.1
+    others = make_parameters()
+    another = Optimizer(others, settings)
+    another.restore(state)
+    assert rates(another, others, 5) == found[5:]
+
+
+def test_a_decay_over_unknown_steps_is_refused() -> None:
+    parameters = make_parameters()
+    with pytest.raises(
+        ConfigError, match=r"trainer\.decay_steps = None: the steps of the decay are not known"
+    ):
+        rates(Optimizer(parameters, SETTINGS.changed(learning_rate_decay="linear")), parameters, 1)

@@ -37,6 +37,7 @@ from tailrace.drivers.assembly.schedule import (
     BoundSchedule,
     resolve,
     steps_of_a_round,
+    with_decay_steps,
     with_published_defaults,
 )
 from tailrace.drivers.assembly.signals import signals_received
@@ -85,6 +86,7 @@ def train(
     config = as_begun(config, folder) if resume else config
     config = LiveConfig.of(with_published_defaults(config))
     config = dated(config, folder) if resume else config
+    config = with_decay_steps(config, schedule)
     recording = recorded_run(config)
     schedule = recording.schedule if recording else schedule or resolve(config)
     saved = b"" if reward is None else saved_function(reward, "reward")

@@ -173,6 +173,19 @@ def steps_of_a_round(config: RunConfig, schedule: BoundSchedule) -> int | None:
     return first if first == second else None
 
 
+def with_decay_steps(config: Config, schedule: BoundSchedule | None = None) -> Config:
+    """The config with the steps of the run as `trainer.decay_steps`, if the learning rate decays and none are
+    set. Raises a ConfigError if the steps of its rounds differ. `schedule`: the one that is resolved."""
+    trainer = config.trainer
+    if trainer.learning_rate_decay == "constant" or trainer.decay_steps is not None:
+        return config
+    steps = steps_of_a_round(config, schedule or resolve(config))
+    if steps is None:
+        problem = "the optimizer steps of a round differ in this schedule, so those of the run are not known"
+        raise ConfigError("trainer.decay_steps", None, problem, "set it")
+    return config.changed(trainer={"decay_steps": steps * config.run.rounds})
+
+
 def rounds_of_equal_steps(config: RunConfig, compared: RunConfig, schedule: BoundSchedule) -> int:
     """The rounds in which a compared schedule makes as many optimizer steps as run.rounds rounds of the
     config's groups_per_round in steps of groups_per_step."""

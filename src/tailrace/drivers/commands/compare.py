@@ -33,6 +33,7 @@ from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
     resolve,
     rounds_of_equal_steps,
+    with_decay_steps,
     with_published_defaults,
 )
 from tailrace.drivers.assembly.simulation import run_virtual, sources
@@ -170,7 +171,8 @@ def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, BoundRun]:
             schedule = resolve(named)
             rounds = rounds_of_equal_steps(config, named, schedule)
             named = named.changed(run={"rounds": rounds})
-            candidates[name] = BoundRun(with_published_defaults(named), schedule)
+            named = with_decay_steps(with_published_defaults(named), schedule)
+            candidates[name] = BoundRun(named, schedule)
         except ConfigError as why:
             why.args = (f"{name}: {why}",)
             raise

@@ -1,4 +1,4 @@
-"""AdamW on a sum of gradients, with linear warm-up and clipping by the global norm.
+"""AdamW on a sum of gradients, with linear warm-up, decay, and clipping by the global norm.
 
 If the model is sharded, each rank has a shard of every parameter, gradient and moment (distributed.py). Where
 its layers are divided, too, some parameters are divided over processes that others are not: torch's functions
@@ -6,7 +6,8 @@ take those of one mesh, and so do the groups here.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,9 +16,21 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import AdamStep
 from tailrace.drivers.trainer.distributed import Ranks, gather, local, mesh_of
+from tailrace.errors import ConfigError
 
 MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 """AdamW's names of its moments."""
+
+
+@cache
+def decay(name: str, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Return transformers' factor of the learning rate, "linear" or "cosine", by the steps before a step."""
+    from transformers import get_scheduler
+
+    without_weights = torch.optim.SGD([torch.zeros(1)])
+    schedule = get_scheduler(name, without_weights, num_warmup_steps=warmup_steps, num_training_steps=steps)
+    factor: Callable[[int], float] = schedule.lr_lambdas[0]
+    return factor
 
 
 class Optimizer:
@@ -50,9 +63,19 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last step: lr * min(1, steps / warmup_steps)."""
-        warmup = self._settings.warmup_steps
-        return self._settings.learning_rate * (min(1.0, self.num_steps / warmup) if warmup else 1.0)
+        """Learning rate of the last step: lr * (steps / warmup_steps) in the warm-up, then lr, or a factor of
+        it, which is 1 in its first step. Raises a ConfigError if the steps of the decay are not known."""
+        warmup, settings = self._settings.warmup_steps, self._settings
+        if warmup and self.num_steps <= warmup:
+            return settings.learning_rate * (self.num_steps / warmup)
+        if settings.learning_rate_decay == "constant":
+            return settings.learning_rate
+        if settings.decay_steps is None:
+            raise ConfigError("trainer.decay_steps", None, "the steps of the decay are not known", "set it")
+        num_before = min(self.num_steps - 1, settings.decay_steps)  # a cosine would rise again
+        return settings.learning_rate * decay(settings.learning_rate_decay, warmup, settings.decay_steps)(
+            num_before
+        )
 
     @property
     def parameters(self) -> Collection[Tensor]:

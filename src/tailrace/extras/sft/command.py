@@ -113,6 +113,7 @@ def _at_work(config: RunConfig, longest: int = 1) -> LiveConfig:
     """The config of the trainer. The run's keeps the user's. `longest`: tokens of the longest sequence."""
     changed = config.changed(
         run={"checkpoint_every": config.sft.checkpoint_every},
+        trainer={"decay_steps": config.trainer.decay_steps or config.sft.steps},
         algorithm=CROSS_ENTROPY,
         sampling=SamplingSettings(max_completion_tokens=longest),
         weights=SharedMemorySettings(probe_every=0),

@@ -38,6 +38,9 @@ class ServiceEngines(EngineKind):
             if is_other:
                 given, why = getattr(config, section).kind, f'{problem} (engine.kind = "tinker")'
                 raise ConfigError(f"{section}.kind", given, why, "remove it")
+        if (decay := config.trainer.learning_rate_decay) != "constant":
+            problem = "the rate of a service is constant after the warm-up"
+            raise ConfigError("trainer.learning_rate_decay", decay, problem, "remove it")
         assert isinstance(config.engine, TinkerEngineSettings)
         check_service(config.engine)
 
