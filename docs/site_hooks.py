@@ -12,7 +12,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 PLAYGROUND = ROOT / "build" / "playground"
 PLACES = {
-    "index.md": r"!\[above:.*?\n\n\*Two engines.*?\*\n",
+    "index.md": r"!\[above:.*?\n\n\*Simulated: two.*?\*\n",
     "reference/schedules.md": r"(?=\| `schedule.name`)",
 }
 """The part of a page in whose place the playground stands."""

@@ -69,18 +69,18 @@ def results() -> Iterator[str]:
 
 def readme() -> Iterator[str]:
     order = report.paired(figures("order"), "rolloutpipe", "serial", "accuracy")
-    yield f"Learns as `serial` within {report.verdict(order, 0.02)[-1]} points of accuracy."  # 0.02
+    yield f"It learns as `serial` within {report.verdict(order, 0.02)[-1]} points of accuracy."  # 0.02
     yield f"is not decided, {less('april', 'april', 'serial')}: the task is near its ceiling."
     bound, rounds = less("april", "april age 1", "serial", "all"), less("lag", "G=16", "G=1")
     yield f"Our bound of 1 on staleness cost {bound[1:6]} of the mean reward"
     (times,) = printed("pipelinerl", ["G = 32, 64 at once"], "PipelineRL against it", "ours", ".1f")
-    yield f"{times} times the throughput of conventional RL, 2 printed (simulated)."
+    yield f"{times} times the throughput of conventional RL (simulated; the paper prints 2)."
     yield f"from one step a round is seen, {less('lag', 'pipelinerl', 'G=1')}; conventional rounds"
     yield f"of the same mean lag lose {rounds[1:6]}"
     yield f"No difference in validation is seen, {less('rollpacker', 'rollpacker both', 'serial')}."
     pair = (["Qwen2.5-7B/8k", "Qwen2.5-14B/16k", "Qwen2.5-32B/32k"], "+ trainer")
     ours, theirs = (", ".join(printed("rollpacker", *pair, key, ".1f")) for key in ("ours", "printed"))
-    yield f"{ours} times as fast, {theirs} printed (simulated, the first fitted)"
+    yield f"{ours} times as fast; the paper prints {theirs} (simulated; the first is fitted)."
 
 
 PAGES = {RESULTS: results, README: readme}

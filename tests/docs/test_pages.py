@@ -194,6 +194,16 @@ def test_pictures_are_small_and_a_page_shows_each() -> None:
     assert [file for file in files if file.stat().st_size >= MAX_PICTURE_BYTES] == []
 
 
+def test_the_index_lists_each_example() -> None:
+    page = (ROOT / "docs" / "start" / "examples.md").read_text()
+    listed = {
+        name
+        for line in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for name in re.findall("`(.+?)`", line)
+    }
+    assert listed == {path.name for path in (ROOT / "examples").iterdir() if path.name != "__pycache__"}
+
+
 def test_the_pages_are_short() -> None:
     pages = [page for page in PAGES if page.name not in LOOKED_UP]
     words = [re.findall(r"\S*\w\S*", page.read_text()) for page in pages]  # without the bars of tables

@@ -35,6 +35,12 @@ def test_the_output_folder_has_what_the_docs_list(folder: Path) -> None:
     assert [name for name in listed if not (first / name).exists()] == []
 
 
+def test_the_trained_model_is_used_in_transformers(folder: Path) -> None:
+    (script,) = (block for block in blocks("start/questions.md") if block.title)
+    (folder / script.title).write_text(script.text)
+    assert "What is 12 + 30?" in run(folder, script.title)
+
+
 @pytest.mark.parametrize("script", [block.title for block in blocks(PAGE) if block.title.endswith("run.py")])
 def test_a_run_from_python(folder: Path, script: str) -> None:
     assert run(folder, script).splitlines()[-1] == "2"
