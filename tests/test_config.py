@@ -304,6 +304,17 @@ def test_a_run_of_an_earlier_version_is_resumed_without_the_keys_that_are_gone(t
     check_resumable(json.dumps(old), config)
 
 
+def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_the_keys_that_are_new(
+    tmp_path: Path,
+) -> None:
+    config = load(tmp_path)
+    old = json.loads(config.to_json())
+    assert old["reward"].pop("batch") == "sample"
+    check_resumable(json.dumps(old), config)
+    with pytest.raises(ConfigError, match=r"^reward.batch = 'group': the run was begun without it;"):
+        check_resumable(json.dumps(old), load(tmp_path, overrides={"reward.batch": "group"}))
+
+
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:
     old = load(tmp_path).to_json()
     longer = load(tmp_path, overrides={"run.rounds": "9"})

@@ -465,7 +465,10 @@ def check_resumable(old: str, config: RunConfig) -> None:
     if changed := changed_keys(old, config):
         import_all()
     for key, (before, after) in changed.items():
-        if not may_change(key):
+        parts = [part for part in key.split(".") if not part.isdigit()]
+        defaults = [field.default for field in _fields(sections_at(parts[:-1]), parts[-1])]
+        is_newer = before is None and after in defaults  # an earlier version lacked it
+        if not is_newer and not may_change(key):
             begun = "without it" if before is None else f"with {before!r}"
             remedy = "change it back, or begin a new run in another --output-dir"
             errors.append(ConfigError(key, after, f"the run was begun {begun}", remedy))
