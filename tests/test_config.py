@@ -17,11 +17,13 @@ from tailrace.config import (
     load_config,
     may_change,
     sections_at,
+    validated,
 )
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.errors import ConfigError
-from tailrace.kinds import import_all
+from tailrace.kinds import import_all, sections_in
 from tailrace.schedules import SCHEDULES
+from tailrace.settings import Settings
 
 BASE = """
 [run]
@@ -72,14 +74,14 @@ def test_the_files_of_an_environment_are_relative_to_the_config(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("run.rounds", "true", "run.rounds = True: input should be a valid integer"),
-        ("run.rounds", '"3"', "run.rounds = '3': input should be a valid integer"),
-        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': input should be a valid number"),
-        ("run.eval_temperature", "true", "run.eval_temperature = True: input should be a valid number"),
-        ("run.eval_greedy", "1", "run.eval_greedy = 1: input should be a valid boolean"),
-        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': input should be a valid boolean"),
+        ("run.rounds", "true", "run.rounds = True: it is no whole number"),
+        ("run.rounds", '"3"', "run.rounds = '3': it is no whole number"),
+        ("trainer.learning_rate", '"1"', "trainer.learning_rate = '1': it is no number"),
+        ("run.eval_temperature", "true", "run.eval_temperature = True: it is no number"),
+        ("run.eval_greedy", "1", "run.eval_greedy = 1: it is neither true nor false"),
+        ("run.eval_greedy", "yes", "run.eval_greedy = 'yes': it is neither true nor false"),
         ("run.rounds", "1" + "0" * 30, "an integer has at most 64 bits"),
-        ("run.group_size", "1" + "0" * 18, "less than or equal to 65536"),
+        ("run.group_size", "1" + "0" * 18, "it must be at most 65536"),
         ("model.path", '"a\\u0000b"', "model.path = 'a\\x00b': a path has no NUL character"),
     ],
 )
@@ -116,8 +118,8 @@ def test_all_that_is_wrong_comes_in_one_message(tmp_path: Path) -> None:
     [
         ("[run]\nrounds = 1\ngroup_size = 1\n", "schedule = None: it is missing; set it"),
         ("[schedule]\nname = 'serial'\n", "run = None: it is missing; set it"),
-        ("run = 3\n[schedule]\n", "run = 3: input should be an object"),
-        ("model = 3\n[run]\nrounds = 1\ngroup_size = 1\n[schedule]\n", "model = 3: input should be"),
+        ("run = 3\n[schedule]\n", "run = 3: it is no section"),
+        ("model = 3\n[run]\nrounds = 1\ngroup_size = 1\n[schedule]\n", "model = 3: it is no section"),
         ("[run\n", "this is not TOML"),
     ],
 )
@@ -208,6 +210,76 @@ def test_a_key_that_the_other_schedule_lacks_is_refused_if_it_was_given_for_it(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         resolve(load(tmp_path, section, {"schedule.name": "tailrace", **given}))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("record.trackers", "wandb", ("wandb",)),
+        ("record.trackers", "wandb, trackio", ("wandb", "trackio")),
+        ("record.trackers", '["wandb"]', ("wandb",)),
+        ("trainer.lora.target_modules", "q_proj,v_proj", ("q_proj", "v_proj")),
+        ("trainer.lora.target_modules", "all-linear", "all-linear"),
+        ("trainer.betas", "0.9,0.95", (0.9, 0.95)),
+        ("host.join", "trainer,engine", ("trainer", "engine")),
+    ],
+)
+def test_a_list_is_written_with_commas_on_the_command_line(
+    tmp_path: Path, key: str, text: str, value: object
+) -> None:
+    more = {"host.listen": "10.0.0.7:7777"} if key.startswith("host") else {}
+    found: object = load(tmp_path, "[trainer.lora]\nrank = 2\n", {key: text, **more})
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_a_list_of_a_kind_that_only_the_command_line_names(tmp_path: Path) -> None:
+    found = load(tmp_path, "", {"engine.kind": "vllm", "engine.args": "--a,--b=1"}).engine
+    assert getattr(found, "args", None) == ("--a", "--b=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("# mine\nrun:\n  rounds: 3\n", "write `run:` as `[run]`"),
+        ("rounds: 3\n", "write `rounds: 3` as `rounds = 3`"),
+        ("name: serial\n", 'write `name: serial` as `name = "serial"`'),
+    ],
+)
+def test_yaml_is_named_with_its_first_line_in_toml(tmp_path: Path, text: str, remedy: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"this is YAML; tailrace reads TOML; {remedy}")):
+        load_config(path)
+    path.write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"this is not TOML \(.*\); correct that line"):
+        load_config(path)
+
+
+WRONG = ("x", "", True, 0.5, -(10**9), 10**9, [], ["x"], [1], {}, {"x": "x"}, "a:b")
+
+
+def test_no_message_of_a_key_is_in_the_words_of_pydantic() -> None:
+    import_all()
+    sections, left, found = set[type[Settings]](), [RunConfig], set[str]()
+    while left:
+        section = left.pop()
+        for field in section.model_fields.values():
+            left += [each for each in sections_in(field) if each not in sections]
+            sections |= {*sections_in(field)}
+    for section in sections:
+        for name in section.model_fields:
+            for value in WRONG:
+                try:
+                    validated(section, {name: value})
+                except ConfigError as why:
+                    found |= {
+                        line for line in str(why).splitlines() if f"{name} = " in line or f"{name}." in line
+                    }
+    words = re.compile(r"[Ii]nput |[Ss]hould |; change it|validation|literal\[|tuple\[|constrained|\{\w+\}")
+    assert len(found) > 1_000
+    assert sorted(line for line in found if words.search(line)) == []
 
 
 def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -327,7 +399,7 @@ def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None
     "key", ["trainer.learning_rate", "trainer.critic_learning_rate", "run.step_warning_timeout_s"]
 )
 def test_a_number_that_is_not_finite_is_refused(tmp_path: Path, key: str, number: str) -> None:
-    assert message(tmp_path, "", {key: number}).startswith(f"{key} = {number}: input should be")
+    assert message(tmp_path, "", {key: number}).startswith(f"{key} = {number}: it is not finite")
 
 
 def test_a_config_cannot_be_changed_after_it_was_checked(tmp_path: Path) -> None:

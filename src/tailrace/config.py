@@ -6,6 +6,7 @@ overrides from the command line, checks them against one another, and explains w
 
 import json
 import math
+import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -58,6 +59,37 @@ from tailrace.sim.settings import SimSettings
 
 NOT_TOML = (ValueError, RecursionError)
 """Errors of Python's decoder: RecursionError of hundreds of open brackets, too."""
+WHOLE, TEXT = ("it is no whole number", "write one, without quotes"), ("it is no text", "write it in quotes")
+LIST = "it is no list", 'write ["A", "B"]; on the command line A,B'
+SECTION = "it is no section", "write its keys below it"
+PROBLEMS: Mapping[str, tuple[str, str]] = {
+    "bool_type": ("it is neither true nor false", "write one of them, without quotes"),
+    "date": ("it is no day", "write YYYY-MM-DD"),
+    "dict_type": SECTION,
+    "finite_number": ("it is not finite", "write a finite number"),
+    "float_type": ("it is no number", "write one, without quotes"),
+    "greater_than": ("it must be above {gt:.10g}", "raise it"),
+    "greater_than_equal": ("it must be at least {ge:.10g}", "raise it"),
+    "int_from_float": WHOLE,
+    "int_type": WHOLE,
+    "less_than": ("it must be below {lt:.10g}", "lower it"),
+    "less_than_equal": ("it must be at most {le:.10g}", "lower it"),
+    "literal_error": ("there is no such choice", "choose from {expected}"),
+    "model_type": SECTION,
+    "path_type": TEXT,
+    "string_pattern_mismatch": ("it is not of the form {pattern}", "write it so"),
+    "string_too_short": ("it is empty", "write something, or remove the key"),
+    "string_type": TEXT,
+    "too_long": ("there are {actual_length}, and at most {max_length} may be", "remove some"),
+    "too_short": ("there are {actual_length}, and at least {min_length} must be", "add some"),
+    "tuple_type": LIST,
+    "list_type": LIST,
+    "union_tag_invalid": ("there is no such kind", "choose from {expected_tags}"),
+    "union_tag_not_found": ("it names no kind", "set {discriminator}"),
+}
+"""Problem and remedy of each kind of error of pydantic that a key can raise, with its context filled in."""
+TAG = re.compile(r"(literal|tuple|list|dict|function-\w+)\[.*|(constrained-)?(int|str|float|bool)")
+"""The part of an error's path that pydantic adds for a member of a union."""
 
 
 class ModelSettings(Settings):
@@ -285,7 +317,10 @@ def load_config(path: Path, overrides: Mapping[str, object] | None = None) -> Ru
     except (OSError, UnicodeDecodeError) as why:
         raise ConfigError("CONFIG", str(path), f"it cannot be read ({why})", "name a TOML file") from None
     except NOT_TOML as why:
-        raise ConfigError("CONFIG", str(path), f"this is not TOML ({why})", "correct that line") from None
+        problem, remedy = f"this is not TOML ({why})", "correct that line"
+        if found := _first_of_yaml(path.read_text(encoding="utf-8-sig")):
+            problem, remedy = "this is YAML; tailrace reads TOML", "write `{}` as `{}`".format(*found)
+        raise ConfigError("CONFIG", str(path), problem, remedy) from None
     try:
         return config_in(path.parent, tree, overrides)
     except RecursionError:
@@ -411,12 +446,16 @@ def validated(kind: Any, value: object, key: str = "") -> Any:
     a ConfigError that names all that is wrong. `key`: of the value, for the error."""
     for name, leaf in leaves({key: value}):
         if isinstance(leaf, int) and abs(leaf) >= 2**63:
-            raise ConfigError(name.lstrip("."), leaf, "an integer has at most 64 bits", "change it")
+            raise ConfigError(
+                name.lstrip("."), leaf, "an integer has at most 64 bits", "choose a smaller one"
+            )
     try:  # pydantic takes JSON's lists and texts for tuples and paths, and is strict with everything else
         return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as why:
         import_all()
-        raise _joined([_explained(dict(detail), key, sections_in(kind)) for detail in why.errors()]) from None
+        errors = (_explained(dict(detail), key, sections_in(kind)) for detail in why.errors())
+        by_key = {each.key: each for each in errors}  # of the members of a union the last one speaks
+        raise _joined([*by_key.values()]) from None
 
 
 def _with_tasks_as_data(tree: dict[str, Any]) -> dict[str, Any]:
@@ -507,7 +546,11 @@ def _explained(detail: Mapping[str, Any], prefix: str, sections: Sequence[type[S
         return ConfigError(key, value, "there is no such key", _suggest(key.split(".")))
     if fault == "missing":
         return ConfigError(key, None, "it is missing", "set it")
-    message, remedy = str(detail["msg"]).removeprefix("Value error, "), "change it"
+    message, _, remedy = str(detail["msg"]).removeprefix("Value error, ").partition("; ")
+    remedy = remedy or ("change one of these keys" if isinstance(value, dict) else "correct it")
+    fault = "date" if fault.startswith("date_") else fault
+    if fault in PROBLEMS:
+        message, remedy = (each.format(**detail.get("ctx", {})) for each in PROBLEMS[fault])
     *places, name = [part for part in parts if part and not part.isdigit()] or [""]
     if fault.startswith(("greater", "less")) and (fields := _fields(sections_at(places), name)):
         remedy += f": {' '.join((fields[0].description or '').split())}"  # it says how "off" is written
@@ -519,6 +562,8 @@ def _without_tags(loc: Sequence[str | int], sections: Sequence[type[Settings]]) 
     of its own."""
     for part in map(str, loc):
         fields = _fields(sections, part)
+        if not fields and TAG.fullmatch(part) and ("[" in part or part == loc[-1]):
+            continue
         if fields or part not in [each.default for each in _fields(sections, "kind")]:
             yield part
             if not part.isdigit():
@@ -562,19 +607,47 @@ def _override(tree: dict[str, Any], key: str, given: object) -> None:
     """Set the key `a.b` to a value; of a text, as of the command line: to a TOML value, or else a string."""
     text = str(given)
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # as Python decodes other bytes
-        raise ConfigError(key, text, "it is not UTF-8", "change it")
-    try:
-        toml = text.lower() if text in ("True", "False") else text  # as Python writes them
-        is_list = isinstance(given, list | tuple)
-        value: Any = given if is_list else tomllib.loads(f"value = {toml}")["value"]
-    except NOT_TOML:
-        value = text
+        raise ConfigError(key, text, "it is not UTF-8", "write it in UTF-8")
+    value = given if isinstance(given, list | tuple) else _toml_or_text(text)
     *sections, name = key.split(".")
+    if not isinstance(value, list | tuple) and not text.startswith("[") and _takes_list(key.split("."), text):
+        value = [_toml_or_text(part.strip()) for part in text.split(",") if part.strip()]
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(key, text, f"{section} is not a section", "use --section.key value")
     tree[name] = value
+
+
+def _toml_or_text(text: str) -> Any:
+    """Return the TOML value that a text is, or else the text."""
+    try:
+        toml = text.lower() if text in ("True", "False") else text  # as Python writes them
+        return tomllib.loads(f"value = {toml}")["value"]
+    except NOT_TOML:
+        return text
+
+
+def _takes_list(parts: Sequence[str], text: str) -> bool:
+    """Whether a key takes a list, and not this text."""
+    if not (fields := _fields(sections_at(parts[:-1]), parts[-1])):
+        import_all()  # the command line may name a kind that the file does not
+        fields = _fields(sections_at(parts[:-1]), parts[-1])
+    for field in fields:
+        kinds = [field.annotation] if get_origin(field.annotation) is tuple else get_args(field.annotation)
+        if any(get_origin(kind) is tuple for kind in kinds):
+            return not any(get_origin(kind) is Literal and text in get_args(kind) for kind in kinds)
+    return False
+
+
+def _first_of_yaml(text: str) -> tuple[str, str] | None:
+    """Return the first line of a text, if it is YAML, and the same in TOML."""
+    lines = (line.strip() for line in text.splitlines())
+    line = next((line for line in lines if line and not line.startswith(("#", "---"))), "")
+    if not (found := re.fullmatch(r"([\w.-]+):(?:\s+(.*))?", line)):
+        return None
+    value = _toml_or_text(found[2] or "")
+    return line, f"{found[1]} = {json.dumps(value, default=str)}" if found[2] else f"[{found[1]}]"
 
 
 def _make_paths_absolute(table: Any, sections: Sequence[type[Settings]], folder: Path) -> None:

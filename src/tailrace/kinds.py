@@ -58,6 +58,7 @@ BUILT_IN: Mapping[str, str] = {
     "reward.code": "tailrace.extras.sandbox.code:CodeKind",
     "teacher.folder": "tailrace.drivers.kinds.torch:FolderTeacher",
     "teacher.server": "tailrace.extras.http.teacher:ServerTeacher",
+    "train.dry_run": "tailrace.drivers.commands.dry_run:DryRun",
     "tracker.mlflow": "tailrace.extras.trackers.kind:MLflow",
     "tracker.swanlab": "tailrace.extras.trackers.kind:SwanLab",
     "tracker.tensorboard": "tailrace.extras.trackers.kind:TensorBoard",

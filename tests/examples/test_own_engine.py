@@ -51,7 +51,7 @@ def test_an_engine_of_another_package_trains_and_its_wrong_setting_is_refused(
     )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
-        "tailrace: engine.dtype = 'float16': input should be 'float32' or 'bfloat16'; change it\n"
+        "tailrace: engine.dtype = 'float16': there is no such choice; choose from 'float32' or 'bfloat16'\n"
     )
     assert not (tmp_path / "other").exists()
     absent = tailrace(*words, "--output-dir", str(tmp_path / "other"), installed=None)

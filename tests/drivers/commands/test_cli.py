@@ -54,7 +54,7 @@ def test_a_dry_run_shows_rows_prompt_memory_settings_and_steps_in_few_lines(
     first = re.search(r"(\d\d) \+ \1 =", text[1])
     assert first and f" {2 * int(first[1])} trainer " in text[1]
     assert " [...] " in text[1] and " tokens, the first that is drawn) " in text[1]
-    assert "host memory, at most: " in text[1]
+    assert "host memory, at most: " in text[1] and " checkpoints take " in text[1]
     settings = text[1].partition("prints every one ")[2]
     assert settings.startswith("[run] rounds = 6, group_size = ") and "[weights] transport = " in settings
     assert "[trainer] learning_rate = 0.0001 [weights]" in settings
@@ -76,7 +76,7 @@ def test_a_terminal_without_a_letter_shows_its_number(
     ("words", "message"),
     [
         (["--run.rund", "3"], "run.rund = 3: there is no such key; did you mean 'rounds'?"),
-        (["--run.rounds", "0"], "run.rounds = 0: input should be greater than or equal to 1; change it"),
+        (["--run.rounds", "0"], "run.rounds = 0: it must be at least 1; raise it"),
         (
             ["--schedule.groups_per_step", "3"],
             "schedule.groups_per_step = 3: groups_per_round = 4 is not divisible by it; choose from 1, 2, 4",

@@ -4,12 +4,14 @@ import json
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from tailrace.config import LiveConfig, RunConfig, leaves
 from tailrace.drivers.assembly.check import check_live
+from tailrace.drivers.assembly.disk import disk_need
 from tailrace.drivers.assembly.environments import run_prompts
 from tailrace.drivers.assembly.machine import Fitted, Machine, uses_gpu
 from tailrace.drivers.assembly.running import recorded_run
@@ -23,39 +25,44 @@ from tailrace.kinds import built_in, kind_of
 
 LABEL = 10
 """Columns of a label."""
+_toml = partial(json.dumps, ensure_ascii=False)
+"""Writes a text, a number or a list, which TOML has as JSON."""
 MAX_LETTERS, MAX_LINES = 480, 9
 """Length of the prompt that is shown, at most."""
 
 
-def dry_run(loaded: LiveConfig, *, every_setting: bool) -> None:
-    """Check a config, and print what its run would do.
+class DryRun:
+    """Hook train.dry_run. A run that trains does not import it."""
 
-    Args:
-        every_setting: print the resolved config, with a table of the processes as comments.
-    """
-    schedule: BoundSchedule | None = None
-    audit: RewardAudit | None = kind_of("reward", "audit") if "audit" in built_in("reward") else None
-    if recording := recorded_run(loaded):
-        fitted, faults = recording.check(loaded), []
-    else:
-        cluster = loaded.sim.cluster if uses_gpu(loaded) else None
-        machine = Machine.of(cluster) if cluster else None
-        if machine:
-            say(f"devices and memory are judged on {machine.name}, not on this machine")
-        schedule = resolve(loaded)
-        fitted = check_live(loaded, schedule, machine=machine)
-        faults = [*audit.faults(fitted.config)] if audit else []
-        for fault in faults:
-            say(f"warning: {fault}")
-    if every_setting:
-        print(fitted.config.toml(), end="")
-        print(textwrap.indent(fitted.table, "# "))
-        return
-    console, warned = open_console(), len(faults) + len(fitted.remarks) + bool(fitted.warning)
-    for label, text in _lines(loaded, fitted, audit, schedule):
-        print_entry(console, label, text)
-    ready = f"ready, with {warned} warning{'s' * (warned > 1)}" if warned else "ready"
-    print_entry(console, "verdict", f"{ready}: {_work(fitted.config, schedule)}")
+    def show(self, loaded: LiveConfig, *, every_setting: bool) -> None:
+        """Check a config, and print what its run would do.
+
+        Args:
+            every_setting: print the resolved config, with a table of the processes as comments.
+        """
+        schedule: BoundSchedule | None = None
+        audit: RewardAudit | None = kind_of("reward", "audit") if "audit" in built_in("reward") else None
+        if recording := recorded_run(loaded):
+            fitted, faults = recording.check(loaded), []
+        else:
+            cluster = loaded.sim.cluster if uses_gpu(loaded) else None
+            machine = Machine.of(cluster) if cluster else None
+            if machine:
+                say(f"devices and memory are judged on {machine.name}, not on this machine")
+            schedule = resolve(loaded)
+            fitted = check_live(loaded, schedule, machine=machine)
+            faults = [*audit.faults(fitted.config)] if audit else []
+            for fault in faults:
+                say(f"warning: {fault}")
+        if every_setting:
+            print(fitted.config.toml(), end="")
+            print(textwrap.indent(fitted.table, "# "))
+            return
+        console, warned = open_console(), len(faults) + len(fitted.remarks) + bool(fitted.warning)
+        for label, text in _lines(loaded, fitted, audit, schedule):
+            print_entry(console, label, text)
+        ready = f"ready, with {warned} warning{'s' * (warned > 1)}" if warned else "ready"
+        print_entry(console, "verdict", f"{ready}: {_work(fitted.config, schedule)}")
 
 
 def print_entry(console: Console, label: str, text: str) -> None:
@@ -82,6 +89,7 @@ def _lines(
         yield "answer", _shortened(" or ".join(answers)) if answers else unknown
     if fitted.memory:
         yield "memory", fitted.memory
+    yield "disk", disk_need(config).words()
     written = dict(leaves(loaded.model_dump(mode="json")))
     chosen = [pair for pair in leaves(config.model_dump(mode="json")) if pair[1] != written.get(pair[0])]
     if chosen:
@@ -133,8 +141,3 @@ def _shortened(text: str) -> str:
     if len(lines) > MAX_LINES:
         lines = [*lines[: MAX_LINES // 2], "[...]", *lines[-(MAX_LINES // 2) :]]
     return "\n".join(lines)
-
-
-def _toml(value: object) -> str:
-    """A value as TOML has it, which has texts, numbers and lists as JSON."""
-    return json.dumps(value, ensure_ascii=False)

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from tailrace.config import LiveConfig, load_config
 from tailrace.drivers.assembly.running import train
-from tailrace.drivers.commands import dry_run as checked
+from tailrace.kinds import class_of
 
 
 def run(
@@ -45,4 +45,5 @@ def run(
     if not dry_run:
         train(load_config(config, overrides), output_dir, resume=resume)
         return
-    checked.dry_run(LiveConfig.of(load_config(config, overrides)), every_setting=every_setting)
+    loaded = LiveConfig.of(load_config(config, overrides))
+    class_of("train.dry_run")().show(loaded, every_setting=every_setting)
