@@ -383,8 +383,15 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_defaults_of_the_keys_th
     old = json.loads(config.to_json())
     assert old["reward"].pop("batch") == "sample"
     check_resumable(json.dumps(old), config)
+    del old["run"]["groups"]  # a section that each run has
+    assert changed_keys(json.dumps(old), config) == {}
     with pytest.raises(ConfigError, match=r"^reward.batch = 'group': the run was begun without it;"):
         check_resumable(json.dumps(old), load(tmp_path, overrides={"reward.batch": "group"}))
+
+
+def test_an_optional_section_with_its_defaults_is_a_change(tmp_path: Path) -> None:
+    lora = load(tmp_path, "[trainer.lora]\n")
+    assert changed_keys(load(tmp_path).to_json(), lora)["trainer.lora.rank"] == (None, 16)
 
 
 def test_an_accepted_change_is_returned_with_both_values(tmp_path: Path) -> None:

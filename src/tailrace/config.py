@@ -482,10 +482,27 @@ def files_of(config: RunConfig) -> Iterator[Path]:
 
 
 def changed_keys(old: str, config: RunConfig) -> dict[str, tuple[object, object]]:
-    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values, or None."""
+    """Return the keys that differ from an earlier config (`RunConfig.to_json`), with both values, or None. A
+    key that a version before this one lacked is not among them while it has its default."""
     before, after = (dict(leaves(_effective(json.loads(text)))) for text in (old, config.to_json()))
     both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
-    return {key: (one, other) for key, (one, other) in both.items() if one != other}
+    changed = {key: (one, other) for key, (one, other) in both.items() if one != other}
+    return {key: (one, other) for key, (one, other) in changed.items() if not _is_newer(key, other, before)}
+
+
+def _is_newer(key: str, value: object, before: Mapping[str, object]) -> bool:
+    """Whether a key that is not in an earlier config has its default, in a section that is not optional or
+    that the earlier config has."""
+
+    def defaults(parts: Sequence[str]) -> list[object]:
+        names = [part for part in parts if not part.isdigit()]
+        return [field.default for field in _fields(sections_at(names[:-1]), names[-1])]
+
+    parts = key.split(".")
+    above = [parts[:number] for number in range(1, len(parts))]
+    absent = [each for each in above if not any(one.startswith(".".join(each) + ".") for one in before)]
+    is_there = all(None not in defaults(each) for each in absent)
+    return key not in before and value in defaults(parts) and is_there
 
 
 def may_change(key: str) -> bool:
@@ -504,10 +521,7 @@ def check_resumable(old: str, config: RunConfig) -> None:
     if changed := changed_keys(old, config):
         import_all()
     for key, (before, after) in changed.items():
-        parts = [part for part in key.split(".") if not part.isdigit()]
-        defaults = [field.default for field in _fields(sections_at(parts[:-1]), parts[-1])]
-        is_newer = before is None and after in defaults  # an earlier version lacked it
-        if not is_newer and not may_change(key):
+        if not may_change(key):
             begun = "without it" if before is None else f"with {before!r}"
             remedy = "change it back, or begin a new run in another --output-dir"
             errors.append(ConfigError(key, after, f"the run was begun {begun}", remedy))
