@@ -9,7 +9,7 @@ from tailrace.config import PolicyConfig
 from tailrace.contracts.engine import EngineProcess
 from tailrace.contracts.memory import LOGIT_BYTES, TORCH_BYTES, ModelShape, ProcessMemory
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.engine.native.support import GRAPH_ROWS, not_fused
+from tailrace.drivers.engine.native.support import GRAPH_ROWS, MAX_GATHERED, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.kinds.base import BeginProcess, EngineKind, Opening
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
@@ -88,10 +88,13 @@ def engine_memory(
     """Estimate the memory of one engine. Arguments as `EngineKind.memory`."""
     size, seqs = ITEM_BYTES[settings.dtype], settings.max_num_seqs
     token, weights = shape.kv_bytes(size), size * shape.num_parameters
-    # A prefill writes keys and values where they stay. CUDA graphs have the results of a step of their own.
+    # A prefill writes keys and values where they stay. CUDA graphs have the results of a step of their own,
+    # and where the kernel of attention is missing copies of keys and values.
     position = size * (4 * shape.hidden_size + 3 * shape.mlp_size)
     prefill = position * min(settings.max_prefill_tokens, seqs * longest)
-    captured = 0 if settings.device == "cpu" else position * min(seqs, GRAPH_ROWS[-1])
+    rows = 0 if settings.device == "cpu" else min(seqs, GRAPH_ROWS[-1])
+    captured = rows * (position + shape.vocabulary * LOGIT_BYTES)
+    captured += 2 * token // shape.num_layers * MAX_GATHERED if rows else 0
     inputs = 5 * 8 * (seqs + 1)
     parts = {
         "weights": weights + size * adapters,

@@ -1,5 +1,6 @@
 """Model folders are made once; engines with their settings are made by each test. `make test-slow` runs each
-test also with drafts that are forced on the engine, whether they are right or not."""
+test also with drafts that are forced on the engine, whether they are right or not, and with its decode steps
+in graphs that copy keys and values."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from forced_drafts import KINDS, OF_STEPS, ForcedDrafts
 from native_cases import TEMPERATURE
+from replayed_graphs import GRAPHS, OF_KERNELS, Replayed
 from transformers import PreTrainedModel
 
 from helpers.tiny_models import FAMILIES, save_tiny_model
@@ -21,9 +23,11 @@ MakeEngine = Callable[..., NativeEngine]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Without drafts, and with each kind of them where the test asks for engines and counts no steps."""
     if "make_engine" in metafunc.fixturenames:
-        kinds = () if {metafunc.function.__name__, metafunc.module.__name__} & {*OF_STEPS} else KINDS
+        names = {metafunc.function.__name__, metafunc.module.__name__}
+        kinds = () if names & {*OF_STEPS} else KINDS
         forced = [pytest.param(kind, marks=pytest.mark.slow, id=f"{kind} drafts") for kind in kinds]
-        metafunc.parametrize("forced_drafts", [pytest.param(None, id=pytest.HIDDEN_PARAM), *forced])
+        forced += [] if names & {*OF_KERNELS} else [pytest.param(GRAPHS, marks=pytest.mark.slow)]
+        metafunc.parametrize("forced", [pytest.param(None, id=pytest.HIDDEN_PARAM), *forced])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
 
 
 @pytest.fixture
-def make_engine(models: dict[str, tuple[Path, PreTrainedModel]], forced_drafts: str | None) -> MakeEngine:
+def make_engine(models: dict[str, tuple[Path, PreTrainedModel]], forced: str | None) -> MakeEngine:
     def make(
         family: str = "qwen3",
         settings: NativeEngineSettings | None = None,
@@ -54,8 +58,10 @@ def make_engine(models: dict[str, tuple[Path, PreTrainedModel]], forced_drafts: 
             or SamplingSettings(max_completion_tokens=max_completion_tokens, temperature=TEMPERATURE),
             **of_adapters,
         )
-        if forced_drafts:
-            engine._drafter = ForcedDrafts(forced_drafts, engine)
+        if forced == GRAPHS:
+            engine._graphs = Replayed(engine._model, engine._cache, 128)
+        elif forced:
+            engine._drafter = ForcedDrafts(forced, engine)
         return engine
 
     return make

@@ -4,16 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from native_cases import PROMPTS, finish, submit_all
+from replayed_graphs import Replayed
 from torch.nn import functional as F
 
 import tailrace.drivers.engine.native.engine as engine_module
+import tailrace.drivers.engine.native.graphs as graphs_module
 import tailrace.drivers.engine.native.model as model_module
 from helpers.tiny_models import tiny_model
+from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.drivers.engine.native.graphs import Graphs
+from tailrace.drivers.engine.native.model import GatheredAttention
 from tailrace.drivers.engine.native.support import GRAPH_ROWS
 from tailrace.drivers.engine.settings import NativeEngineSettings
+from tailrace.types import SamplingParams
 
 
 def run(engine, late):
@@ -128,55 +134,41 @@ def test_in_bfloat16_a_late_read_changes_no_token_of_a_request_alone(make_engine
     assert tokens[: len(PROMPTS)] == tokens[len(PROMPTS) :]
 
 
-def varlen(q, keys, values, first_rows, starts, *most, window_size, enable_gqa, seqused_k):
-    """`varlen_attn` of torch as its documentation says, for a CPU."""
-    assert enable_gqa and len(first_rows) == len(starts) == len(seqused_k) + 1
+def flash(q, keys, values, first_rows, starts, *most, seqused_k, window_size_right, is_causal, **others):
+    """What `varlen_attn` of torch calls, as its documentation says, for a CPU."""
+    assert others == {"window_size_left": -1, "dropout_p": 0.0, "return_debug_mask": False}
+    assert len(first_rows) == len(starts) == len(seqused_k) + 1 and is_causal == (window_size_right == 0)
     assert {each.dtype for each in (first_rows, starts, seqused_k)} == {torch.int32}
-    assert torch.equal(starts, starts.sort().values) and window_size[0] == -1
+    assert torch.equal(starts, starts.sort().values)
     outs = []
     rows = q.split_with_sizes(first_rows.diff().tolist())
     for query, start, num in zip(rows, starts.tolist(), seqused_k.tolist(), strict=False):
         assert len(query) <= most[0] and 0 < num <= most[1]
         own = (x[start : start + num].transpose(0, 1)[None] for x in (keys, values))
         mask = torch.ones(len(query), num, dtype=torch.bool)
-        mask = mask.tril(num - len(query)) if window_size == (-1, 0) else mask
+        mask = mask.tril(num - len(query)) if is_causal else mask
         out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], *own, mask, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
+    return torch.cat(outs), None
 
 
-class Replayed(Graphs):
-    """Graphs of a CPU: a replay runs the work again on what lies at the addresses of the capture."""
-
-    num_captured = num_replayed = 0
-
-    def _capture(self, rows):
-        self.num_captured += 1
-        result = self._forward(rows)
-
-        class Replay:
-            def replay(graph):
-                self.num_replayed += 1
-                result.copy_(self._forward(rows))
-
-        return Replay(), result
-
-    def clear(self):
-        self._captured = {}
-
-
-def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens(make_engine, monkeypatch):
+@pytest.mark.parametrize("kernel", ["flash", "copies"])
+def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens(
+    make_engine, monkeypatch, kernel
+):
     """Its rows are rounded up to those of a graph. One is captured again only when the cache has grown."""
     settings = NativeEngineSettings(max_prefill_tokens=64, max_num_seqs=100)
     expected, _ = run(make_engine(settings=settings), False)
-    monkeypatch.setattr(model_module, "varlen_attn", varlen)
+    if kernel == "flash":
+        monkeypatch.setattr(model_module, "FLASH", flash)
     engine = make_engine(settings=settings)
-    assert engine._model.why_no_varlen == "" and type(engine._graphs) is Graphs
+    assert bool(engine._model.why_no_varlen) == (kernel == "copies")
     graphs = engine._graphs = Replayed(engine._model, engine._cache, 100)
     assert graphs._sizes == [*(size for size in GRAPH_ROWS if size < 100), 100]
     found, _ = run(engine, True)
     assert_same(found, expected)
     assert graphs.num_replayed >= 60 and graphs.num_captured < 12
+    assert {key[1:] for key in graphs._captured} == {(256, True)}
     before, size = graphs.num_captured, engine._cache.size
     run(engine, True)
     assert engine._cache.size == size and graphs.num_captured == before
@@ -184,10 +176,90 @@ def test_a_step_that_reads_lengths_on_the_device_in_graphs_draws_the_same_tokens
     assert not graphs._captured
 
 
+def test_a_graph_is_of_the_smallest_length_that_holds_the_longest_sequence(make_engine, monkeypatch):
+    monkeypatch.setattr(graphs_module, "GRAPH_LENGTHS", (16, 64))
+    expected, _ = run(make_engine(), False)
+    engine = make_engine()
+    graphs = engine._graphs = Replayed(engine._model, engine._cache, 100)
+    assert graphs._lengths == [16, 64, engine._model.max_tokens]
+    lengths = []
+    monkeypatch.setattr(graphs, "_work", lambda key: lengths.append(key[1]) or Graphs._work(graphs, key))
+    assert_same(run(engine, True)[0], expected)
+    assert {*lengths} == {engine._model.max_tokens}, "one prompt has 130 tokens"
+    lengths.clear()
+    submit_all(engine, {"short": [1, 2, 3]})
+    finish(engine)
+    assert (lengths.count(16), lengths.count(64)) == (1 + 14, 1 + 46), (
+        "a capture, and a replay for each token"
+    )
+
+
+def test_where_graphs_copy_keys_and_values_a_large_step_launches_its_kernels(make_engine, monkeypatch):
+    """Eight rows of 256 positions are too many, four are not."""
+    monkeypatch.setattr(graphs_module, "MAX_GATHERED", 1024)
+    engine = make_engine()
+    graphs = engine._graphs = Replayed(engine._model, engine._cache, 100)
+    assert_same(run(engine, True)[0], run(make_engine(), False)[0])
+    assert graphs.num_replayed == 0
+    few = dict([*PROMPTS.items()][:4])
+    submit_all(engine, few)
+    found = finish(engine)
+    assert graphs.num_replayed == 60 and {key[0] for key in graphs._captured} == {4}
+    plain = make_engine()
+    submit_all(plain, few)
+    assert_same(found, finish(plain))
+
+
+@pytest.mark.parametrize("own", ["greedy", "top_p", "top_k", "temperature"])
+def test_a_graph_draws_the_tokens_unless_one_is_greedy_or_truncated(make_engine, own):
+    """Of two requests one has sampling of its own. A graph has the temperatures as inputs."""
+    sampling = SamplingParams(max_completion_tokens=20, temperature=0.8)
+    others = {
+        "greedy": {},
+        "top_p": {"top_p": 0.5},
+        "top_k": {"top_k": 3},
+        "temperature": {"temperature": 1.7},
+    }
+    requests = [
+        GenerationRequest("a", PROMPTS["17"], (), 1, sampling=sampling),
+        GenerationRequest(
+            "b", PROMPTS["5"], (), 2, greedy=own == "greedy", sampling=replace(sampling, **others[own])
+        ),
+    ]
+    ended, captured = [], set()
+    for in_graphs in (True, False):
+        engine = make_engine()
+        if in_graphs:
+            engine._graphs = Replayed(engine._model, engine._cache, 4)
+        for request in requests:
+            engine.submit(request)
+        ended.append(finish(engine))
+        captured |= {*(engine._graphs._captured if in_graphs else ())}
+    assert_same(*ended)
+    assert {draws for _, _, draws in captured} == {own == "temperature"}
+
+
+def test_attention_by_copies_is_that_of_each_sequence_and_reads_nothing_behind_its_tokens():
+    """What lies there is not a number. Two query heads for each key; slots in any order."""
+    torch.manual_seed(0)
+    lengths, starts, size = [1, 7, 20, 12], [60, 0, 40, 20], 64
+    keys, values = torch.full((2, size, 3, 8), torch.nan)
+    for start, length in zip(starts, lengths, strict=True):
+        keys[start : start + length], values[start : start + length] = torch.randn(2, length, 3, 8)
+    q, k, v = torch.randn(4, 6, 8), *torch.randn(2, 4, 3, 8)
+    given = torch.tensor(starts), torch.tensor(lengths)
+    found = GatheredAttention([keys, values], *given, 32)(0, q, k, v).view(4, 6, 8)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        assert torch.equal(keys[start + length - 1], k[row])
+        own = (x[start : start + length].repeat_interleave(2, 1).transpose(0, 1) for x in (keys, values))
+        expected = F.scaled_dot_product_attention(q[row, :, None], *own)[:, 0]
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
+
+
 def test_without_the_kernel_or_graphs_the_engine_decodes_and_says_so_once(make_engine, capsys):
     """This machine has neither. A CPU needs none of them, and nothing is said."""
     engine = make_engine()
-    assert "varlen" in engine._model.why_no_varlen or "flash" in engine._model.why_no_varlen
+    assert "flash" in engine._model.why_no_varlen
     assert engine._graphs is None and capsys.readouterr().err == ""
     engine._graphs = Graphs(engine._model, engine._cache, 128)
     found, _ = run(engine, True)

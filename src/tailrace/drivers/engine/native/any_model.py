@@ -18,6 +18,7 @@ from typing_extensions import override
 from tailrace.drivers.engine.native.cache import Sequence
 from tailrace.drivers.engine.native.engine import NativeEngine
 from tailrace.drivers.engine.native.model import check_weights
+from tailrace.drivers.engine.native.sampler import Drawn, Draws, draw
 from tailrace.drivers.engine.native.scheduler import Admitted
 from tailrace.drivers.engine.native.states import Block, CachedBatch, States, emptied, joined
 from tailrace.drivers.engine.settings import NativeEngineSettings
@@ -191,7 +192,11 @@ class AnyEngine(NativeEngine):
                 self._states.write(sequence, block)
 
     @override
-    def _logits(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]]) -> Tensor:
+    def _drawn(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]], draws: Draws) -> Drawn:
+        return draw(self._logits(news), *draws)
+
+    def _logits(self, news: dict[Sequence, range]) -> Tensor:
+        """[sequences, V], float32, after their last tokens."""
         logits: dict[Sequence, Tensor] = {}
         if self._model.together == UNCACHED:
             return self._model.whole([each.tokens for each in news])

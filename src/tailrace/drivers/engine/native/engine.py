@@ -42,10 +42,10 @@ from tailrace.drivers.engine.native.drafts import Drafter
 from tailrace.drivers.engine.native.graphs import Graphs
 from tailrace.drivers.engine.native.matches import Matches
 from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
-from tailrace.drivers.engine.native.sampler import Drawn, draw, noise_keys, noise_stream, on_device
+from tailrace.drivers.engine.native.sampler import Drawn, Draws, draw, noise_keys, noise_stream, on_device
 from tailrace.drivers.engine.native.scheduler import Admitted, Scheduler, sibling_of
 from tailrace.drivers.engine.native.states import States
-from tailrace.drivers.engine.native.support import not_fused
+from tailrace.drivers.engine.native.support import MAX_GATHERED, not_fused
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.engine.stops import string_reached
 from tailrace.errors import say
@@ -169,10 +169,10 @@ class NativeEngine:
         self._reads_late = device.type == "cuda"
         if settings.drafts == "auto":
             self._drafter = Drafter(settings.max_draft_tokens)
-        if not (why := self._model.why_no_varlen):
+        if self._reads_late:
             self._graphs = Graphs(self._model, self._cache, settings.max_num_seqs)
-        elif self._reads_late:
-            say(f"the engine decodes without CUDA graphs: {why}")
+            if why := self._model.why_no_varlen:
+                say(f"decode steps over more than {MAX_GATHERED:,} positions are without CUDA graphs: {why}")
         return self._cache
 
     def weights(self) -> abc.Mapping[str, Tensor]:
@@ -402,7 +402,7 @@ class NativeEngine:
         while (place := sequence.num_prompt - 1 + len(kept)) < part.stop:
             places = range(place, min(part.stop, place + VERIFIED_ROWS))
             logits = self._model.logits(x[places.start - part.start : places.stop - part.start])
-            drawn = self._draw(logits, [(sequence, each) for each in places])
+            drawn = draw(logits, *self._draws([(sequence, each) for each in places]))
             had = sequence.tokens[place + 1 : places.stop + 1]
             for id, logprob, old in zip(*(x.tolist() for x in drawn), had, strict=True):
                 if id != old:
@@ -465,20 +465,20 @@ class NativeEngine:
             drafts = self._drafter.propose({s: min(n - 1, self._cache.num_free(s)) for s, n in left.items()})
         sequences = list(left)
         news = {s: range(s.length - 1, s.length + len(drafts.get(s, ()))) for s in sequences}
-        logits = self._logits(news, drafts)
-        drawn = self._draw(logits, [(s, place) for s in sequences for place in news[s]])
+        drawn = self._drawn(news, drafts, self._draws([(s, place) for s in sequences for place in news[s]]))
         for sequence in sequences:
             sequence.num_unread += 1
         on_host = Drawn(*(x.to("cpu", non_blocking=True) for x in drawn))
-        arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+        ids = drawn.ids
+        arrived = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
         return InFlight(sequences, drafts, drawn, on_host, arrived)
 
-    def _draw(self, logits: Tensor, rows: list[tuple[Sequence, int]]) -> Drawn:
-        """Draw the tokens after places of sequences, from the logits there, [T, V]."""
+    def _draws(self, rows: list[tuple[Sequence, int]]) -> Draws:
+        """How the tokens after places of sequences are drawn."""
         of_noise = [[s.noise_stream for s, _ in rows], [place + 1 - s.num_prompt for s, place in rows]]
         greedy = [row for row, (sequence, _) in enumerate(rows) if sequence.greedy]
         sampling = [sequence.sampling for sequence, _ in rows]
-        return draw(logits, noise_keys(*self._tensor(of_noise)), sampling, greedy)
+        return Draws(noise_keys(*self._tensor(of_noise)), sampling, greedy)
 
     def _settle(self) -> bool:
         """Read the tokens that are not read; whether there were any."""
@@ -524,10 +524,10 @@ class NativeEngine:
                 return number
         raise AssertionError("the last row has no draft after it")
 
-    def _logits(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]]) -> Tensor:
-        """Read the last token of sequences, in the order of the cache, and their drafts: [T, V], float32.
-        `news`: the positions that are read."""
-        slots, x = self._cache.slots(), None
+    def _drawn(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]], draws: Draws) -> Drawn:
+        """Read the last token of sequences, in the order of the cache, and their drafts, and `draw` after
+        each. `news`: the positions that are read."""
+        slots = self._cache.slots()
         adapted = self._adapted(list(news), [len(new) for new in news.values()])
         parts = [(slots[each], new) for each, new in news.items()]
         ids = self._tensor([id for each in news for id in (each.tokens[-1], *drafts.get(each, ()))])
@@ -536,10 +536,11 @@ class NativeEngine:
             unread = self._tensor([row_of.get(sequence, -1) for sequence in news])
             ids = torch.where(unread < 0, ids, step.on_device.ids[unread])
         if self._graphs and not drafts and not any(adapter for adapter, _ in adapted):
-            x = self._graphs(parts, ids)
-        if x is None:
-            x = self._model.read(self._cache.pieces, parts, ids, adapted)
-        return self._model.logits(x)
+            drawn = self._graphs(parts, ids, draws)
+            if drawn is not None:
+                return drawn
+        x = self._model.read(self._cache.pieces, parts, ids, adapted)
+        return draw(self._model.logits(x), *draws)
 
     def _moment(self) -> DeviceTime:
         if self._model.device.type != "cuda":

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typing_extensions import override
@@ -31,6 +30,8 @@ from tailrace.drivers.engine.native.sampler import on_device
 from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.model_folder import check_all_used, check_files, folder_error, weight_files
 
+FLASH = torch.ops.aten._flash_attention_forward
+"""What `varlen_attn` of torch calls. That passes `seqused_k` on from torch 2.13 on; this takes it before."""
 MIN_PACKED, ROWS = 2**18, 16
 """A matrix with fewer elements stays in the processor's cache. The layout is chosen for so many rows."""
 
@@ -392,6 +393,35 @@ class VarlenAttention(Attention):
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         starts, lengths, boundaries = self.slots
         # One row attends to all. Without a window the kernel computes the query heads of a key together.
-        window = (-1, 0) if self.longest[0] > 1 else (-1, -1)
-        options: Any = {"window_size": window, "enable_gqa": True, "seqused_k": lengths[:-1]}
-        return varlen_attn(q, keys, values, boundaries, starts, *self.longest, **options)  # type: ignore
+        is_causal = self.longest[0] > 1
+        options: Any = {"window_size_left": -1, "window_size_right": 0 if is_causal else -1}
+        options |= {"dropout_p": 0.0, "is_causal": is_causal, "return_debug_mask": False}
+        out, *_ = FLASH(q, keys, values, boundaries, starts, *self.longest, seqused_k=lengths[:-1], **options)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class GatheredAttention(Attention):
+    """Attention of one new token of each of S sequences, by kernels that every device has. The host does not
+    know the lengths: keys and values of as many positions of each slot are copied, and those that are not of
+    its tokens are masked.
+
+    Args:
+        starts: [S] int64, the first position of each slot.
+        lengths: [S] int64, the tokens of each, the new one included.
+        longest: at least the largest length.
+    """
+
+    def __init__(self, pieces: abc.Sequence[Tensor], starts: Tensor, lengths: Tensor, longest: int) -> None:
+        super().__init__(pieces, starts + lengths - 1)
+        positions = torch.arange(longest, device=starts.device)
+        is_own = positions < lengths[:, None]
+        # What lies behind the tokens may not be finite. The first position is.
+        self._copied = starts[:, None] + torch.where(is_own, positions, 0)
+        self._mask = is_own[:, None, None]  # [S, 1, 1, longest]
+
+    @override
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        key, value = (x[self._copied].transpose(1, 2) for x in (keys, values))  # [S, K, longest, D]
+        query = q.view(len(q), key.shape[1], -1, q.shape[-1])  # the heads of a key are its queries
+        return F.scaled_dot_product_attention(query, key, value, self._mask).flatten(1, 2)

@@ -70,6 +70,14 @@ def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.l
     return pinned.to(device, non_blocking=True)
 
 
+class Draws(NamedTuple):
+    """How the token of each row is drawn: the arguments of `draw` beside the logits."""
+
+    keys: Tensor
+    sampling: Sequence[SamplingParams]
+    greedy: Sequence[int] = ()
+
+
 class Drawn(NamedTuple):
     """One token for each row, [T]. `logprobs`: over the whole vocabulary whatever top_k and top_p keep."""
 

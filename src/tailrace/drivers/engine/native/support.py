@@ -9,6 +9,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose frequencies do not depend on the length of the sequence."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of the decode steps that CUDA graphs compute."""
+GRAPH_LENGTHS = (256, 1024, 4096, 16_384)
+"""The most tokens of a sequence in such a step, beside those of the model's context."""
+MAX_GATHERED = 2**15
+"""Rows times length: a graph that copies keys and values of more positions is slower than its launches."""
 
 
 def not_fused(path: Path) -> str:
