@@ -8,7 +8,9 @@ architecture that runs packed there runs packed here. Their lengths come as a li
 device would stop it in each layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from tailrace.devices import attention_kernels, for_fused_attention
 from tailrace.drivers.trainer.packing import Packing
 
 PACKED = "tailrace_packed"
+GROUPED: Mapping[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""torch's kernel takes grouped heads; before torch 2.12 nobody needs to tell."""
 HARMLESS = {
     "position_ids",
     "seq_idx",
@@ -90,7 +94,7 @@ def packed_causal_attention(
         boundaries = cu_seq_lens_q, cu_seq_lens_k
         # The window is aligned at the last query and the last key.
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        out = varlen_attn(q, k, v, *boundaries, *longest, scale=scaling, window_size=window, enable_gqa=True)
+        out = varlen_attn(q, k, v, *boundaries, *longest, scale=scaling, window_size=window, **GROUPED)
         assert isinstance(out, Tensor)
         return out[None], None
     key, value = for_fused_attention(query, key, value)

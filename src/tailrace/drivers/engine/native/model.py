@@ -31,7 +31,7 @@ from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.model_folder import check_all_used, check_files, folder_error, weight_files
 
 FLASH = torch.ops.aten._flash_attention_forward
-"""What `varlen_attn` of torch calls. That passes `seqused_k` on from torch 2.13 on; this takes it before."""
+"""What `varlen_attn` of torch calls. That passes `seqused_k` on from torch 2.12 on; this takes it before."""
 MIN_PACKED, ROWS = 2**18, 16
 """A matrix with fewer elements stays in the processor's cache. The layout is chosen for so many rows."""
 
