@@ -247,8 +247,9 @@ def test_attention_by_copies_is_that_of_each_sequence_and_reads_nothing_behind_i
     for start, length in zip(starts, lengths, strict=True):
         keys[start : start + length], values[start : start + length] = torch.randn(2, length, 3, 8)
     q, k, v = torch.randn(4, 6, 8), *torch.randn(2, 4, 3, 8)
-    given = torch.tensor(starts), torch.tensor(lengths)
-    found = GatheredAttention([keys, values], *given, 32)(0, q, k, v).view(4, 6, 8)
+    slots = torch.tensor([[*starts, size], [*lengths, 0], [*range(5)]], dtype=torch.int32)
+    places = torch.tensor(starts) + torch.tensor(lengths) - 1
+    found = GatheredAttention([keys, values], places, slots, (1, 32))(0, q, k, v).view(4, 6, 8)
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         assert torch.equal(keys[start + length - 1], k[row])
         own = (x[start : start + length].repeat_interleave(2, 1).transpose(0, 1) for x in (keys, values))

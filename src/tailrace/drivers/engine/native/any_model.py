@@ -193,17 +193,13 @@ class AnyEngine(NativeEngine):
 
     @override
     def _drawn(self, news: dict[Sequence, range], drafts: dict[Sequence, list[int]], draws: Draws) -> Drawn:
-        return draw(self._logits(news), *draws)
-
-    def _logits(self, news: dict[Sequence, range]) -> Tensor:
-        """[sequences, V], float32, after their last tokens."""
         logits: dict[Sequence, Tensor] = {}
         if self._model.together == UNCACHED:
-            return self._model.whole([each.tokens for each in news])
+            return draw(self._model.whole([each.tokens for each in news]), *draws)
         for group in self._states.groups(list(news)):
             batch = self._states.batch(group, self._model.empty)
             logits |= zip(group, self._model.step(batch, [each.tokens[-1] for each in group]), strict=True)
-        return torch.stack([logits[each] for each in news])
+        return draw(torch.stack([logits[each] for each in news]), *draws)
 
     @override
     def score(self, ids: Many[int], num_prefix: int) -> list[float]:

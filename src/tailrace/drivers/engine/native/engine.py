@@ -478,7 +478,7 @@ class NativeEngine:
         of_noise = [[s.noise_stream for s, _ in rows], [place + 1 - s.num_prompt for s, place in rows]]
         greedy = [row for row, (sequence, _) in enumerate(rows) if sequence.greedy]
         sampling = [sequence.sampling for sequence, _ in rows]
-        return Draws(noise_keys(*self._tensor(of_noise)), sampling, greedy)
+        return noise_keys(*self._tensor(of_noise)), sampling, greedy
 
     def _settle(self) -> bool:
         """Read the tokens that are not read; whether there were any."""

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from tailrace.drivers.engine.native.cache import Cache
-from tailrace.drivers.engine.native.model import (
-    Attention,
-    CausalLM,
-    Extent,
-    GatheredAttention,
-    VarlenAttention,
-)
+from tailrace.drivers.engine.native.model import CausalLM, Extent, GatheredAttention, VarlenAttention
 from tailrace.drivers.engine.native.sampler import Drawn, Draws, draw, on_device
 from tailrace.drivers.engine.native.support import GRAPH_LENGTHS, GRAPH_ROWS, MAX_GATHERED
 from tailrace.errors import say
@@ -40,6 +34,7 @@ class Graphs:
 
     def __call__(self, parts: abc.Sequence[Extent], ids: Tensor, draws: Draws) -> Drawn | None:
         """Read one token of each sequence as `CausalLM.read`, and `draw`. None: no graph is so large."""
+        keys, sampling, greedy = draws
         if (rows := next((size for size in self._sizes if size >= len(ids)), None)) is None:
             return None
         longest = max(new.stop for _, new in parts)
@@ -52,12 +47,12 @@ class Graphs:
         # Rows without a sequence write to the position that is of none, and attend to it.
         all_parts = [*parts, *[((self._cache.size, 1), range(1))] * (rows + 1 - len(ids))]
         places = [[new.start for _, new in all_parts], [start for (start, _), _ in all_parts]]
-        self._inputs[0, : len(ids)], self._inputs[3, : len(ids)] = ids, draws.keys
+        self._inputs[0, : len(ids)], self._inputs[3, : len(ids)] = ids, keys
         self._inputs[1:3, : rows + 1] = on_device(places, ids.device)
-        temperatures = [each.temperature for each in draws.sampling]
+        temperatures = [each.temperature for each in sampling]
         self._temperatures[: len(ids)] = on_device(temperatures, ids.device, torch.float32)
-        is_plain = all(each.top_k <= 0 and each.top_p >= 1.0 for each in draws.sampling)
-        if (key := (rows, length, is_plain and not draws.greedy)) not in self._captured:
+        is_plain = not greedy and all(each.top_k <= 0 and each.top_p >= 1.0 for each in sampling)
+        if (key := (rows, length, is_plain)) not in self._captured:
             try:
                 self._captured[key] = self._capture(key)
             except RuntimeError as error:  # of CUDA and its allocator
@@ -74,17 +69,13 @@ class Graphs:
         """The tokens of the first rows of the inputs, or the residual stream after them. The host does not
         wait for the device."""
         rows, length, has_draw = key
-        ids, positions, _, keys = self._inputs[:, :rows]
-        x = self._model.forward(ids, positions, self._attention(rows, length))
+        ids, positions, starts, keys = self._inputs[:, :rows]
+        _, last, slots, _ = self._inputs[:, : rows + 1]
+        slots = torch.stack((slots, last + 1, torch.arange(rows + 1, device=ids.device))).int()
+        kind = GatheredAttention if self._model.why_no_varlen else VarlenAttention
+        attention = kind(self._cache.pieces, starts + positions, slots, (1, length))
+        x = self._model.forward(ids, positions, attention)
         return draw(self._model.logits(x) / self._temperatures[:rows, None], keys, ()) if has_draw else x
-
-    def _attention(self, rows: int, length: int) -> Attention:
-        _, positions, starts, _ = self._inputs[:, : rows + 1]
-        lengths, pieces = positions + 1, self._cache.pieces
-        if self._model.why_no_varlen:
-            return GatheredAttention(pieces, starts[:rows], lengths[:rows], length)
-        slots = torch.stack((starts, lengths, torch.arange(rows + 1, device=starts.device))).int()
-        return VarlenAttention(pieces, (starts + positions)[:rows], slots, (1, length))
 
     def clear(self) -> None:
         """Free all graphs."""

@@ -396,25 +396,21 @@ class VarlenAttention(Attention):
         is_causal = self.longest[0] > 1
         options: Any = {"window_size_left": -1, "window_size_right": 0 if is_causal else -1}
         options |= {"dropout_p": 0.0, "is_causal": is_causal, "return_debug_mask": False}
-        out, *_ = FLASH(q, keys, values, boundaries, starts, *self.longest, seqused_k=lengths[:-1], **options)
-        assert isinstance(out, Tensor)
+        options |= {"seqused_k": lengths[:-1]}
+        out: Tensor = FLASH(q, keys, values, boundaries, starts, *self.longest, **options)[0]
         return out
 
 
-class GatheredAttention(Attention):
-    """Attention of one new token of each of S sequences, by kernels that every device has. The host does not
-    know the lengths: keys and values of as many positions of each slot are copied, and those that are not of
-    its tokens are masked.
+class GatheredAttention(VarlenAttention):
+    """That of one new token of each sequence, by kernels that every device has: keys and values of `longest`
+    positions of each slot are copied, and those behind its tokens are masked."""
 
-    Args:
-        starts: [S] int64, the first position of each slot.
-        lengths: [S] int64, the tokens of each, the new one included.
-        longest: at least the largest length.
-    """
-
-    def __init__(self, pieces: abc.Sequence[Tensor], starts: Tensor, lengths: Tensor, longest: int) -> None:
-        super().__init__(pieces, starts + lengths - 1)
-        positions = torch.arange(longest, device=starts.device)
+    def __init__(
+        self, pieces: abc.Sequence[Tensor], places: Tensor, slots: Tensor, longest: tuple[int, int]
+    ) -> None:
+        super().__init__(pieces, places, slots, longest)
+        starts, lengths, _ = slots[:, :-1].long()
+        positions = torch.arange(longest[1], device=places.device)
         is_own = positions < lengths[:, None]
         # What lies behind the tokens may not be finite. The first position is.
         self._copied = starts[:, None] + torch.where(is_own, positions, 0)

@@ -70,12 +70,8 @@ def on_device(values: object, device: torch.device, dtype: torch.dtype = torch.l
     return pinned.to(device, non_blocking=True)
 
 
-class Draws(NamedTuple):
-    """How the token of each row is drawn: the arguments of `draw` beside the logits."""
-
-    keys: Tensor
-    sampling: Sequence[SamplingParams]
-    greedy: Sequence[int] = ()
+Draws = tuple[Tensor, Sequence[SamplingParams], Sequence[int]]
+"""How the token of each row is drawn: the arguments of `draw` beside the logits."""
 
 
 class Drawn(NamedTuple):
