@@ -405,19 +405,13 @@ class GatheredAttention(VarlenAttention):
     """That of one new token of each sequence, by kernels that every device has: keys and values of `longest`
     positions of each slot are copied, and those behind its tokens are masked."""
 
-    def __init__(
-        self, pieces: abc.Sequence[Tensor], places: Tensor, slots: Tensor, longest: tuple[int, int]
-    ) -> None:
-        super().__init__(pieces, places, slots, longest)
-        starts, lengths, _ = slots[:, :-1].long()
-        positions = torch.arange(longest[1], device=places.device)
-        is_own = positions < lengths[:, None]
-        # What lies behind the tokens may not be finite. The first position is.
-        self._copied = starts[:, None] + torch.where(is_own, positions, 0)
-        self._mask = is_own[:, None, None]  # [S, 1, 1, longest]
-
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        key, value = (x[self._copied].transpose(1, 2) for x in (keys, values))  # [S, K, longest, D]
+        starts, lengths, _ = self.slots[:, :-1].long()
+        positions = torch.arange(self.longest[1], device=q.device)
+        is_own = positions < lengths[:, None]
+        # What lies behind the tokens may not be finite. The first position is.
+        copied = starts[:, None] + torch.where(is_own, positions, 0)
+        key, value = (x[copied].transpose(1, 2) for x in (keys, values))  # [S, K, longest, D]
         query = q.view(len(q), key.shape[1], -1, q.shape[-1])  # the heads of a key are its queries
-        return F.scaled_dot_product_attention(query, key, value, self._mask).flatten(1, 2)
+        return F.scaled_dot_product_attention(query, key, value, is_own[:, None, None]).flatten(1, 2)
