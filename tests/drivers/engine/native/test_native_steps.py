@@ -135,7 +135,7 @@ def test_in_bfloat16_a_late_read_changes_no_token_of_a_request_alone(make_engine
 
 
 def flash(q, keys, values, first_rows, starts, *most, seqused_k, window_size_right, is_causal, **others):
-    """What `varlen_attn` of torch calls, as its documentation says, for a CPU."""
+    """The operator that `varlen_attn` of torch calls, as its documentation says, for a CPU."""
     assert others == {"window_size_left": -1, "dropout_p": 0.0, "return_debug_mask": False}
     assert len(first_rows) == len(starts) == len(seqused_k) + 1 and is_causal == (window_size_right == 0)
     assert {each.dtype for each in (first_rows, starts, seqused_k)} == {torch.int32}
@@ -240,7 +240,7 @@ def test_a_graph_draws_the_tokens_unless_one_is_greedy_or_truncated(make_engine,
 
 
 def test_attention_by_copies_is_that_of_each_sequence_and_reads_nothing_behind_its_tokens():
-    """What lies there is not a number. Two query heads for each key; slots in any order."""
+    """Behind them is not a number. Two query heads for each key; slots in any order."""
     torch.manual_seed(0)
     lengths, starts, size = [1, 7, 20, 12], [60, 0, 40, 20], 64
     keys, values = torch.full((2, size, 3, 8), torch.nan)

@@ -31,7 +31,7 @@ from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.model_folder import check_all_used, check_files, folder_error, weight_files
 
 FLASH = torch.ops.aten._flash_attention_forward
-"""What `varlen_attn` of torch calls. That passes `seqused_k` on from torch 2.12 on; this takes it before."""
+"""The operator that `varlen_attn` of torch calls. That function passes `seqused_k` on from torch 2.12 on."""
 MIN_PACKED, ROWS = 2**18, 16
 """A matrix with fewer elements stays in the processor's cache. The layout is chosen for so many rows."""
 
@@ -402,7 +402,7 @@ class VarlenAttention(Attention):
 
 
 class GatheredAttention(VarlenAttention):
-    """That of one new token of each sequence, by kernels that every device has: keys and values of `longest`
+    """Attention of one new token of each sequence, by kernels that every device has: keys and values of `longest`
     positions of each slot are copied, and those behind its tokens are masked."""
 
     @override
