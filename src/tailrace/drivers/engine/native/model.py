@@ -402,8 +402,8 @@ class VarlenAttention(Attention):
 
 
 class GatheredAttention(VarlenAttention):
-    """Attention of one new token of each sequence, by kernels that every device has: keys and values of `longest`
-    positions of each slot are copied, and those behind its tokens are masked."""
+    """Attention of one new token of each sequence, by kernels that every device has: keys and values of
+    `longest` positions of each slot are copied, and those behind its tokens are masked."""
 
     @override
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
