@@ -26,7 +26,7 @@ from collections import abc
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -39,7 +39,6 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
 from tailrace.drivers.engine.native.drafts import Drafter
-from tailrace.drivers.engine.native.graphs import Graphs
 from tailrace.drivers.engine.native.matches import Matches
 from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
 from tailrace.drivers.engine.native.sampler import Drawn, Draws, draw, noise_keys, noise_stream, on_device
@@ -125,7 +124,7 @@ class NativeEngine:
         num_versions: adapters that it serves at the same time.
     """
 
-    _graphs: Graphs | None = None
+    _graphs: Any = None  # native/graphs.py, which a run without a GPU does not load
     _drafter: Drafter | None = None
     _reads_late = False
 
@@ -170,7 +169,7 @@ class NativeEngine:
         if settings.drafts == "auto":
             self._drafter = Drafter(settings.max_draft_tokens)
         if self._reads_late:
-            self._graphs = Graphs(self._model, self._cache, settings.max_num_seqs)
+            self._graphs = class_of("parts.graphs")(self._model, self._cache, settings.max_num_seqs)
             if why := self._model.why_no_varlen:
                 say(f"decode steps over more than {MAX_GATHERED:,} positions are without CUDA graphs: {why}")
         return self._cache
@@ -536,7 +535,7 @@ class NativeEngine:
             unread = self._tensor([row_of.get(sequence, -1) for sequence in news])
             ids = torch.where(unread < 0, ids, step.on_device.ids[unread])
         if self._graphs and not drafts and not any(adapter for adapter, _ in adapted):
-            drawn = self._graphs(parts, ids, draws)
+            drawn: Drawn | None = self._graphs(parts, ids, draws)
             if drawn is not None:
                 return drawn
         x = self._model.read(self._cache.pieces, parts, ids, adapted)
