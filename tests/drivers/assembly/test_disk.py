@@ -7,7 +7,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import LiveConfig, load_config
 from tailrace.contracts.memory import ModelShape
 from tailrace.contracts.trainer import LoraSettings
-from tailrace.drivers.assembly.disk import DiskNeed, disk_need
+from tailrace.drivers.assembly.disk import disk_need
 from tailrace.drivers.kinds.base import trainer_kind
 
 
@@ -52,8 +52,3 @@ def test_a_checkpoint_has_the_model_and_the_moments_of_what_is_trained(config: L
     lora = config.changed(trainer={"lora": LoraSettings(rank=2)})
     model, state = trainer_kind(config).checkpoint_bytes(lora)
     assert state == 2 * (model - 4 * whole) > 0
-
-
-def test_the_need_is_a_sentence() -> None:
-    said = "checkpoints take 2.0 GiB at the end, 3.0 GiB while the last one is written"
-    assert DiskNeed(2 * 2**30, 3 * 2**30).words() == said
