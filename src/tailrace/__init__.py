@@ -6,6 +6,11 @@
     summary = tailrace.train(config, "runs/first")
     print(summary.eval)
 
+    load_config(file_or_tables, overrides)                          reads and checks a config
+    train(config, folder, schedule=, reward=, data=, on=)           trains; returns a RunSummary
+    simulate(config, schedule=)                                     the same in virtual time, without a model
+    require(condition, parameter, value, problem, remedy)           refuses a parameter of a schedule
+
 The names of `__all__` are loaded when they are used: `import tailrace` does not import torch.
 """
 
@@ -85,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__doc__", "__file__", "__name__", "__version__"]

@@ -6,7 +6,7 @@ thread of its own.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
@@ -17,9 +17,12 @@ from typing import Any, TypeVar
 from tailrace import config as configs
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
-from tailrace.drivers.assembly.folder import recorder_of
+from tailrace.drivers.assembly.folder import RunFolder, recorder_of
 from tailrace.drivers.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
+from tailrace.drivers.data.rows import json_lines
+from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import ConfigError
+from tailrace.record.events import Event
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.schedules import Schedule
 
@@ -49,6 +52,8 @@ def train(
     resume: bool = False,
     schedule: Schedule | None = None,
     reward: Callable[..., Any] | None = None,
+    data: Iterable[Mapping[str, Any]] | None = None,
+    on: Callable[[Event], None] | None = None,
 ) -> RunSummary:
     """Train a model, as `tailrace train` does.
 
@@ -64,6 +69,10 @@ def train(
         reward: a reward function, in place of those that the config names, for example one that a notebook
             defines. It is called in other processes, with copies of what it uses, and saved as reward.pkl in
             the output directory, where --resume and `tailrace eval` find it.
+        data: rows in place of `data.path`, as dicts or as a `datasets.Dataset`. They are saved as rows.jsonl
+            in the output directory. A resumed run needs the same rows. Other keys of [data] hold.
+        on: called with each event of the run (tailrace.record.events), such as a row of metrics, a dict. If
+            it raises, it is called no more, and the run goes on.
 
     Returns:
         The totals of the run, as in its summary.json.
@@ -91,9 +100,18 @@ def train(
     interruption = Interruption()
 
     def work() -> RunSummary:
-        named, bound = _named(config, schedule)
+        folder, rows = Path(output_dir), None if data is None else json_lines(data)
+        given = config if rows is None else with_path(config, RunFolder(folder).rows.resolve())
+        named, bound = _named(given, schedule)
         return running.train(
-            named, Path(output_dir), resume=resume, schedule=bound, reward=reward, interruption=interruption
+            named,
+            folder,
+            resume=resume,
+            schedule=bound,
+            reward=reward,
+            rows=rows,
+            on=on,
+            interruption=interruption,
         )
 
     return _outside_of_loops(work, lambda: interruption.request(SIGINT))
@@ -120,6 +138,15 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
         return summary.summary()
 
     return _outside_of_loops(work)
+
+
+def with_path(config: RunConfig, path: Path) -> RunConfig:
+    """The config with rows of a file. Raises a ConfigError if its data are not rows."""
+    data = config.data or RowsSettings(path=path)
+    if "path" not in type(data).model_fields:
+        problem = "data = gives rows, and the config has other data"
+        raise ConfigError("data.kind", data.kind, problem, 'write "rows", or remove [data]')
+    return config.changed(data=data.changed(path=path, config=None, revision=None))
 
 
 def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, BoundSchedule | None]:

@@ -5,7 +5,8 @@ This imports no torch and loads no weights, so a damaged folder is refused befor
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -78,7 +79,7 @@ def hub_snapshot(
     key: str,
     name: str,
     what: str,
-    files: Sequence[str],
+    files: list[str],
     *,
     repo_type: str = "model",
     revision: str | None = None,
@@ -98,17 +99,18 @@ def hub_snapshot(
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
-    asked: dict[str, Any] = {"repo_type": repo_type, "revision": revision}
+    download = partial(snapshot_download, name, repo_type=repo_type, revision=revision)
     try:
-        cached = Path(snapshot_download(name, allow_patterns=files, local_files_only=True, **asked))
+        cached = Path(download(allow_patterns=files, local_files_only=True))
         check(cached)
         return cached
     except (LocalEntryNotFoundError, ConfigError):  # it is not there, or not whole
         pass
     there_is_none = f"there is no such {'folder' if what == 'model' else 'file or folder'}"
     try:
-        HfApi().repo_info(name, timeout=HUB_LIMIT_S, **asked)  # the download has no limit for it
-        return Path(snapshot_download(name, allow_patterns=files, **asked))
+        # The download alone has no limit for its first question.
+        HfApi().repo_info(name, repo_type=repo_type, revision=revision, timeout=HUB_LIMIT_S)
+        return Path(download(allow_patterns=files))
     except Exception as why:  # of the hub, of the network, or of HF_HUB_OFFLINE
         problem = f"{there_is_none}, and the Hugging Face hub gives no such {what} ({why})"
         remedy = "name a folder, or, where there is a network, unset HF_HUB_OFFLINE"

@@ -36,6 +36,15 @@ def open_sinks(specs: Sequence[str], folder: Path, say: Callable[[str], None]) -
     return sinks
 
 
+class FunctionSink:
+    """Sink: calls a function with each event."""
+
+    def __init__(self, function: Callable[[Event], None]) -> None:
+        self.on = function
+
+    def close(self) -> None: ...
+
+
 class GuardedSink:
     """Sink: passes events to a user's sink until that raises. The run goes on without it."""
 

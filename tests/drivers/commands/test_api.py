@@ -1,11 +1,14 @@
 """The Python API, in a script and where a loop runs already, as in a notebook."""
 
 import asyncio
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 import threading
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ import pytest
 
 import tailrace
 from helpers.small_run import trained_prompts, write_small_run
+from tailrace.drivers.data.settings import MixtureSettings
 from tailrace.importing import import_function
+from tailrace.ledger.base import LifeRow
+from tailrace.ledger.store import open_store
 
 SIMULATED = """
 [run]
@@ -123,6 +129,61 @@ def test_the_package_exports_its_names_and_loads_nothing_heavy() -> None:
     assert done.stdout == "[] [] False\n"
     with pytest.raises(AttributeError, match="module 'tailrace' has no attribute 'nonsense'"):
         _ = tailrace.nonsense
+
+
+def test_help_begins_with_the_functions_and_dir_has_what_the_package_exports() -> None:
+    text = pydoc.plain(pydoc.render_doc(tailrace))
+    head = text[: text.index("CLASSES")]
+    functions = [name for name in tailrace.__all__ if inspect.isfunction(getattr(tailrace, name))]
+    assert all(f"    {name}(" in head for name in functions) and len(head.splitlines()) < 60
+    assert {name for name in dir(tailrace) if name[:2] != "__"} == {*tailrace.__all__}
+
+
+def test_rows_are_given_from_python_and_a_resumed_run_needs_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": f"{n % 10} + {n % 7} =\n", "n": n} for n in range(60)]
+    tree = tomllib.loads(write_small_run(tmp_path).read_text())
+    tree["data"] = {"kind": "rows", "path": "nowhere.jsonl", "prompt_column": "question"}
+    tree["reward"]["function"] = f"{tmp_path}/rewards.py:digits"
+    config, folder, events = tailrace.load_config(tree, {"run.rounds": 1}), tmp_path / "out", []
+    tailrace.train(config, folder, data=datasets.Dataset.from_list(rows), on=events.append)
+    assert [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()] == rows
+    assert [type(each).__name__ for each in events].count("Stepped") == 2
+    moved = folder.rename(tmp_path / "moved")
+    more = config.changed(run={"rounds": 2})
+    with pytest.raises(
+        tailrace.ConfigError, match="data = 'these rows': the run was begun with others; give"
+    ):
+        tailrace.train(more, moved, data=rows[1:], resume=True)
+    summary = tailrace.train(more, moved, data=rows, resume=True, on=lambda event: 1 / 0)
+    assert summary.rounds == 2 and {*trained_prompts(moved)} == {*range(8)}
+    assert "Sink on is disabled" in capsys.readouterr().out
+    kept = tailrace.load_config(moved / "config.toml")
+    assert kept.data and kept.data.path == moved / "rows.jsonl"  # type: ignore[attr-defined]
+    with closing(open_store(kept.ledger, moved, only_read=True)) as store:
+        assert [[*map(str, life.inputs)].count("rows.jsonl") for life in store.rows(LifeRow)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([{"prompt": "a"}, {"prompt": object()}], "data = 'row 1': it is no JSON object"),
+        ({"train": []}, "data = 'row 0': it is no JSON object .* of several splits, one"),
+        ([], "data = 'no rows': there is nothing to train on; give rows"),
+    ],
+)
+def test_rows_that_are_none_are_refused(
+    config: tailrace.RunConfig, tmp_path: Path, data: Any, said: str
+) -> None:
+    with pytest.raises(tailrace.ConfigError, match=said):
+        tailrace.train(config, tmp_path / "out", data=data)
+    other = config.changed(data=MixtureSettings(sources=({"kind": "rows", "name": "a", "path": "a"},)))  # type: ignore[arg-type]
+    with pytest.raises(
+        tailrace.ConfigError, match=r"data\.kind = 'mixture': data = gives rows, and the config"
+    ):
+        tailrace.train(other, tmp_path / "out", data=[{"prompt": "a"}])
 
 
 SCRIPT = """

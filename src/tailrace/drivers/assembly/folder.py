@@ -12,6 +12,7 @@ counts/          how many tokens each engine produced, by its own count
 logs/            what the worker processes printed
 tensorboard/     what trackers write here, as does wandb/
 reward.pkl       the reward function, where a script or a notebook gave it
+rows.jsonl       the rows of the data, where a script or a notebook gave them
 lock             held by the process that trains here; the system releases it when that process ends. Its time
                  is that at which workers began to start
 .tailrace        the names of these that tailrace wrote, and may replace (contracts/mark.py)
@@ -49,7 +50,7 @@ _SIMULATION = (*_EACH, "events.jsonl")
 _MODEL = ("model", "model.partial", "model.old.partial")
 _LEDGER = (LEDGER_FILE, f"{LEDGER_FILE}-wal", f"{LEDGER_FILE}-shm")
 _SFT = (*_EACH, "metrics.partial", "checkpoints", *_MODEL, *_LEDGER, "logs", "lock")
-_RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER, "reward.pkl")
+_RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER, "reward.pkl", "rows.jsonl")
 WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
 """The names that each command writes into the folder of a run. Trackers and sinks have names of their own."""
 _ALIAS = "quickstart", "train"
@@ -102,6 +103,7 @@ class RunFolder:
         self.counts = path / COUNTS_FOLDER
         self.lock = path / "lock"
         self.reward = path / "reward.pkl"
+        self.rows = path / "rows.jsonl"
 
     @property
     def command(self) -> str:
@@ -135,7 +137,9 @@ class RunFolder:
     def kept(self, config: Config) -> Config:
         """The config as the folder keeps it: without the folder's own path, because it may be moved."""
         function = (config.reward.function or "").replace(f"{self.reward.resolve()}:", f"{self.reward.name}:")
-        return config.changed(reward={"function": function or None})
+        kept = config.changed(reward={"function": function or None})
+        is_own = getattr(config.data, "path", None) == self.rows.resolve()
+        return kept.changed(data={"path": Path(self.rows.name)}) if is_own else kept
 
     def newest_checkpoint(self) -> Path | None:
         """The checkpoint of the latest round, and in it of the latest optimizer step."""

@@ -38,11 +38,15 @@ BLOCK = 2**20
 
 @contextmanager
 def opened(
-    config: RunConfig, folder: RunFolder, resume: bool
+    config: RunConfig, folder: RunFolder, resume: bool, rows: bytes | None = None
 ) -> Iterator[tuple[Store | None, StartingPoint]]:
-    """Open the ledger, of an earlier life if there is one that `resume` asks for."""
+    """Open the ledger, of an earlier life if there is one that `resume` asks for. `rows`: content of the
+    folder's rows.jsonl, which a new run gets and a resumed one must have."""
     stepped = folder.metrics.exists() and b'"loss"' in folder.metrics.read_bytes()
     if resume and (stepped or has_begun(config.ledger, folder.path, folder.checkpoints)):
+        if rows is not None and not (folder.rows.exists() and folder.rows.read_bytes() == rows):
+            remedy = f"give the rows of {folder.rows}, or begin a new run in another output directory"
+            raise ConfigError("data", "these rows", "the run was begun with others", remedy)
         with closing(open_store(config.ledger, folder.path)) as store:
             yield store, _starting_point(config, folder, store)
         return
@@ -50,7 +54,9 @@ def opened(
         problem = "it holds a run already"
         raise ConfigError("--output-dir", str(folder.path), problem, "add --resume, or choose another")
     folder.clear()
-    start = first_life(config.to_json(), inputs_of(config))
+    if rows is not None:
+        folder.rows.write_bytes(rows)
+    start = first_life(config.to_json(), inputs_of(config, folder))
     created = create_store(config.ledger, folder.path)
     with closing(created) if created else nullcontext():
         if created:
@@ -61,7 +67,7 @@ def opened(
 
 def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> StartingPoint:
     tables = read_ledger(store)
-    last, inputs = tables.lives[max(tables.lives)], inputs_of(config)
+    last, inputs = tables.lives[max(tables.lives)], inputs_of(config, folder)
     check_resumable(last.config, config)
     for key, (before, after) in changed_keys(last.config, config).items():
         say(f"{key} was {before!r} and is {after!r}")
@@ -99,10 +105,22 @@ def _starting_point(config: RunConfig, folder: RunFolder, store: Store) -> Start
     return start
 
 
-def inputs_of(config: RunConfig) -> dict[str, str]:
-    """Return a digest of each file that a resumed run reads again, by its path."""
-    named = [file for path in files_of(config) for file in (path.rglob("*") if path.is_dir() else [path])]
-    return {str(file): _digest(file) for file in named if file.is_file() and not file.name.startswith(".")}
+def inputs_of(config: RunConfig, folder: RunFolder | None = None) -> dict[str, str]:
+    """Return a digest of each file that a resumed run reads again, by its path; of the rows in the folder of
+    the run, which may be moved, by their name."""
+    files = {
+        str(file): file
+        for path in files_of(config)
+        for file in (path.rglob("*") if path.is_dir() else [path])
+    }
+    if folder and files.keys() & {folder.rows.name, str(folder.rows.resolve())}:
+        files.pop(str(folder.rows.resolve()), None)
+        files[folder.rows.name] = folder.rows
+    return {
+        name: _digest(file)
+        for name, file in files.items()
+        if file.is_file() and not file.name.startswith(".")
+    }
 
 
 def changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> str:

@@ -53,7 +53,7 @@ from tailrace.ledger.store import Store
 from tailrace.record.events import Evaluated, Event, Recorder, Row
 from tailrace.record.figures import evaluations_of
 from tailrace.record.metrics import read_rows
-from tailrace.record.sinks import open_sinks
+from tailrace.record.sinks import FunctionSink, GuardedSink, open_sinks
 from tailrace.record.summary import RunSummary, Summary
 
 STOPPING = "{}: saving a checkpoint; Ctrl-C again ends at once"
@@ -67,6 +67,8 @@ def train(
     resume: bool = False,
     schedule: BoundSchedule | None = None,
     reward: Callable[..., Any] | None = None,
+    rows: bytes | None = None,
+    on: Callable[[Event], None] | None = None,
     interruption: Interruption | None = None,
     command: str = "train",
 ) -> RunSummary:
@@ -77,6 +79,7 @@ def train(
 
     Args:
         schedule: in place of the schedule that the config names; checked by the caller.
+        rows: content of the folder's rows.jsonl, which the config names.
         interruption: lets another thread end the run in order.
         command: the one that the user gave. Another than `train` replaces its own earlier run.
     """
@@ -95,15 +98,18 @@ def train(
         checked = Path(scratch) / "reward.pkl"
         checked.write_bytes(saved)
         live = _with_reward(config, reward, checked)
+        if rows is not None:
+            (there := Path(scratch) / folder.rows.name).write_bytes(rows)
+            live = live.changed(data={"path": there})
         fitted = recording.check(config) if recording else check_live(live, schedule)
     if fitted.table:
         print(fitted.table, file=sys.stderr)
-    config = _with_reward(fitted.config, reward, folder.reward)
+    config = _with_reward(fitted.config, reward, folder.reward).changed(data=config.data)
     received = signals_received(interruption.request, RESUME)
     with folder.locked(command) as earlier, folder.shortage_explained(), received:
         if earlier.command == command != "train":
             folder.clear(keep=("lock",))
-        attempt = _Attempt(config, schedule, folder, command, saved, interruption, recording)
+        attempt = _Attempt(config, schedule, folder, command, saved, rows, on, interruption, recording)
         num_restarts = 0
         while True:
             try:
@@ -171,6 +177,8 @@ class _Attempt:
     folder: RunFolder
     command: str
     reward: bytes
+    rows: bytes | None
+    on: Callable[[Event], None] | None
     interruption: Interruption
     recording: RecordedRun | None
 
@@ -178,7 +186,7 @@ class _Attempt:
         """Train to the end. Raises WorkerDied, and Interrupted if a signal ended the run in order."""
         config, folder, schedule = self.config, self.folder, self.schedule
         folder.lock.touch()  # for `tailrace view`: the events that are there are of an earlier process
-        with opened(folder.kept(config), folder, resume) as (store, start):
+        with opened(folder.kept(config), folder, resume, self.rows) as (store, start):
             folder.claim(self.command)  # only here, because a run that was refused is not this command's
             checkpoint = start.base.checkpoint
             if start.base.round >= config.run.rounds and (summary := ended(config, folder)):
@@ -263,6 +271,7 @@ class _Attempt:
             display,
             StopWithoutGain(config.run, earlier, interruption),
             *open_sinks(config.record.sinks, folder.path, display.say),
+            *([GuardedSink(FunctionSink(self.on), "on", display.say)] if self.on else []),
             *open_trackers(config.record.trackers, tracked, display.say),
             start=start,
             earlier=earlier,

@@ -171,7 +171,7 @@ def _check_config(folder: RunFolder) -> None:
     for key, (before, after) in changed_keys(last.config, config).items():
         problem = f"{folder.config} was changed: the run has {before!r} in its ledger"
         raise ConfigError(key, after, problem, f"change it back; --{key} on the command line overrides it")
-    if changed := changed_files(last.inputs, last.inputs | inputs_of(config)):
+    if changed := changed_files(last.inputs, last.inputs | inputs_of(config, folder)):
         say(f"warning: the run was trained with another content of {changed}")
 
 

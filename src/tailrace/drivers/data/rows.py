@@ -9,7 +9,7 @@ found without visiting the earlier prompts.
 """
 
 from codecs import BOM_UTF8
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -73,6 +73,20 @@ class JsonLines:
             return msgspec.json.decode(self._lines[place], type=dict[str, Any])
         except NOT_JSON as why:
             raise BadRow("not a JSON object", str(why)) from why
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return rows as a JSONL file. Raises a ConfigError if one is no mapping, or has what JSON has not."""
+    lines: list[bytes] = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(msgspec.json.encode(dict(row)) + b"\n")
+        except UNSENDABLE as why:
+            remedy = "give dicts of texts, numbers, lists and dicts; of several splits, one"
+            raise ConfigError("data", f"row {number}", f"it is no JSON object ({why})", remedy) from why
+    if not lines:
+        raise ConfigError("data", "no rows", "there is nothing to train on", "give rows")
+    return b"".join(lines)
 
 
 def open_table(settings: RowsSettings, split: Split) -> tuple[Table, bool]:

@@ -51,7 +51,8 @@ class RewardPool:
         if self._settings.batch == "sample" or group.prompt.index < 0:
             return (await self._call([Call.of(sample)]))[0]
         waiting = self._waiting.setdefault(group, {})
-        waiting[sample] = begun = asyncio.get_running_loop().create_future()
+        begun: asyncio.Future[tuple[asyncio.Task[list[Scores]], int]] = asyncio.Future()
+        waiting[sample] = begun
         members = sorted(group.samples, key=lambda each: each.id)
         if all(each in waiting or each.scored for each in members):
             for each in members:
