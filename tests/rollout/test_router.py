@@ -3,10 +3,13 @@
 import asyncio
 from collections import Counter
 
+import msgspec
+
 from tailrace import clock
+from tailrace.contracts.engine import Capabilities, DecodeSums, Usage
 from tailrace.contracts.weights import Weights
 from tailrace.errors import Evicted
-from tailrace.record.events import Recorder
+from tailrace.record.events import Decoded, Event, Recorder
 from tailrace.rollout.router import Router
 from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import SimEngineSettings
@@ -60,6 +63,36 @@ def test_but_not_if_that_is_an_eighth_of_its_slots_ahead() -> None:
 def test_nor_if_it_has_no_slot_left_or_is_away() -> None:
     assert served(samples_of(None, 2 * SLOTS - 1), samples_of("a", 1)) == {"a": SLOTS, "b": SLOTS}
     assert served(samples_of("a", 3), gone="a") == {"b": 3}
+
+
+def test_drafts_of_an_engine_that_counts_no_steps_are_recorded() -> None:
+    class Drafting(SimEngine):
+        sums = DecodeSums()
+
+        def usage(self) -> Usage:
+            return msgspec.structs.replace(super().usage(), decoded=self.sums)
+
+    class Kept:
+        def __init__(self) -> None:
+            self.events: list[Event] = []
+
+        def on(self, event: Event) -> None:
+            self.events.append(event)
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    async def main() -> list[Event]:
+        engine, kept = Drafting("a", SimEngineSettings(slots=SLOTS), lambda sample: 100), Kept()
+        engine.capabilities = Capabilities(drafts=True)
+        router = Router([engine], Recorder(kept))
+        engine.sums = DecodeSums(checked=7, accepted=3)
+        for sample in samples_of(None, 1):
+            await router.serve(sample)
+        return kept.events
+
+    (decoded,) = (each for each in clock.run(main(), virtual=True) if isinstance(each, Decoded))
+    assert decoded.drafts and decoded.sums == DecodeSums(checked=7, accepted=3)
 
 
 def test_an_engine_that_gave_a_request_back_holds_nothing_of_it() -> None:

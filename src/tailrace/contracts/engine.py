@@ -88,7 +88,8 @@ class DecodeSums(msgspec.Struct, frozen=True):
         positions: of each step, those in the KV cache when it begins.
         seconds: of the steps, with the engine's own work between two of them.
         prefilled: context positions that were computed in prefill_s.
-        checked, accepted: drafted tokens that the steps computed, and those of them that requests gained.
+        checked, accepted: drafted tokens that the steps computed, and those of them that requests gained. An
+            engine may count these alone.
     """
 
     steps: int = 0
@@ -195,7 +196,9 @@ class Capabilities:
     top_p: bool = False
     """Whether a sample may have a top-p of its own."""
     drafts: bool = False
-    """Whether it drafts tokens from the references of a request, and counts them."""
+    """Whether it drafts tokens, and counts them."""
+    references: bool = False
+    """Whether it drafts them from the references of a request, too."""
     verifies: bool = False
     """Whether it verifies the tokens of a request: the noise of a token is a function of seed and place."""
 

@@ -106,7 +106,7 @@ def joined(
     for engine in engines:
         engine.on_arrival = partial(ledger.probe, engine.name)
     components.anchors.restore(start.base.anchors)
-    max_tokens = MAX_TOKENS if any(engine.capabilities.drafts for engine in engines) else 0
+    max_tokens = MAX_TOKENS if any(engine.capabilities.references for engine in engines) else 0
     responses: dict[int, list[list[int]]] = {}
     if max_tokens and folder and start.base.checkpoint:
         responses = saved_responses(folder / start.base.checkpoint)

@@ -107,9 +107,9 @@ class Router:
             return
         engine, before = self.engines[number], self._decoded[number]
         self._busy_since_s[number], self._decoded[number] = now(), engine.usage().decoded
-        if self._decoded[number].steps > before.steps:
-            sums = self._decoded[number] - before
-            self._recorder.emit(Decoded(since_s, now(), engine.name, sums, engine.capabilities.drafts))
+        sums, drafts = self._decoded[number] - before, engine.capabilities.drafts
+        if sums.steps or drafts:
+            self._recorder.emit(Decoded(since_s, now(), engine.name, sums, drafts))
 
     def report_preemptions(self) -> None:
         """Record how many requests each engine has preempted since the last call."""

@@ -524,6 +524,11 @@ REFUSED = [
     ("vllm-0.32", {"backend": None}, "--weight-transfer-config"),
     ("vllm-0.32", {"dtype": "bfloat16"}, "start it with --dtype float32"),
     ("vllm-0.32", {"max_context": 64}, "its context is 64 tokens"),
+    (
+        "vllm-0.32",
+        {"speculative": True},
+        "has processed_logprobs.*: start it with --logprobs-mode raw_logprobs",
+    ),
     ("vllm-0.32", {"scale_out": False}, "the route /inference/v1/generate: start .* --enable-scale-out"),
     ("sglang-0.5.23", {"hidden": ["/pause_generation"]}, "the route /pause_generation"),
     ("sglang-0.5.23", {"overlap": True}, "--disable-overlap-schedule"),

@@ -1,5 +1,6 @@
 """Runs with engines behind HTTP, up to the start of the servers."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.api import load_config, train
+from tailrace.config import LiveConfig
 from tailrace.contracts.engine import Capabilities, EngineProcess, TokenCounter
 from tailrace.drivers.assembly.open import _check_capabilities
 from tailrace.drivers.engine.proof import SCORED
@@ -46,18 +48,53 @@ def test_a_started_server_gets_the_context_of_the_longest_sequence(
     tmp_path: Path,
 ) -> None:
     """Of the probe at least; of the model's, where nothing bounds the prompts or an environment fills it."""
-    python = tmp_path / "python"
+    changes = {"data.max_prompt_tokens": str(max_prompt_tokens)} if max_prompt_tokens else {}
+    words, loaded = started(kind, changes, config or config_path, tmp_path)
+    assert loaded.model
+    assert words[words.index(flag) + 1] == str(context or context_length(loaded.model.path))
+
+
+def started(kind: str, changes: dict[str, str], config: Path, folder: Path) -> tuple[list[str], LiveConfig]:
+    """The command line of a server that a run starts, and the config of the run."""
+    python = folder / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
-    changes = {"engine.kind": kind, "engine.python": str(python), "weights.transport": "filesystem"}
-    if max_prompt_tokens:
-        changes["data.max_prompt_tokens"] = str(max_prompt_tokens)
-    loaded = load_config(config or config_path, changes)
-    assert loaded.model
+    kinds = {"engine.kind": kind, "engine.python": str(python), "weights.transport": "filesystem"}
+    loaded = load_config(config, kinds | changes)
     with pytest.raises(WorkerDied, match="no server"):
-        train(loaded, tmp_path / "run")
-    words = (tmp_path / "words").read_text().splitlines()
-    assert words[words.index(flag) + 1] == str(context or context_length(loaded.model.path))
+        train(loaded, folder / "run")
+    return (folder / "words").read_text().splitlines(), loaded
+
+
+@pytest.mark.parametrize("drafts", ["off", "auto"])
+def test_drafts_of_vllm_are_its_own_n_gram_speculation(
+    drafts: str, config_path: Path, tmp_path: Path
+) -> None:
+    changes = {"engine.drafts": drafts, "engine.max_draft_tokens": "5"}
+    words, _ = started("vllm", changes, config_path, tmp_path)
+    found = [json.loads(words[words.index(each) + 1]) for each in words if each == "--speculative-config"]
+    expected = {"method": "ngram", "num_speculative_tokens": 5}
+    expected |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert found == ([expected] if drafts == "auto" else [])
+    mode = "raw_logprobs" if drafts == "auto" else "processed_logprobs"
+    assert words[words.index("--logprobs-mode") + 1] == mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"engine.urls": '["http://127.0.0.1:1"]'}, "does not start the servers"),
+        ({"sampling.temperature": "0.7"}, "vLLM 0.32 reports wrong log-probs with drafts"),
+        ({"sampling.temperature": "1.0", "sampling.top_k": "9"}, "vLLM 0.32 .*, and with top_k it ends"),
+    ],
+)
+def test_drafts_of_vllm_that_a_run_cannot_have_are_refused(
+    changes: dict[str, str], problem: str, config_path: Path, tmp_path: Path
+) -> None:
+    changes |= {"engine.kind": "vllm", "engine.drafts": "auto"}
+    with pytest.raises(ConfigError, match=problem) as refusal:
+        train(load_config(config_path, changes), tmp_path / "run")
+    assert (refusal.value.key, refusal.value.value) == ("engine.drafts", "auto")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

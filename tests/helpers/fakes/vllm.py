@@ -47,6 +47,7 @@ class FakeVllm(FakeServer):
         backend: str | None = "tailrace",
         adapters: bool = False,
         logprobs_mode: str = "processed_logprobs",
+        speculative: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(generation, model, **options)
@@ -55,7 +56,7 @@ class FakeVllm(FakeServer):
         self.page = type(self.page)(generation, hidden, _ADAPTERS if adapters else None)
         self.adapters: list[str] = []
         """Those that requests may name, in the order in which they were loaded."""
-        self.backend, self.logprobs_mode = backend, logprobs_mode
+        self.backend, self.logprobs_mode, self.speculative = backend, logprobs_mode, speculative
         self.paused: str | None = None
         self.asleep = self.initialised = self.updating = False
 
@@ -81,6 +82,7 @@ class FakeVllm(FakeServer):
         }
         transfer = {"backend": self.backend} if self.backend else None
         config = {"model_config": model_config, "weight_transfer_config": transfer}
+        config["speculative_config"] = {"method": "ngram"} if self.speculative else None
         return JSONResponse({"vllm_config": config if query.get("config_format") == "json" else str(config)})
 
     # -- generation --------------------------------------------------------------------------------

@@ -308,7 +308,13 @@ class RemoteEngine(EngineClient):
         super().__init__(worker, job)
         drafts = job.engine.drafts != "off"
         self.capabilities = Capabilities(
-            exact_versions=True, sleep=True, scores=True, top_p=True, drafts=drafts, verifies=True
+            exact_versions=True,
+            sleep=True,
+            scores=True,
+            top_p=True,
+            drafts=drafts,
+            references=drafts,
+            verifies=True,
         )
         self.counter = TokenCounter()
         self.arrival: Arrival | None = None
@@ -333,7 +339,7 @@ class RemoteEngine(EngineClient):
                 top_p=sample.top_p,
                 max_completion_tokens=len(ids) + self.job.sampling.room(sample),
                 pin=sample.pin,
-                references=sample.references if self.capabilities.drafts else (),
+                references=sample.references if self.capabilities.references else (),
                 max_age=sample.max_age,
                 oldest_version=sample.oldest_version if sample.spans else None,
             )

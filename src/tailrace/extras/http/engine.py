@@ -30,7 +30,15 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.clock import ended, now, waiting
-from tailrace.contracts.engine import Arrival, Capabilities, EngineProcess, TokenCounter, Usage, with_version
+from tailrace.contracts.engine import (
+    Arrival,
+    Capabilities,
+    DecodeSums,
+    EngineProcess,
+    TokenCounter,
+    Usage,
+    with_version,
+)
 from tailrace.contracts.weights import DTYPE, Link, Probe, TensorInfo, Weights
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.stops import Decoder, first_stop, stop_window
@@ -40,17 +48,24 @@ from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, 
 from tailrace.extras.http.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.types import KV, Sample, Span
 
-_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+_COUNTER = r"^vllm:%s_total(?:\{[^}]*\})? ([0-9.e+]+)$"
 _CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABEL = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
 
 
 def read_figures(page: str) -> Usage:
-    """The figures of the KV cache on a metrics page."""
-    num_preempted = sum(int(float(count)) for count in _PREEMPTIONS.findall(page))
+    """The figures of the KV cache and the numbers of drafted tokens on a metrics page."""
+    num_preempted, num_checked, num_accepted = (
+        sum(int(float(count)) for count in re.findall(_COUNTER % name, page, re.MULTILINE))
+        for name in ("num_preemptions", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+    )
     capacities = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     known = [int(each["block_size"]) * int(each["num_gpu_blocks"]) for each in capacities if len(each) == 2]
-    return Usage(num_preempted=num_preempted, kv_capacity=sum(known) if known else None)
+    return Usage(
+        num_preempted=num_preempted,
+        kv_capacity=sum(known) if known else None,
+        decoded=DecodeSums(checked=num_checked, accepted=num_accepted),
+    )
 
 
 TOKEN_VARIABLE = "TAILRACE_TOKEN"
@@ -106,7 +121,7 @@ class Connection:
         self.dialect: Dialect
         """Set once the server has been asked what it can do."""
         self.figures = Usage()
-        """Usage at the last deep health check, with the preemptions since the first one."""
+        """Usage at the last deep health check, with the preemptions and the drafts since the first one."""
         self._first: Usage | None = None
         # No connection is used twice: a server may close an idle one at the moment of the next request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -187,9 +202,12 @@ class Connection:
         if deep:
             with suppress(httpx.HTTPError):
                 read = read_figures((await self.client.get("/metrics", timeout=self.timeout_s)).text)
-                self._first = self._first or read
-                num_preempted = read.num_preempted - self._first.num_preempted
-                self.figures = msgspec.structs.replace(read, num_preempted=num_preempted)
+                first = self._first = self._first or read
+                num_preempted, decoded = (
+                    read.num_preempted - first.num_preempted,
+                    read.decoded - first.decoded,
+                )
+                self.figures = msgspec.structs.replace(read, num_preempted=num_preempted, decoded=decoded)
 
     async def close(self) -> None:
         """Close all connections."""

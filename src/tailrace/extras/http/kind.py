@@ -192,6 +192,12 @@ class VllmServers(ServerKind):
     prefix = vllm.PREFIX
 
     @override
+    def check(self, config: PolicyConfig) -> None:
+        super().check(config)
+        assert isinstance(config.engine, VllmEngineSettings)
+        vllm.check_drafts(config.engine, config.sampling)
+
+    @override
     def check_adapter(self, lora: LoraSettings, config: PolicyConfig) -> None:
         key, transport = "trainer.lora", config.weights.transport
         if not config.weights.in_folders:

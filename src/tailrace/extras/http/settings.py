@@ -17,6 +17,11 @@ class VllmEngineSettings(ServerEngineSettings):
     server = "vLLM"
     kind: Literal["vllm"] = "vllm"
     """Selects this kind of engine."""
+    drafts: Literal["off", "auto"] = "off"
+    """auto: the servers that the run starts check tokens that followed the same tokens before in the request
+    (vLLM's n-gram speculation). The distribution of tokens stays the same."""
+    max_draft_tokens: int = Field(default=8, ge=1, le=64)
+    """The most tokens of a request that a step checks; 1 to 64."""
 
 
 class SglangEngineSettings(ServerEngineSettings):

@@ -25,6 +25,7 @@ from tailrace.contracts.engine import Capabilities
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Link, Weights
+from tailrace.drivers.engine.native.matches import LENGTHS
 from tailrace.drivers.engine.proof import SCORED
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.extras.http.dialect import (
@@ -50,29 +51,49 @@ OLDEST = (0, 32)
 GENERATE, ABORT = "/inference/v1/generate", "/abort_requests"
 _DEV_MODE = "start the server with the environment variable VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out"
+_WRONG_DRAFTS = "reports wrong log-probs with drafts at a temperature other than 1, and with top_k it ends"
 _ABSENT = -9999.0
 """The log-prob that vLLM writes where it has none."""
 
 
-def logprobs_mode(sampling: SamplingSettings) -> str:
+def logprobs_mode(sampling: SamplingSettings, *, drafts: bool) -> str:
     """The mode in which log-probs are those of the whole vocabulary at the sampling temperature.
 
-    Raw log-probs leave the temperature out. Processed ones are renormalised over what top_p and top_k keep.
+    Raw log-probs leave the temperature out. Processed ones are renormalised over what top_p and top_k keep,
+    and wrong with drafts: version 0.32 then reports 0 and -9999 for likely tokens.
     """
     truncated = sampling.top_p < 1 or sampling.top_k > 0
-    return "raw_logprobs" if truncated else "processed_logprobs"
+    return "raw_logprobs" if truncated or drafts else "processed_logprobs"
 
 
 def check_sampling(sampling: SamplingSettings) -> None:
     """Raises a ConfigError for top_p or top_k together with a temperature: vLLM cannot give the log-probs of
     the policy then."""
-    if logprobs_mode(sampling) == "raw_logprobs" and sampling.temperature != 1:
+    if logprobs_mode(sampling, drafts=False) == "raw_logprobs" and sampling.temperature != 1:
         key, value = ("top_p", sampling.top_p) if sampling.top_p < 1 else ("top_k", sampling.top_k)
         problem = (
             "vLLM reports the log-probs of what remains after it, or those without the temperature; both are "
             "not those of the policy that is trained"
         )
         raise ConfigError(f"sampling.{key}", value, problem, "remove it, or set sampling.temperature = 1")
+
+
+def check_drafts(settings: VllmEngineSettings, sampling: SamplingSettings) -> None:
+    """Raises a ConfigError for drafts that the run cannot have."""
+    if settings.drafts == "off":
+        return
+    if settings.urls:
+        problem = "the run does not start the servers of engine.urls"
+        remedy = 'write "off", and start them with --speculative-config'
+        raise ConfigError("engine.drafts", settings.drafts, problem, remedy)
+    if not _drafts_are_right(sampling):
+        problem = f"vLLM 0.32 {_WRONG_DRAFTS}"
+        remedy = 'write "off", or set sampling.temperature = 1, top_p = 1 and top_k = 0'
+        raise ConfigError("engine.drafts", settings.drafts, problem, remedy)
+
+
+def _drafts_are_right(sampling: SamplingSettings) -> bool:
+    return sampling.temperature == 1 and logprobs_mode(sampling, drafts=False) == "processed_logprobs"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -237,6 +258,7 @@ async def detect(
             sleep="/sleep" in paths and bool(model_config.get("enable_sleep_mode")),
             sampling_mask=raw and sampling.temperature == 1,
             top_p=True,
+            drafts=bool(config.get("speculative_config")),
             scores=_numbers(version) is not None and sampling.temperature == 1 and fits,
         ),
         missing=tuple(_missing(kind, version, paths, config, sampling)),
@@ -264,7 +286,10 @@ def _missing(
             f"weight transfer by tailrace (it has {backend!r}): `pip install --no-deps {source()}` there, "
             f'and start it with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
         )
-    wanted = logprobs_mode(sampling)
+    drafts = bool(config.get("speculative_config"))
+    if drafts and not _drafts_are_right(sampling):
+        missing.append(f"drafts that are right (it {_WRONG_DRAFTS}): start it without --speculative-config")
+    wanted = logprobs_mode(sampling, drafts=drafts)
     mode = (config.get("model_config") or {}).get("logprobs_mode", "raw_logprobs")
     if mode != wanted and (sampling.temperature != 1 or wanted == "raw_logprobs"):
         missing.append(f"log-probs of the right kind (it has {mode}): start it with --logprobs-mode {wanted}")
@@ -384,9 +409,14 @@ def launch(
         "--max-model-len": str(max_context),
         "--max-num-seqs": str(settings.max_num_seqs),
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
-        "--logprobs-mode": logprobs_mode(sampling),
+        "--logprobs-mode": logprobs_mode(sampling, drafts=settings.drafts != "off"),
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
     }
+    if settings.drafts == "auto":
+        least, most = min(LENGTHS), max(LENGTHS)
+        drafted: dict[str, object] = {"method": "ngram", "num_speculative_tokens": settings.max_draft_tokens}
+        drafted |= {"prompt_lookup_min": least, "prompt_lookup_max": most}
+        flags["--speculative-config"] = json.dumps(drafted)
     words = [word for flag in flags.items() for word in flag]
     words += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     env = {"PYTHONPATH": str(plugins), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}

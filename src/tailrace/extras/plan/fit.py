@@ -219,7 +219,7 @@ def overlap(work: Sequence[Interval], others: Iterable[Interval]) -> Array:
 
 def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     """Fit base_s, slope_s, context_s, prefill_tokens_per_s and load_s, and the slow-down by the trainer."""
-    decoded = [each for process in run for each in process.decoded]
+    decoded = [each for process in run for each in process.decoded if each.sums.steps]
     if not decoded:
         return _fit_servers(run, prompt_tokens)
     sums = {

@@ -1,7 +1,7 @@
 """Two vLLM servers for several tests, and the server's own record of what it generated."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -118,15 +118,21 @@ def logprobs(model: PreTrainedModel, sample: Sample) -> list[float]:
 
 
 @asynccontextmanager
-async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]:
-    """Start two servers; every self-test runs on both."""
+async def opened(
+    runner: asyncio.Runner,
+    folder: Path,
+    settings: VllmEngineSettings = SETTINGS,
+    sampling: SamplingSettings = SAMPLING,
+    names: Sequence[str] = ("one", "other"),
+) -> AsyncIterator[Servers]:
+    """Start servers of these names; every self-test runs on each."""
     models = Models.save(folder)
     plugins = write_plugin(folder / "plugin")
-    expected = Expected(SETTINGS, SAMPLING, VOCABULARY, CONTEXT)
+    expected = Expected(settings, sampling, VOCABULARY, CONTEXT)
     servers = Servers(runner, models, [], [])
 
     async def recording(client: httpx.AsyncClient) -> RecordingVllm:
-        found = await detect(client, SAMPLING, ())
+        found = await detect(client, sampling, ())
         given = {each.name: getattr(found, each.name) for each in fields(found) if each.init}
         record = servers.records[servers.urls.index(str(client.base_url).rstrip("/"))]
         return RecordingVllm(**given, record=record)
@@ -141,8 +147,8 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
     def engine(name: str) -> SupervisedEngine:
         port = free_port()
         launch = vllm.launch(
-            SETTINGS,
-            SAMPLING,
+            settings,
+            sampling,
             model=models.folders[0],
             max_context=CONTEXT,
             port=port,
@@ -165,9 +171,9 @@ async def opened(runner: asyncio.Runner, folder: Path) -> AsyncIterator[Servers]
                 decode=str,
             )
 
-        return SupervisedEngine(name, SETTINGS.max_num_seqs, begin, TokenCounter())
+        return SupervisedEngine(name, settings.max_num_seqs, begin, TokenCounter())
 
-    servers.engines = [engine("one"), engine("other")]
+    servers.engines = [engine(name) for name in names]
     try:
         async with asyncio.TaskGroup() as tasks:
             for each in servers.engines:
