@@ -54,6 +54,40 @@ def test_joined_engines_divide_the_work_and_the_growth_but_not_the_overhead() ->
     assert Steps.of(cost, 4, 8, width=4) == Steps(1.25 + 0.25 + 0.5, 0.25)
 
 
+def test_a_step_checks_as_many_drafts_as_make_a_token_fastest() -> None:
+    """Of two requests: 1.2 s a token; 1.4 s for 1.5 tokens; 1.6 s for 1.75. Of twenty each row costs more."""
+    cost = SimEngineSettings(base_s=1.0, slope_s=0.1, acceptance=(0.5, 0.25))
+    assert Steps.of(cost, 2, 0) == (pytest.approx(1.6 / 1.75), 0.0, 2)
+    assert Steps.of(cost, 20, 0) == (pytest.approx(3.0), 0.0, 0)
+    half = cost.changed(draft_share=0.5, context_s=0.25)
+    assert Steps.of(half, 2, 8) == (
+        pytest.approx((1.0 + 0.1 * 4 + 2.0) / 1.375),
+        pytest.approx(0.5 / 1.375),
+        2,
+    )
+    assert Steps.of(half.changed(overhead_s=1.0, communication_s=0.5), 2, 8, width=2) == (
+        pytest.approx((3.4 / 2 + 0.5 + 1.0) / 1.375),
+        pytest.approx(0.25 / 1.375),
+        2,
+    )
+
+
+async def test_drafts_are_counted_and_make_a_response_end_sooner() -> None:
+    """Two requests of 30 tokens in steps of 1 s, of which each third gives a request a second token."""
+    engine = SimEngine("engine-0", change(TEN, acceptance=(0.5, 0.25), draft_share=2 / 3), lambda _: 30)
+    await asyncio.gather(engine.generate(sample(0, 1)), engine.generate(sample(1, 1)))
+    assert clock.now() == pytest.approx(20.0) and engine.capabilities.drafts
+    usage = engine.usage()
+    sums = usage.decoded
+    assert (sums.steps, sums.running, sums.drafted, sums.checked, sums.accepted) == (20, 40, 27, 53, 20)
+    assert usage.num_generated == sums.generated == 60
+
+
+def test_acceptance_that_rises_is_refused() -> None:
+    with pytest.raises(ValueError, match="acceptance rises"):
+        SimEngineSettings(acceptance=(0.5, 0.6))
+
+
 async def test_a_request_that_joins_makes_the_steps_of_the_other_longer() -> None:
     """Steps of 1 s + 0.25 s a position. The first request has 2 positions: steps of 1.5, 1.75 s. At 3.25 s it
     has 4, and another with 4 positions joins: 8 positions, then 10: 3 and 3.5 s. Then the first has its 4

@@ -88,8 +88,8 @@ class DecodeSums(msgspec.Struct, frozen=True):
         positions: of each step, those in the KV cache when it begins.
         seconds: of the steps, with the engine's own work between two of them.
         prefilled: context positions that were computed in prefill_s.
-        checked, accepted: drafted tokens that the steps computed, and those of them that requests gained. An
-            engine may count these alone.
+        drafted: drafts of requests of a step. An engine may count drafts, checked and accepted alone.
+        checked, accepted: drafted tokens that the steps computed, and those of them that requests gained.
     """
 
     steps: int = 0
@@ -100,6 +100,7 @@ class DecodeSums(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     checked: int = 0
     accepted: int = 0
+    drafted: int = 0
 
     @property
     def generated(self) -> int:

@@ -17,6 +17,9 @@ seconds, where P positions are in the KV cache when it begins. A step adds n pos
 with P positions take k * first_s + growth_s * k * (k - 1) / 2 seconds, where first_s is the time of the
 first and growth_s = context_s * n.
 
+Drafted tokens (`acceptance` of `SimEngineSettings`) are further rows of a step, which then gives more tokens.
+Here time goes by in steps of one token for each request: such a step has its share of the seconds.
+
 Engines that were joined to one tensor-parallel group divide all but the overheads, and communicate: see
 `communication_s` and `reduce_s` of `SimEngineSettings`.
 
@@ -52,33 +55,47 @@ from tailrace.types import KV, FinishReason, Group, Sample
 
 
 class Steps(NamedTuple):
-    """Decode steps in sequence by the same requests."""
+    """Decode steps in sequence by the same requests, each of which gains one token."""
 
     first_s: float
     """Seconds of the first step."""
     growth_s: float = 0.0
     """Seconds by which each step is longer than the one before."""
+    depth: int = 0
+    """Tokens that are drafted for a request."""
 
     @classmethod
     def of(cls, cost: SimEngineSettings, num_running: int, kv_positions: int, width: int = 1) -> "Steps":
-        """Return the steps of a batch.
+        """Return the steps of a batch, with as many drafts as make them fastest.
 
         Args:
             kv_positions: in the cache of the requests when the first step begins.
             width: engines that are joined to one tensor-parallel group.
         """
-        alone_s = max(cost.base_s, cost.compute_s * num_running) + cost.slope_s * num_running
+        plain = cls._at(cost, num_running, kv_positions, width, 0)
+        if not cost.acceptance:
+            return plain
+        depths = range(1, len(cost.acceptance) + 1)
+        return min((plain, *(cls._at(cost, num_running, kv_positions, width, depth) for depth in depths)))
+
+    @classmethod
+    def _at(
+        cls, cost: SimEngineSettings, num_running: int, kv_positions: int, width: int, depth: int
+    ) -> "Steps":
+        num_rows = num_running * (1 + cost.draft_share * depth) if depth else num_running
+        alone_s = max(cost.base_s, cost.compute_s * num_rows) + cost.slope_s * num_rows
         growth_s = cost.context_s * num_running
         host_s = cost.overhead_s + cost.overhead_per_request_s * num_running
         if cost.context_s:
             alone_s += cost.context_s * kv_positions
         if width > 1:
-            reduced_s = cost.communication_s * log2(width) + cost.reduce_s * num_running * (1 - 1 / width)
-            return cls(alone_s / width + reduced_s + host_s, growth_s / width)
-        return cls(alone_s + host_s, growth_s)
+            reduced_s = cost.communication_s * log2(width) + cost.reduce_s * num_rows * (1 - 1 / width)
+            alone_s, growth_s = alone_s / width + reduced_s, growth_s / width
+        gained = cost.gained(depth)
+        return cls((alone_s + host_s) / gained, growth_s / gained, depth)
 
     def slower(self, factor: float) -> "Steps":
-        return Steps(self.first_s * factor, self.growth_s * factor)
+        return self._replace(first_s=self.first_s * factor, growth_s=self.growth_s * factor)
 
     def seconds(self, start: float, end: float) -> float:
         """Return the time from one number of steps to another. Only the start may be a part of a step."""
@@ -150,7 +167,9 @@ class SimEngine:
     ) -> None:
         self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions or 1
         self._set_width(1)
-        self.capabilities = Capabilities(exact_versions=True, sleep=True, top_p=True)
+        self.capabilities = Capabilities(
+            exact_versions=True, sleep=True, top_p=True, drafts=bool(cost.acceptance)
+        )
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
         self.on_arrival: Callable[[Arrival], None] = lambda arrival: None
@@ -161,7 +180,8 @@ class SimEngine:
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
         self._generated = self._prefilled = self._preempted = 0
-        self._num_steps = self._positions = 0  # sums over the decode steps, as the next one (DecodeSums)
+        # Sums over the decode steps, as the next one (DecodeSums).
+        self._num_steps = self._num_requests = self._positions = self._drafted = self._checked = 0.0
         self._decode_s = 0.0
         self._steps, self._credit, self._since = 0, 0.0, now()  # whole decode steps; part of one; until when
         self._suspended = Suspended()
@@ -264,12 +284,15 @@ class SimEngine:
             num_preempted=self._preempted,
             kv_capacity=self._kv_capacity,
             decoded=DecodeSums(
-                steps=self._num_steps,
-                running=self._generated,
-                positions=self._positions,
+                steps=round(self._num_steps),
+                running=(num_requests := round(self._num_requests)),
+                positions=round(self._positions),
                 seconds=self._decode_s,
                 prefilled=self._prefilled,
                 prefill_s=self._prefill_s(self._prefilled),
+                checked=round(self._checked),
+                accepted=self._generated - num_requests,
+                drafted=round(self._drafted),
             ),
         )
 
@@ -330,11 +353,18 @@ class SimEngine:
         if time <= self._since:
             return  # stalled until then
         if self._running:
-            steps = self._next_steps.after(self._credit, time - self._since)
-            whole, num_running = int(steps + 1e-6), len(self._running)
-            self._credit = max(0.0, steps - whole)
-            self._num_steps += whole
-            self._positions += whole * self._kv_tokens + num_running * whole * (whole - 1) // 2
+            next_steps, num_running = self._next_steps, len(self._running)
+            steps = next_steps.after(self._credit, time - self._since)
+            self._credit = max(0.0, steps - (whole := int(steps + 1e-6)))
+            positions = whole * self._kv_tokens + num_running * whole * (whole - 1) // 2
+            depth, gained = next_steps.depth, self._cost.gained(next_steps.depth)
+            num_requests = whole * num_running / gained
+            num_drafted = self._cost.draft_share * num_requests if depth else 0.0
+            self._num_steps += whole / gained
+            self._num_requests += num_requests
+            self._positions += positions / gained
+            self._drafted += num_drafted
+            self._checked += num_drafted * depth
             self._decode_s += time - self._since
             self._steps += whole
             self._generated += whole * num_running

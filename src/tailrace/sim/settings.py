@@ -5,6 +5,7 @@ A field whose default is None is taken from the other sections of the config
 one engine.
 """
 
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -63,6 +64,21 @@ class SimEngineSettings(Settings):
     joined engines add 1 - 1/w."""
     regroup_s: float = Field(default=10.0, ge=0)
     """Seconds in which engines are restarted with another tensor-parallel size."""
+    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """Shares of drafts that are right up to each depth, from 1 on. Each step checks as deep as gives the most
+    tokens a second; a drafted token costs compute_s and slope_s. Empty: nothing is drafted."""
+    draft_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the running requests for which a step has drafts."""
+
+    @model_validator(mode="after")
+    def _check_acceptance(self) -> "SimEngineSettings":
+        if any(deep > before for before, deep in pairwise(self.acceptance)):
+            raise ValueError("acceptance rises: a draft that is right up to a depth was right before it")
+        return self
+
+    def gained(self, depth: int) -> float:
+        """Return the mean tokens of a request and step that checks so many drafted ones."""
+        return 1 + self.draft_share * sum(self.acceptance[:depth])
 
 
 class SimTrainerSettings(Settings):

@@ -19,7 +19,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="/model
 
 
 def test_preemptions_the_size_of_the_cache_and_drafts_are_read() -> None:
-    decoded = DecodeSums(checked=230, accepted=120)
+    decoded = DecodeSums(checked=230, accepted=120, drafted=40)
     assert read_figures(PAGE) == Usage(num_preempted=12, kv_capacity=16_000, decoded=decoded)
 
 

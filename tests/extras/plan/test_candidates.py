@@ -81,6 +81,13 @@ def test_the_batch_is_limited_by_slots_and_by_the_kv_cache() -> None:
         assert found.generation_s == pytest.approx(steps * 0.01 + 400 * 0.001)
 
 
+def test_drafts_share_what_is_paid_by_the_step_and_rows_are_paid_by_the_token() -> None:
+    """At best a step gives 2 tokens: its fixed part is halved, and a row costs what it costs alone."""
+    sim = SIM.changed(engines={"acceptance": (0.75, 0.25)})
+    found = floor(waiting("colocated"), sim, LOAD, groups_per_step=2)
+    assert found.generation_s == pytest.approx(300 * 0.01 / 2 + 400 * 0.001)
+
+
 def test_passes_of_a_workload_take_time_by_its_tokens_and_by_their_squares() -> None:
     """With their prompts sequences have 200, 400, 300, 300 tokens."""
     trainer = SimTrainerSettings(tokens_per_s=100.0, attention_s=1e-4)

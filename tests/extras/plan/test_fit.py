@@ -178,6 +178,18 @@ def test_a_resumed_run_is_fitted_by_all_its_processes(serial: Path, fitted: Fit,
     assert (engines.base_s, engines.load_s) == pytest.approx((once.base_s, once.load_s))
 
 
+def test_drafts_of_a_run_are_fitted_by_their_mean_depth_and_gain(serial: Path, tmp_path: Path) -> None:
+    """0.6 of the requests have drafts of 3 tokens, with 0.9 + 0.7 + 0.5 right ones. The chance c of a token
+    with c + c^2 + c^3 = 2.1 is 0.832. Rows cost little, so that all three pay."""
+    drafting = {"acceptance": [0.9, 0.7, 0.5], "draft_share": 0.6, "slope_s": 2e-5}
+    found = fitted_run(write_run(tmp_path / "drafts", run_config(engines=ENGINES | drafting))).sim.engines
+    assert found.acceptance == pytest.approx([0.832**depth for depth in (1, 2, 3)], abs=2e-3)
+    assert found.draft_share == pytest.approx(0.6, abs=1e-3)
+    assert found.gained(3) == pytest.approx(1 + 0.6 * 2.1, abs=2e-3)
+    assert (found.base_s, found.slope_s) == pytest.approx((ENGINES["base_s"], 2e-5), rel=0.05)
+    assert fitted_run(serial).sim.engines.acceptance == ()
+
+
 @pytest.mark.parametrize("recorded", [r"(?m)^.*\"event\":\"Decoded\".*\n", r'(?<="steps":)\d+'])
 def test_of_engines_that_record_no_steps_the_mean_step_is_fitted(
     serial: Path, tmp_path: Path, recorded: str

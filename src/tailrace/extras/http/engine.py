@@ -48,6 +48,7 @@ from tailrace.errors import EngineDied, Evicted, ServerRefused, TransferFailed, 
 from tailrace.extras.http.dialect import Attempt, Chunk, Dialect, call, describe
 from tailrace.types import KV, Sample, Span
 
+_DRAFTS = {"checked": "draft_tokens", "accepted": "accepted_tokens", "drafted": "drafts"}
 _COUNTER = r"^vllm:%s_total(?:\{[^}]*\})? ([0-9.e+]+)$"
 _CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _LABEL = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
@@ -55,16 +56,16 @@ _LABEL = re.compile(r'\b(block_size|num_gpu_blocks)="(\d+)"')
 
 def read_figures(page: str) -> Usage:
     """The figures of the KV cache and the numbers of drafted tokens on a metrics page."""
-    num_preempted, num_checked, num_accepted = (
+    num_preempted, *drafts = (
         sum(int(float(count)) for count in re.findall(_COUNTER % name, page, re.MULTILINE))
-        for name in ("num_preemptions", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+        for name in ("num_preemptions", *(f"spec_decode_num_{each}" for each in _DRAFTS.values()))
     )
     capacities = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
     known = [int(each["block_size"]) * int(each["num_gpu_blocks"]) for each in capacities if len(each) == 2]
     return Usage(
         num_preempted=num_preempted,
         kv_capacity=sum(known) if known else None,
-        decoded=DecodeSums(checked=num_checked, accepted=num_accepted),
+        decoded=DecodeSums(**dict(zip(_DRAFTS, drafts, strict=True))),
     )
 
 

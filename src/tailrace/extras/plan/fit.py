@@ -218,7 +218,7 @@ def overlap(work: Sequence[Interval], others: Iterable[Interval]) -> Array:
 
 
 def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
-    """Fit base_s, slope_s, context_s, prefill_tokens_per_s and load_s, and the slow-down by the trainer."""
+    """Fit the costs of a decode step, of prefills and loads, drafts, and the slow-down by the trainer."""
     decoded = [each for process in run for each in process.decoded if each.sums.steps]
     if not decoded:
         return _fit_servers(run, prompt_tokens)
@@ -256,6 +256,10 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
         for name, value in solution.coefficients.items()
         if not value
     ]
+    if num_drafts := sums["drafted"].sum():
+        depth, gained = (float(sums[name].sum() / num_drafts) for name in ("checked", "accepted"))
+        values["sim.engines.acceptance"] = accepted_by_depth(round(depth), gained)
+        values["sim.engines.draft_share"] = min(1.0, float(num_drafts / sums["running"].sum()))
     if load_s := [each for process in run for each in _loads_s(process)]:
         values["sim.engines.load_s"] = fmean(load_s)
     else:
@@ -271,6 +275,15 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     elif (factor := slowdown(seconds[~is_alone], trained_s[~is_alone], alone_s[~is_alone])) > 1:
         values["sim.host.engine_slowdown"] = factor
     return FitPart("decode", values, int(used.sum()), solution.explained, notes)
+
+
+def accepted_by_depth(depth: int, gained: float) -> list[float]:
+    """The shares of drafts that are right up to each depth, where a draft has so many tokens and `gained` of
+    them are right in the mean. A token is taken to be right after right ones with the same chance at each
+    depth, as in the embedded engine (drivers/engine/native/drafts.py)."""
+    chances = np.linspace(0.0, 1.0, 10_001)
+    shares = chances[:, None] ** np.arange(1, depth + 1)
+    return (float(np.interp(gained, shares.sum(1), chances)) ** np.arange(1, depth + 1)).tolist()
 
 
 def _loads_s(process: Timeline) -> list[float]:

@@ -119,14 +119,16 @@ def floor(candidate: Candidate, sim: SimSettings, load: Workload, groups_per_ste
 
 
 def generation_seconds(cost: SimEngineSettings, load: Workload, samples: int, steps: float) -> float:
-    """Return the least time in which the engines generate some samples, in at least so many decode steps."""
+    """Return the least time in which the engines generate some samples, in at least so many steps. A step
+    gives each request one token; drafts make it shorter."""
     count = cost.count or 1
     tokens = samples * load.mean_tokens / count
     room = max(1.0, cost.kv_tokens / load.mean_context)
     steps = max(steps, tokens / min(cost.slots or room, room))
-    base_s = max(cost.base_s * steps, cost.compute_s * tokens)
-    slope_s = cost.slope_s + cost.overhead_per_request_s + cost.context_s * load.mean_context
-    return cost.overhead_s * steps + base_s + slope_s * tokens
+    most = cost.gained(len(cost.acceptance))
+    base_s = max(cost.base_s * steps / most, cost.compute_s * tokens)
+    of_request_s = (cost.overhead_per_request_s + cost.context_s * load.mean_context) / most
+    return cost.overhead_s * steps / most + base_s + (cost.slope_s + of_request_s) * tokens
 
 
 class TrainedLengths:

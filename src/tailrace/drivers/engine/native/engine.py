@@ -486,7 +486,7 @@ class NativeEngine:
             return False
         if step.arrived:
             step.arrived.synchronize()
-        lengths, num_checked, num_accepted = [], 0, 0
+        lengths, num_checked, num_accepted, num_drafted = [], 0, 0, 0
         drawn = iter(zip(*(x.tolist() for x in step.on_host), strict=True))
         for sequence in step.sequences:
             draft = step.drafts.get(sequence, [])
@@ -500,12 +500,14 @@ class NativeEngine:
                 self._drafter.observe(sequence, len(draft), num_right)
             num_checked += len(draft)
             num_accepted += num_right
+            num_drafted += bool(draft)
         self._decoded += DecodeSums(
             steps=int(bool(lengths)),
             running=len(lengths),
             positions=sum(lengths),
             checked=num_checked,
             accepted=num_accepted,
+            drafted=num_drafted,
         )
         return True
 
