@@ -7,6 +7,7 @@
     fetches      the same page, `require_batches`: Qwen2.5-Math-7B, 128 H20
     one step     verl, docs/advance/one_step_off.md (July 2025): Qwen2.5-Math-7B, 16 H20
     UniRL        github.com/Tencent-Hunyuan/UniRL, pull request 213 (August 2026): 8,192 tokens, 18 rollouts
+    SkyRL        SkyRL, docs/examples/spec_decode (2026): Qwen3.5-9B, 8 H100, a draft of three tokens
     Tinker       github.com/thinking-machines-lab/tinker-cookbook, pull request 822 (July 2026)
 
 No page prints lengths. All pairs have one law, the simulator's default below the printed limit, and one form
@@ -124,6 +125,9 @@ UNIRL = Pair(
     (Trainer(UNIRL_S["separate"] / ROLLOUTS - LONGER_S),) * 2,
     ROLLOUTS,
 )
+SKYRL = Pair("SkyRL", 32, 8, 32, 8192, (8, 8), 310.1, (Trainer(57.3), Trainer(61.3)))
+DRAFTED_S, ACCEPTANCE = 152.4, (0.886, 0.770, 0.663)
+"""Of a rollout with drafts, and the printed shares of right drafts up to each depth, which are given."""
 
 
 def _settings(pair: Pair, which: int, slower: float, tokens_per_s: float) -> SimSettings:
@@ -259,6 +263,24 @@ def staleness(seed: int) -> Table:
     return Table("Staleness", "batches that are sampled ahead, 40 steps", tuple(figures))
 
 
+def drafts(seed: int) -> Table:
+    """A rollout with drafts from one without."""
+    schedule = partial(serial, groups_per_round=SKYRL.groups, groups_per_step=SKYRL.mini)
+    slower, tokens = fitted(SKYRL, seed)
+    sim = _settings(SKYRL, 1, slower, tokens / SKYRL.trainers[1].passes_s)
+    drafting = sim.changed(engines={"acceptance": ACCEPTANCE})
+    ours = _run(SKYRL, drafting, schedule, SYNC_ROUNDS, 0, seed).figures["rollout_time_s"]
+    gain = SKYRL.rollout_s / DRAFTED_S, SKYRL.rollout_s / ours
+    figures = (
+        Figure("SkyRL", "rollout with drafts of three tokens", "s", DRAFTED_S, ours),
+        Figure("SkyRL", "gain of drafts", "x", *gain, "determined", 0.1),
+    )
+    note = (
+        "A drafted token costs a row of the step; what the three heads compute is not printed, and free here."
+    )
+    return Table("Drafts", "a rollout whose steps check drafts", figures, (note,))
+
+
 async def refilled(run: Run, groups_per_round: int, early: bool) -> None:
     """A batch is generated ahead of the one that is trained.
 
@@ -310,24 +332,32 @@ printed 8 | verl 7B: at most 10K tokens, 8 and 8 devices, fetches of 128; rollou
     fully_async.md
 printed 12 | ReTool, fetches, one step: prompts, responses, limits, devices; rollout and training of the
     synchronous step; the training of fetches and of Megatron | the same pages, published scripts
+printed 9 | SkyRL: 32 prompts of 8, at most 8,192 tokens, 8 devices; rollout, both trainers, the share of
+    right drafts by depth | docs/examples/spec_decode
 printed 3 | Tinker: steps, and batches ahead | pull request 822
 printed 2 | UniRL: 18 rollouts of at most 8,192 tokens | pull request 213
-fitted 14 | the factor of a decode step and the trainer's rate of each pair | their synchronous rows
+fitted 16 | the factor of a decode step and the trainer's rate of each pair | their synchronous rows
 fitted 2 | UniRL: generation, and scores with training | the rows separate and refilled
 assumed 1 | Tinker: sampling is faster than training |
 assumed 6 | lengths with median 1,230, sigma 1.3 and correlation 0.7; prompts of 150 tokens; engines of 4
-    devices (verl); a fixed number of requests in flight (vime) |
+    devices (verl) or of one (SkyRL); a fixed number of requests in flight (vime) |
 """
 PAPER = Paper(
     name="peers",
-    citation="Pairs of runs that vime, verl, UniRL and Tinker printed, 2025 and 2026",
+    citation="Pairs of runs that vime, verl, UniRL, SkyRL and Tinker printed, 2025 and 2026",
     set_up=("A synchronous run is fitted, its asynchronous counterpart is predicted; rewards take no time.",),
     parameters=parameters(PARAMETERS),
-    tables={"Steps": pairs, "One step": one_step_ahead, "Refills": refills, "Staleness": staleness},
+    tables={
+        "Steps": pairs,
+        "One step": one_step_ahead,
+        "Refills": refills,
+        "Drafts": drafts,
+        "Staleness": staleness,
+    },
     contradictions=(
         "verl 7B: the trainer takes 430 s on 16 devices that also generate, and 436 s on 8 that only train.",
     ),
     not_attempted="A second pending batch (UniRL). These print too few parts: UniRL, issue 94, no seconds;"
     " NeMo-RL, pull request 1381 and its page of performance, no times of generation and of training;"
-    " SkyRL's drafts, not the time of a draft; marin, issue 8955, neither the groups of an update nor times.",
+    " marin, issue 8955, neither the groups of an update nor times.",
 )
