@@ -19,7 +19,7 @@ from test_native_adapters import SCALE, adapter_of, merged
 from helpers.tiny_models import FAMILIES, LETTERS, VOCABULARY
 from tailrace.contracts.engine import GenerationRequest
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.drivers.engine.native.sampler import BLOCK, SMALL, SMALL_BLOCK, draw, noise_keys, noise_stream
+from tailrace.drivers.engine.native.sampler import draw, noise_keys, noise_stream
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.types import SamplingParams
 
@@ -184,13 +184,11 @@ class Fuzz:
 
 @torch.no_grad()
 def drawn_by(model, request):
-    """The draw at each place of a request, and the same where its own token and the block of that one are
-    likelier by a rounding."""
+    """The draw at each place of a request, and the same where its own token is likelier by a rounding."""
     prompt, ids = request.prompt, torch.tensor(request.tokens)
     logits = model(torch.tensor([[*prompt, *request.tokens]])).logits[0, len(prompt) - 1 : -1].float()
     keys = noise_keys(torch.tensor(noise_stream(request.seed)), torch.arange(len(ids)))
-    size, greedy = BLOCK if VOCABULARY > SMALL else SMALL_BLOCK, range(len(ids)) if request.greedy else ()
-    nudged = logits + TIE * (torch.arange(VOCABULARY) // size == ids[:, None] // size)
+    greedy, nudged = range(len(ids)) if request.greedy else (), logits.clone()
     nudged[range(len(ids)), ids] += TIE
     both = [draw(each, keys, [request.sampling] * len(ids), [*greedy]) for each in (logits, nudged)]
     return both[0], both[1]

@@ -163,7 +163,7 @@ def test_random_loads_and_interruptions_end_in_what_the_last_weights_generate(ma
         num_gained += take(ended, had)
         served -= {output.id for output in ended if output.finish_reason}
         assert_consistent(engine)
-    assert sum(sample.num_changed for sample in had.values()) > 50
+    assert sum(sample.num_changed for sample in had.values()) > 20
     assert engine.usage().num_counted == num_gained
     assert_same(had, from_nothing(make_engine(), weights), version=6)
 

@@ -22,7 +22,7 @@ from tailrace.types import SamplingParams
 
 BLOCK, SMALL_BLOCK, SMALL = 128, 16, 2048
 """Tokens of a block; those of a block of a vocabulary that is at most so small. 128 divides the vocabularies
-of most models, which then need no padding."""
+of most models, which then need no padding. A smaller vocabulary is one block."""
 
 
 def _signed(number: int) -> int:
@@ -112,6 +112,8 @@ def draw(
 def _choose(weights: Tensor, keys: Tensor) -> Tensor:
     """Choose an index of each row with a probability proportional to its weight, [T, 1]: never one of weight
     zero. `weights`: [T, V]. The noise of the tokens of all blocks is the same: one block is chosen."""
+    if weights.shape[1] <= BLOCK:  # the time is that of the operations, whatever their size
+        return (weights / noise(keys, weights.shape[1])).argmax(-1, keepdim=True)
     size = BLOCK if weights.shape[1] > SMALL else SMALL_BLOCK
     short = -weights.shape[1] % size
     blocks = (F.pad(weights, (0, short)) if short else weights).view(len(weights), -1, size)
