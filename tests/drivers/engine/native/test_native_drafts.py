@@ -43,8 +43,9 @@ def test_the_seconds_of_steps_lie_on_lines_between_measured_ones_and_never_fall(
     for rows, each in ((1, 2.0), (4, 2.0), (8, 1.0), (16, 10.0)):
         seconds.observe(rows, each)
     assert [seconds(rows) for rows in (1, 6, 8, 12, 16, 99)] == [2.0, 2.0, 2.0, 6.0, 10.0, 10.0]
-    seconds.observe(16, 18.0)
-    assert seconds(16) == 11.0
+    for disturbed, expected in ((18.0, 10.0), (18.0, 18.0)):
+        seconds.observe(16, disturbed)
+        assert seconds(16) == expected
 
 
 class Requests:
@@ -70,7 +71,8 @@ def drafter_of(seconds_of_rows, right=None, max_tokens=8):
             drafter.propose({request: 8})
             if drafter._lengths:
                 drafter.observe(request, 1, int(right))
-    drafter._rest = drafter._last_rest = drafter._num_drafted = 0
+    drafter._rest = drafter._last_rest = 0
+    drafter._until_plain = drafter._plain_every = PLAIN_EVERY
     return drafter
 
 
@@ -108,9 +110,23 @@ def test_drafts_that_do_not_pay_are_tried_again_later(monkeypatch):
 
 
 def test_a_step_without_drafts_is_measured_now_and_then():
-    requests, drafter = Requests(1), drafter_of(lambda rows: 1.0)
-    proposed = [requests.proposed(drafter) for _ in range(2 * (PLAIN_EVERY + 1))]
-    assert [place for place, each in enumerate(proposed) if not each] == [PLAIN_EVERY, 2 * PLAIN_EVERY + 1]
+    """After 1, 2, 4, ... steps with drafts, at last after each 64."""
+    requests, drafter = Requests(1), Drafter(8)
+    drafter.seconds.observe(1, 1.0)
+    proposed = [requests.proposed(drafter) for _ in range(200)]
+    plain = [place for place, each in enumerate(proposed) if not each]
+    assert plain == [1, 4, 9, 18, 35, 68, 68 + 65, 68 + 2 * 65]
+
+
+def test_the_first_drafts_decide_how_many_are_right():
+    """After n drafts of which r were right, a share of which nothing was known is (r + 1) / (n + 2)."""
+    requests, drafter = Requests(1), Drafter(8)
+    drafter.seconds.observe(1, 1.0)
+    for num_right in (0, 1, 3):
+        drafter.propose({requests.all[0]: 8})
+        drafter.observe(requests.all[0], 3, num_right)
+        drafter._until_plain = 1
+    assert drafter._right[4] == (pytest.approx((0 + 1 + 3 + 1) / (1 + 2 + 3 + 2)), 6)
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])

@@ -11,20 +11,25 @@ rows and the share of drafts that were right, both measured while the engine wor
 """
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from statistics import median_low
 
 from tailrace.drivers.engine.native.cache import Sequence as Request
 from tailrace.drivers.engine.native.matches import LENGTHS
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Upper limits of the numbers of rows whose steps are measured together."""
-NEW = 1 / 8
-"""Weight of a new measurement of seconds."""
+KEPT = 5
+"""Measurements of steps of like rows, whose median counts: a first or a disturbed step may take many times as
+long, and steps without drafts are few."""
 NEW_DRAFT = 1 / 64
-"""Weight of a new draft in the share of right ones."""
+"""The least weight of a new draft in the share of right ones. The first drafts weigh more: the share is the
+mean of what it may be after them, where any share was as likely before."""
 PLAIN_EVERY = 64
-"""One of so many steps with drafts has none, so that the seconds of such steps are known."""
+"""One of so many steps with drafts has none, so that the seconds of such steps are known. At first more have
+none: after 1, 2, 4, ... steps with drafts."""
 MAX_REST = 127
 """The most steps for which nothing is drafted after drafts did not pay. After them a few are tried, at most
 one a request, because seconds and shares may be others now."""
@@ -34,28 +39,23 @@ class StepSeconds:
     """The seconds of a step as a function of its rows, from steps that were measured."""
 
     def __init__(self) -> None:
-        self._means: list[tuple[float, float]] = [(0.0, 0.0)] * len(SIZES)
-        """Rows and seconds, by SIZES; no rows: there was no such step."""
+        self._last = [deque[tuple[float, int]](maxlen=KEPT) for _ in SIZES]
+        """Seconds and rows of the last steps, by SIZES."""
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step took so long. Steps of more rows than all SIZES are not used."""
         if (number := bisect_left(SIZES, rows)) < len(SIZES):
-            old_rows, old_seconds = self._means[number]
-            new = NEW if old_rows else 1.0
-            self._means[number] = (
-                old_rows + new * (rows - old_rows),
-                old_seconds + new * (seconds - old_seconds),
-            )
+            self._last[number].append((seconds, rows))
 
     def __call__(self, rows: int) -> float:
         """Seconds of a step with so many rows: on the line between the nearest measured ones, beyond them as
         of the nearest. It never falls with the rows. 0: no step was measured."""
-        known = [each for each in self._means if each[0]]
-        seconds = [*accumulate((each for _, each in known), max)]
-        after = bisect_left([each for each, _ in known], rows)
+        known = [median_low(each) for each in self._last if each]
+        seconds = [*accumulate((each for each, _ in known), max)]
+        after = bisect_left([each for _, each in known], rows)
         if after in (0, len(known)):
             return seconds[min(after, len(known) - 1)] if known else 0.0
-        low, high = known[after - 1][0], known[after][0]
+        low, high = known[after - 1][1], known[after][1]
         return seconds[after - 1] + (seconds[after] - seconds[after - 1]) * (rows - low) / (high - low)
 
 
@@ -68,17 +68,20 @@ class Drafter:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self.seconds = max_tokens, StepSeconds()
-        self._right = dict.fromkeys(LENGTHS, 0.5)
-        """The share of drafts that were right after right ones, by the length of the match."""
+        self._right = dict.fromkeys(LENGTHS, (0.5, 0))
+        """The share of drafts that were right after right ones, and how many were seen, by the length of the
+        match."""
         self._lengths: dict[Request, int] = {}
         """The lengths of the matches whose drafts are checked now."""
-        self._rest = self._last_rest = self._num_drafted = 0
+        self._rest = self._last_rest = 0
+        self._until_plain = self._plain_every = 1
 
     def propose(self, rooms: Mapping[Request, int]) -> dict[Request, list[int]]:
         """Drafts for requests, those without left out. `rooms`: the most tokens of each."""
         self._lengths = {}
-        if self._rest or self._num_drafted == PLAIN_EVERY:
-            self._rest, self._num_drafted = max(0, self._rest - 1), 0
+        if self._rest or not self._until_plain:
+            self._rest = max(0, self._rest - 1)
+            self._until_plain = self._plain_every = min(PLAIN_EVERY, 2 * self._plain_every)
             return {}
         drafts: dict[Request, list[int]] = {}
         chances: list[tuple[float, int, Request]] = []
@@ -87,7 +90,7 @@ class Drafter:
                 continue
             if match := request.matches.find(request.tokens, min(room, self._max_tokens)):
                 drafts[request], self._lengths[request] = match.ids, match.length
-                right = self._right[match.length]
+                right, _ = self._right[match.length]
                 chances += ((right**depth, -depth, request) for depth in range(1, len(match.ids) + 1))
         chances.sort(key=lambda each: each[:2], reverse=True)
         num = self._best_number(len(rooms), [chance for chance, _, _ in chances])
@@ -96,7 +99,7 @@ class Drafter:
         widths = dict.fromkeys(drafts, 0)
         for _, _, request in chances[:num]:
             widths[request] += 1
-        self._num_drafted += num > 0
+        self._until_plain -= num > 0
         if chances:
             self._rest = self._last_rest = 0 if num else min(MAX_REST, 2 * self._last_rest + 1)
         return {request: drafts[request][:width] for request, width in widths.items() if width}
@@ -114,4 +117,6 @@ class Drafter:
         """Book how many of the first drafts of a request were right."""
         length = self._lengths.pop(request)
         for number in range(min(num_right + 1, num_drafted)):
-            self._right[length] += NEW_DRAFT * ((number < num_right) - self._right[length])
+            right, seen = self._right[length]
+            weight = max(NEW_DRAFT, 1 / (seen + 3))
+            self._right[length] = right + weight * ((number < num_right) - right), seen + 1
