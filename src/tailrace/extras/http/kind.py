@@ -152,7 +152,7 @@ class ServerKind(EngineKind):
     def check(self, config: PolicyConfig) -> None:
         assert isinstance(config.engine, ServerEngineSettings)
         check_files(config.model.path)
-        self.check_sampling(config.sampling)
+        self.check_sampling(config.engine, config.sampling)
         given = config.weights.transport
         if self.transport and given != self.transport:
             raise ConfigError("weights.transport", given, self.no_other, f'set it to "{self.transport}"')
@@ -162,7 +162,7 @@ class ServerKind(EngineKind):
         if not settings.urls:
             find_interpreter(settings)
 
-    def check_sampling(self, sampling: SamplingSettings) -> None:
+    def check_sampling(self, settings: Any, sampling: SamplingSettings) -> None:
         """Raises a ConfigError if its log-probs would not be those of the policy."""
 
     @override
@@ -192,12 +192,6 @@ class VllmServers(ServerKind):
     prefix = vllm.PREFIX
 
     @override
-    def check(self, config: PolicyConfig) -> None:
-        super().check(config)
-        assert isinstance(config.engine, VllmEngineSettings)
-        vllm.check_drafts(config.engine, config.sampling)
-
-    @override
     def check_adapter(self, lora: LoraSettings, config: PolicyConfig) -> None:
         key, transport = "trainer.lora", config.weights.transport
         if not config.weights.in_folders:
@@ -209,8 +203,9 @@ class VllmServers(ServerKind):
             raise ConfigError(f"{key}.rank", lora.rank, problem, 'lower it, or set publish = "merged"')
 
     @override
-    def check_sampling(self, sampling: SamplingSettings) -> None:
+    def check_sampling(self, settings: VllmEngineSettings, sampling: SamplingSettings) -> None:
         vllm.check_sampling(sampling)
+        vllm.check_drafts(settings, sampling)
 
     @override
     def launch(self, settings: VllmEngineSettings, engines: HttpEngines, port: int, plugins: Path) -> Launch:
