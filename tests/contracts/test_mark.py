@@ -14,7 +14,7 @@ def test_a_mark_owns_the_names_of_all_commands_that_wrote_there(tmp_path: Path) 
     folder = tmp_path / "new"
     assert claim(folder, "train", ["model", "logs"], ()).names == []
     assert claim(folder, "sft", ["model", "lock"], ()).names == ["logs", "model"]
-    mark = {"command": "sft", "names": ["lock", "logs", "model"], "format": 1}
+    mark = {"command": "sft", "names": ["lock", "logs", "model"], "format": 1, "version": ""}
     assert json.loads((folder / MARK).read_bytes()) == mark
     assert os.listdir(folder) == [MARK]
 
@@ -45,6 +45,14 @@ def test_a_pattern_owns_what_comes_later(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     mark = read_mark(tmp_path)
     assert mark and [path.name for path in mark.owned_in(tmp_path)] == ["version-1", "version-22"]
+
+
+def test_a_mark_has_the_release_that_wrote_it_and_one_of_an_earlier_release_none(tmp_path: Path) -> None:
+    claim(tmp_path, "train", ["model"], (), version="0.3.0")
+    assert (mark := read_mark(tmp_path)) and mark.version == "0.3.0"
+    path = tmp_path / ".tailrace"
+    path.write_text(path.read_text().replace('"version"', '"other"'))
+    assert (mark := read_mark(tmp_path)) and mark.version == ""
 
 
 def test_a_check_writes_nothing(tmp_path: Path) -> None:

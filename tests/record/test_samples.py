@@ -23,6 +23,7 @@ def test_every_trained_sample_stands_in_its_rounds_file(tmp_path: Path) -> None:
         "id": "7.0/1",
         "step": 2,
         "prompt": "question 7",
+        "asked": "question 7",
         "text": "answer 1",
         "reward": 1.0,
         "rewards": {},
@@ -62,6 +63,7 @@ def test_the_samples_of_an_evaluation_have_a_file_of_their_own(tmp_path: Path) -
             "num_tokens": 9,
             "source": "",
             "columns": {},
+            "asked": "question -1",
         }
         for reward, failure in ((1.0, None), (0.0, "reward timeout"))
     ]

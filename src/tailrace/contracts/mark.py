@@ -20,6 +20,8 @@ class Mark(msgspec.Struct):
     names: list[str]
     """Names directly in the folder, as patterns of a shell."""
     format: int = FORMAT
+    version: str = ""
+    """The release of that command; "": one that did not write it."""
 
     def owned_in(self, folder: Path) -> Iterator[Path]:
         """The files, folders and links of these names that are there."""
@@ -42,6 +44,7 @@ def claim(
     *,
     key: str = "--output-dir",
     only_check: bool = False,
+    version: str = "",
 ) -> Mark:
     """Write the mark of a folder, which is made if it does not exist, before a command writes these names.
     Return the mark that was there. Raises a ConfigError if one of the names is there and not owned, or the
@@ -51,6 +54,7 @@ def claim(
         earlier: the names that are owned in a folder without a mark: a release that wrote none left them.
         key: the option or setting that names the folder.
         only_check: change nothing.
+        version: `Mark.version`.
     """
     place = (key, str(folder))
     try:
@@ -61,7 +65,10 @@ def claim(
         if foreign := sorted(path.name for path in found.difference(known.owned_in(folder))):
             problem = f"this command would replace what tailrace did not write there: {', '.join(foreign)}"
             raise ConfigError(*place, problem, "choose another, or move that away")
-        mark, partial = Mark(command, sorted({*known.names, *names})), folder / f"{MARK}.{os.getpid()}"
+        mark, partial = (
+            Mark(command, sorted({*known.names, *names}), version=version),
+            folder / f"{MARK}.{os.getpid()}",
+        )
         if mark != known and not only_check:
             folder.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(msgspec.json.encode(mark) + b"\n")

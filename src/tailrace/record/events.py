@@ -253,6 +253,8 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
     source: str = ""
     columns: dict[str, object] = {}
     """`Prompt.shown_columns`."""
+    asked: str = ""
+    """`Prompt.asked`."""
 
     @classmethod
     def of(cls, sample: Sample, reward: float, failure: str | None = None) -> "EvaluatedSample":
@@ -266,6 +268,7 @@ class EvaluatedSample(msgspec.Struct, frozen=True):
             num_tokens=sample.num_tokens,
             source=sample.prompt.source,
             columns=sample.prompt.shown_columns,
+            asked=sample.prompt.asked,
         )
 
 

@@ -412,9 +412,15 @@ def _rank(name: str) -> int:
     return _RANKS.get(name, len(_RANKS))
 
 
-def _is_count(name: str) -> bool:
+def figure_of(name: str) -> Figure | None:
+    """The line of the table for a key of a row, or for its family; None: it is not in the table."""
     rank = _rank(name)
-    return rank < len(FIGURES) and FIGURES[rank].group == "count"
+    return FIGURES[rank] if rank < len(FIGURES) else None
+
+
+def _is_count(name: str) -> bool:
+    found = figure_of(name)
+    return found is not None and found.group == "count"
 
 
 def ordered(row: Mapping[str, float]) -> Row:

@@ -59,6 +59,7 @@ def _trained_record(sample: Sample, step: int) -> dict[str, object]:
         "id": str(sample.id),
         "step": step,
         "prompt": sample.prompt.text,
+        "asked": sample.prompt.asked,
         "text": sample.text,
         "reward": sample.reward,
         "rewards": sample.reward_metrics,

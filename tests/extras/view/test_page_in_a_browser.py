@@ -16,7 +16,7 @@ import pytest
 from page_story import sinks_of, until, write_run
 
 from helpers.browser import chromium, needs_chromium, wait_for
-from helpers.record_story import pipelined_round
+from helpers.record_story import WALL_TIME, pipelined_round
 from tailrace.extras.view.run import open_runs
 from tailrace.record.events import Spent, Stepped, Waiting
 from tailrace.record.steps import StepMeter
@@ -152,7 +152,7 @@ def test_two_runs_are_overlaid_and_compared_in_one_table(stories: Tab) -> None:
     assert page.locator("#head h1").inner_text() == "2 runs"
     heads, *rows = page.locator("#comparison tr").all_inner_texts()
     assert page.evaluate("document.createElement('canvas').getContext('webgl')") is None
-    assert heads.split("\t")[:2] == ["run", "reward"] and [
+    assert heads.split("\t")[:2] == ["run", "reward, mean of rounds"] and [
         row.splitlines()[0].split("\t")[0][:3] for row in rows
     ] == ["one", "oth"]
     assert page.locator("#config-differences").count() == 0
@@ -184,7 +184,7 @@ def test_a_click_on_a_request_opens_its_sample(stories: Tab) -> None:
     """On the middle of the request of sample 1.0/1: slot 2, from 4 to 10 s."""
     page = stories.page
     stories.open("timeline")
-    said = "1.0/1 on engine-0: ended at the length limit\n4 to 10 s, 0 to 20 tokens"
+    said = "1.0/1 on engine-0: ended at the length limit\n4 s to 10 s, 0 to 20 tokens"
     assert stories.tip(7.0, "engine-0", 0.8) == said
     page.mouse.click(*stories.place(7.0, "engine-0", 0.8))
     stories.wait("tailrace.samples.sample?.id === '1.0/1'")
@@ -301,7 +301,13 @@ def test_a_simulated_run_names_a_faster_schedule_and_says_how_prompts_were_compl
             "(({ schedule, times }) => [schedule, times])(tailrace.runs[0].faster)"
         )
         assert times > 1.1 and f"In a simulation with its costs, {name} is {times:.1f} times faster" in said
-        assert "held-out reward, greedy" in tab.page.locator("[data-title=Reward] .legend").inner_text()
+        assert tab.page.locator(".chip").all_inner_texts() == ["finished", "simulated"]
+        assert tab.page.locator("[data-title=Reward]").is_hidden(), "its rewards are drawn at random"
+        assert "reward" not in tab.page.locator(".tiles").inner_text()
+        names = tab.page.evaluate(
+            "[...tailrace.runs[0].figures.names, ...tailrace.runs[0].record.summary.map((each) => each.key)]"
+        )
+        assert [name for name in names if name.startswith("reward")] == []
         tab.open("timeline")
         assert tab.page.locator("button", has_text="follow").is_hidden(), "a finished run"
         assert tab.errors == []
@@ -322,7 +328,7 @@ def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
         (folder / "metrics.jsonl").write_text("\n".join([json.dumps(rows[name]), *others, ""]))
     with served(tmp_path / "one", tmp_path / "other") as address:
         tab = Tab(browser, address)
-        assert "held-out\nreward" in tab.page.locator("#comparison").inner_text().replace(" acc", "\nacc")
+        assert "held-out reward" in tab.page.locator("#comparison").inner_text()
         assert tab.page.locator(".best").count() == 0
         tab.page.evaluate("""tailrace.runs[1].figures.evaluations[0].low = 0.95, tailrace.overview.draw()""")
         assert tab.page.locator("#comparison .best").all_inner_texts() == ["0.810"]
@@ -335,6 +341,74 @@ def test_no_run_is_the_best_in_what_reads_the_same_or_lies_within_the_intervals(
         assert "one prompt: no interval; first 0.8" in tab.page.locator("body").inner_text()
         assert tab.errors == []
         tab.page.close()
+
+
+def test_back_forward_and_links_lead_to_views_ranges_and_samples(browser: Any, tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run")) as address:
+        tab = Tab(browser, address)
+        shown = "document.querySelector('main > section[role=tabpanel]:not([hidden])').id"
+        tab.open("samples")
+        tab.open("timeline")
+        for go, view in (("go_back", "samples"), ("go_back", "overview"), ("go_forward", "samples")):
+            getattr(tab.page, go)()
+            tab.wait(f"{shown} === '{view}'")
+        tab.page.evaluate("location.hash = '#/timeline/3-9'")
+        tab.wait(f"{shown} === 'timeline' && tailrace.timeline.from === 3 && tailrace.timeline.to === 9")
+        tab.page.evaluate(f"location.hash = '#/samples/0/{'1.0%2F1'}'")
+        tab.wait("tailrace.samples.sample?.id === '1.0/1'")
+        assert tab.page.locator("#sample-title").inner_text() == "Prompt 1.0"
+        tab.page.go_back()
+        tab.wait(f"{shown} === 'timeline'")
+        tab.page.goto(f"{address}#/accounts")
+        tab.wait(f"{shown} === 'accounts'")
+        assert tab.page.locator("#head .verdict").is_hidden(), "it is on the overview"
+        assert tab.errors == []
+        tab.page.close()
+
+
+def test_the_table_of_runs_says_in_which_settings_they_differ_and_a_run_shows_its_config(
+    browser: Any, tmp_path: Path
+) -> None:
+    folders = [write_run(tmp_path / name) for name in ("slow", "fast")]
+    for folder, rate in zip(folders, ("2e-4", "5e-4"), strict=True):
+        config = (
+            f"trainer.learning_rate = {rate}\ndata.path = 'private/{folder.name}.jsonl'\ndata.kind = 'rows'\n"
+        )
+        (folder / "config.toml").write_text(
+            f"run.rounds = 2\nrun.group_size = 2\nschedule.name = 'serial'\nmodel.path = 'model'\n{config}"
+        )
+    with served(*folders) as address:
+        tab = Tab(browser, address)
+        first, second = tab.page.locator("#comparison .differs").all_inner_texts()
+        assert "trainer.learning_rate = 0.0002" in first and "trainer.learning_rate = 0.0005" in second
+        tab.page.close()
+    with served(folders[0]) as address:
+        tab = Tab(browser, address)
+        card = tab.page.locator("#config")
+        assert "trainer.learning_rate" in card.locator("code").all_inner_texts(), (
+            "it differs from its default"
+        )
+        assert card.locator("code", has_text="trainer.max_grad_norm").count() == 0
+        card.locator("summary").click()
+        card.locator("code", has_text="trainer.max_grad_norm").wait_for()
+        assert "private" not in card.inner_text()
+        tab.page.close()
+
+
+def test_figures_have_names_in_words_and_their_meaning_and_legends_the_step(stories: Tab) -> None:
+    page = stories.page
+    stories.open("overview")
+    page.click(".segments [value=step]")
+    chart = page.locator(".chart[data-title=Entropy]")
+    assert chart.locator(".legend .at").inner_text() == "step 2"
+    assert "Entropy of the policy at the sampling temperature." in str(
+        chart.locator("h3").get_attribute("title")
+    )
+    options = page.locator("[aria-label='another figure'] option")
+    texts = options.all_inner_texts()
+    assert "age: max" in texts and not any("/" in text for text in texts)
+    meant = page.locator("[aria-label='another figure'] option[value='lag/tenth/0']").get_attribute("title")
+    assert meant and meant.startswith("lag/tenth/0\nunit: optimizer steps\nMean lag of each tenth")
 
 
 @pytest.mark.parametrize("width", [420, 1280])
@@ -407,15 +481,17 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_thousand_rounds_are_light_and_begin_with_the_reward(browser: Any, long_run: Path) -> None:
+def test_a_thousand_rounds_are_light_and_begin_with_curves(browser: Any, long_run: Path) -> None:
     with served(long_run) as address:
         tab = Tab(browser, address)
-        assert tab.page.locator("[data-title=Reward] canvas").bounding_box()["y"] < 700
+        assert tab.page.locator("[data-title='Where a step\\'s time goes'] canvas").bounding_box()["y"] < 700
         assert tab.page.evaluate("tailrace.runs[0].figures.x.step.at(-1)") == 2_000
         assert tab.page.evaluate("document.querySelectorAll('*').length") < 1_000
         tab.open("timeline")
         far = tab.drawn()
         assert far["requests"] == 0 and 100 < far["bins"] < 20_000
+        lane = "tailrace.timeline.panels[0].data.lanes.find((lane) => lane.name === 'engine-0')"
+        assert 300 < tab.page.evaluate(f"{lane}.slots_used.generating.length") <= 400
         assert tab.heap_mb() < 100
         other = [
             each for each in tab.page.evaluate("tailrace.runs[0].record.shares") if each["cause"] == "other"
@@ -498,7 +574,7 @@ def test_the_page_follows_a_run_and_shows_one_that_was_killed(
 ) -> None:
     rows = (killed / "metrics.jsonl").read_bytes()
     (killed / "metrics.jsonl").write_bytes(rows + b'{"step": 9, "lo')
-    meter = StepMeter(*sinks_of(tmp_path / "grows"), wall_clock=lambda: 0.0)
+    meter = StepMeter(*sinks_of(tmp_path / "grows"), wall_clock=lambda: WALL_TIME)
     begun, events = until(16.0), pipelined_round().events
     for event in begun:
         meter.on(event)

@@ -155,3 +155,28 @@ def test_the_first_sample_of_a_group_has_the_columns_of_the_row(folder: Path) ->
     assert book.find("0.0/0").record["columns"] == {"answer": "7"}, "long columns are left out"
     assert "columns" not in book.find("0.0/1").record
     assert [each["id"] for each in book.listed(search="'answer': '7'")] == ["0.0/0"]
+
+
+def test_a_list_shows_the_last_question_without_the_chat_template_and_of_an_earlier_release_the_prompt(
+    folder: Path,
+) -> None:
+    story = pipelined_round()
+    group = next(event for event in story.events if isinstance(event, Stepped)).samples[0].group
+    chat = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "first"},
+        {"role": "user", "content": "2 + 5?"},
+    ]
+    group.prompt = dataclasses.replace(
+        group.prompt, given=chat, text="<|im_start|>system\nbe brief<|im_end|>"
+    )
+    play(story.events, SamplesWriter(folder / "samples"))
+    book = SampleBook(folder)
+    shown = {each["id"]: each["prompt"] for each in book.listed()}
+    assert (shown["0.0/0"], shown["0.0/1"], shown["1.0/0"]) == ("2 + 5?", "2 + 5?", "question 1")
+    assert book.find("0.0/0").record["prompt"] == "<|im_start|>system\nbe brief<|im_end|>", (
+        "as the model sees it"
+    )
+    path = folder / "samples" / "round_000000.jsonl"
+    path.write_text(path.read_text().replace('"asked":', '"unknown":'))
+    assert book.listed()[0]["prompt"] == "<|im_start|>system\nbe brief<|im_end|>"

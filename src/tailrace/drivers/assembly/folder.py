@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from tailrace import clock
+from tailrace import __version__, clock
 from tailrace.config import Config, RunConfig, load_config
 from tailrace.contracts.engine import COUNTS_FOLDER
 from tailrace.contracts.mark import Mark, claim, read_mark, remove
@@ -106,6 +106,14 @@ class RunFolder:
         self.rows = path / "rows.jsonl"
 
     @property
+    def version(self) -> str:
+        """The release whose files are in the folder; "": one that did not write it."""
+        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            if mark := read_mark(self.path):
+                return mark.version
+        return ""
+
+    @property
     def command(self) -> str:
         """The command whose files are in the folder; "": there are none."""
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -152,7 +160,7 @@ class RunFolder:
             problem = f"it holds a run of tailrace {held}"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
         names, earlier = names or WRITTEN[command], earlier_run(self.path)[1]
-        return claim(self.path, command, names, earlier, only_check=only_check)
+        return claim(self.path, command, names, earlier, only_check=only_check, version=__version__)
 
     def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", "reward.pkl")) -> None:
         """Delete what the mark owns, such as what a run that trained nothing left behind."""

@@ -21,7 +21,7 @@ SCRIPTS = (
 STYLES = ("vendor/uPlot.min.css", "palette.css", "page.css")
 NUM_EMBEDDED, NUM_LISTED = 100, 300
 """Samples of each run that a file has with all of their tokens, and in its list: the newest ones."""
-NUM_BINS = 1_500
+NUM_BINS = 400
 """Parts of a range of time in the timeline of a file: one range is the whole run, one its last rounds."""
 EXTRA = install("view")
 

@@ -13,11 +13,23 @@ import numpy as np
 
 from tailrace.drivers.commands.intervals import recorded_estimate
 from tailrace.record.events import Row
-from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES, counts_of, family, rounds_of, steps_of
+from tailrace.record.figures import (
+    BIASES,
+    COSTS,
+    QUALITIES,
+    TIMES,
+    counts_of,
+    family,
+    figure_of,
+    rounds_of,
+    steps_of,
+)
 from tailrace.record.summary import Summary
 from tailrace.record.timeline import Timeline
 
 MAX_POINTS = 1_000
+EARLIEST_S = 1e9
+"""Unix time before which no run was: `wall_time` is virtual."""
 DIGITS = 5
 """Significant digits of a value."""
 
@@ -27,7 +39,9 @@ class Curves:
 
     def __init__(self, rows: Sequence[Row], samples: Path) -> None:
         self._steps = steps_of(rows)
-        self.names = list(dict.fromkeys(name for row in self._steps for name in row))
+        self.is_simulated = bool(rows) and rows[0]["wall_time"] < EARLIEST_S
+        names = dict.fromkeys(name for row in self._steps for name in row)
+        self.names = [name for name in names if not (self.is_simulated and name.startswith(OF_REWARDS))]
         positions = _positions(rows)
         steps = [at for at, row in zip(positions, rows, strict=True) if "loss" in row]
         num = len(steps)
@@ -35,7 +49,11 @@ class Curves:
         lasts = [*(self._firsts[1:] - 1).tolist(), *([num - 1] if num else [])]
         self.x = {name: _short(steps[at][name] for at in lasts) for name in (positions[-1] if rows else ())}
         placed = zip(rows, positions, strict=True)
-        self.evaluations = [_evaluation(row, at, samples) for row, at in placed if "eval/reward" in row]
+        self.evaluations = [
+            _evaluation(row, at, samples)
+            for row, at in placed
+            if row.keys() & {"eval/reward", "eval/loss"} and not self.is_simulated
+        ]
 
     def of(self, name: str) -> Sequence[Sequence[float | None]]:
         """Return the points of a figure: the mean of its steps, and if they are several the lowest and the
@@ -66,6 +84,8 @@ def _positions(rows: Sequence[Row]) -> list[dict[str, float]]:
 
 
 def _evaluation(row: Row, at: Mapping[str, float], samples: Path) -> dict[str, Any]:
+    if "eval/loss" in row:
+        return {**at, "loss": row["eval/loss"]}
     estimate = recorded_estimate(samples, row["round"])
     low, high = (estimate and estimate.interval) or (None, None)
     n = estimate and estimate.num_prompts
@@ -83,6 +103,15 @@ def _short(values: Iterable[float]) -> list[float | None]:
     return [float(f"{value:.{DIGITS}g}") if isfinite(value) else None for value in values]
 
 
+OF_REWARDS = ("reward", "frac_reward_zero_std", "round/reward", "control/reward", "bias/reward", "eval/")
+"""Beginnings of the names of figures that a simulation draws at random."""
+
+
+def meanings(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return unit and meaning of figures by their names."""
+    return {name: (found.unit, found.meaning) for name in names if (found := figure_of(name))}
+
+
 HIGHER_IS_BETTER = ("samples_per_s", "tokens_per_s", "rollout_tokens_per_s", "reward", "ess_mean")
 NEITHER = ("length_mean", "length_max", "bound_s", "trainer_compute_s", *BIASES)
 """Figures of which no run has the best."""
@@ -94,12 +123,17 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 
 
-def trial_figures(summary: Summary, held_out: float | None) -> list[dict[str, Any]]:
+def trial_figures(
+    summary: Summary, held_out: float | None, *, simulated: bool = False
+) -> list[dict[str, Any]]:
     """Return the figures of a run for the comparison with others. `better`: 1: the higher one, -1: the lower
-    one, 0: neither."""
+    one, 0: neither. A simulation has no rewards."""
     figures = summary.figures() if rounds_of(summary.rows) else {}
+    if simulated:
+        figures, held_out = {k: v for k, v in figures.items() if not k.startswith("reward")}, None
     forms = {(kind, key): form for kind, section in SECTIONS.items() for key, form in section.items()}
-    forms = {("learning", "held_out"): ("held-out reward", "{:.3f}")} | forms
+    reward = {("learning", "reward"): ("reward, mean of rounds", forms.pop(("time", "reward"))[1])}
+    forms = {("learning", "held_out"): ("held-out reward", "{:.3f}")} | reward | forms
     better = {"held_out": 1} | dict.fromkeys(HIGHER_IS_BETTER, 1) | dict.fromkeys(NEITHER, 0)
     values = figures | ({} if held_out is None else {"held_out": held_out})
     return [

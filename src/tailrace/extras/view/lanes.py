@@ -17,7 +17,9 @@ from tailrace.record.timeline import Timeline
 MAX_REQUESTS, MAX_PIECES = 4_000, 600
 """The most requests, and the most pieces of a lane, that are given one by one."""
 MAX_MARKS = 200
-"""The most stragglers, rounds and states of engines."""
+"""The most stragglers and states of engines."""
+MAX_BARS, MIN_ROUNDS, PARTS = 400, 40, 16
+"""The most bars of a lane. From so many rounds on, a bar is of whole ones. Parts of a bar for its range."""
 
 Bins = NDArray[np.float64]
 
@@ -65,9 +67,15 @@ class RunLanes:
 
     def window(self, start_s: float, end_s: float, bins: int) -> dict[str, Any]:
         """Return what a timeline of a range of time shows."""
-        edges = np.linspace(start_s, max(end_s, start_s + 1e-6), bins + 1)
+        edges = np.linspace(start_s, max(end_s, start_s + 1e-6), min(bins, MAX_BARS) + 1)
+        rounds = [each for each in self.rounds if _in(each, start_s, end_s)]
         num = sum(each.count(start_s, end_s) for each in self._requests.values())
         is_detailed = num <= MAX_REQUESTS
+        size = -(-len(rounds) // (MAX_BARS - 1)) or 1
+        together = [rounds[at : at + size] for at in range(0, len(rounds), size)]
+        if not is_detailed and len(rounds) >= MIN_ROUNDS:
+            firsts = [each[0].start_s for each in together]
+            edges = np.unique([start_s, *np.clip(firsts, start_s, end_s), end_s])
         lanes = [self._lane(name, self._lanes.get(name, {}), edges) for name in ("trainer", *self.engines)]
         for lane in lanes[1:]:
             requests = self._requests[lane["name"]]
@@ -77,8 +85,9 @@ class RunLanes:
             "from": start_s,
             "to": end_s,
             "requests": num,
+            "edges": np.round(edges, 4).tolist(),
             "lanes": lanes + [self._lane(name, causes, edges) for name, causes in self._marks.items()],
-            "rounds": _few((r.round, r.start_s, r.end_s) for r in self.rounds if _in(r, start_s, end_s)),
+            "rounds": [(each[0].round, each[0].start_s, each[-1].end_s, each[-1].round) for each in together],
             "stragglers": self._worst(start_s, end_s),
             "states": _few(
                 (each.time_s, each.engine, each.state, each.why)
@@ -129,11 +138,19 @@ class _Requests:
         return {"requests": [drawn_request(self._all[at], self._closer) for at in chosen]}
 
     def occupancy(self, edges: Bins) -> dict[str, Any]:
-        """The share of the slots that requests take in each bin: those of training and of evaluations."""
+        """The share of the slots that requests take in each bin: those of training and of evaluations in the
+        mean, and the range of their sum."""
         kinds = {"generating": ~self._held_out, "evaluation": self._held_out}
         of = {"generating": self.slots, "evaluation": self.slots * self._closer}
-        open_s = {kind: _open_time(self._start[mine], self._end[mine], edges) for kind, mine in kinds.items()}
-        return {"slots_used": {kind: _bytes(open_s[kind] / max(1.0, of[kind])) for kind in kinds}}
+        parts = np.arange(PARTS * (len(edges) - 1) + 1) / PARTS
+        fine = np.interp(parts, np.arange(len(edges)), edges)
+        open_s = {kind: _open_time(self._start[mine], self._end[mine], fine) for kind, mine in kinds.items()}
+        used = {kind: (open_s[kind] / max(1.0, of[kind])).reshape(-1, PARTS) for kind in kinds}
+        every = sum(used.values())
+        return {
+            "slots_used": {kind: _bytes(each.mean(1)) for kind, each in used.items()},
+            "range": {"low": _bytes(every.min(1)), "high": _bytes(every.max(1))},
+        }
 
 
 def _covered(times: Intervals, edges: Bins) -> Bins:

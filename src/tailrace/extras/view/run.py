@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
@@ -16,7 +17,7 @@ from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.errors import ConfigError
 from tailrace.extras.view.causes import shares_of
 from tailrace.extras.view.faster import fastest
-from tailrace.extras.view.figures import Curves, totals, trial_figures
+from tailrace.extras.view.figures import Curves, meanings, totals, trial_figures
 from tailrace.extras.view.lanes import MAX_MARKS, RunLanes
 from tailrace.extras.view.samples import Defect, SampleBook, whole_lines
 from tailrace.extras.view.status import Pace, RunStatus, advisories, open_work, state_of
@@ -32,10 +33,13 @@ CHARTED = (
     *("reward", "reward_std", "frac_reward_zero_std", "loss", "value_loss", "entropy", "kl", "mismatch_kl"),
     *("engine_mismatch_kl", "grad_norm", "learning_rate", "completions/mean_length", "ess", "lag/mean"),
     *("completions/p50_length", "completions/p90_length", "completions/max_length", "lag/max", "time/step"),
+    "round/reward",
     *("completions/clipped_ratio", "perf/tokens_per_s", "time/wait", "round/waiting_ratio", "round/time_s"),
 )
 """Figures that the page draws before it is asked for others."""
 FOLLOWED_ROUNDS = 5
+FIRST_SECTIONS = ("run", "schedule", "model", "data", "sampling", "algorithm", "trainer")
+"""Sections of a config that a person looks at first."""
 T = TypeVar("T")
 
 
@@ -66,8 +70,11 @@ class RunView:
                 "names": curves.names,
                 "evaluations": curves.evaluations,
                 "advisories": [each._asdict() for each in advisories_of_steps(steps_of(rows))],
+                "meanings": meanings(curves.names),
+                "simulated": curves.is_simulated,
                 "cost": self._cost(),
                 "config": self.config(),
+                "about": self._about(),
                 "defects": [each._asdict() for each in defects],
             }
 
@@ -95,7 +102,8 @@ class RunView:
         """The figures for a comparison with other runs; none of rows of another version."""
         measured = [row["eval/reward"] for row in evaluations_of(self._rows()[0])]
         try:
-            return trial_figures(self._summary(), measured[-1] if measured else None)
+            simulated = self._curves().is_simulated
+            return trial_figures(self._summary(), measured[-1] if measured else None, simulated=simulated)
         except LookupError:
             return []
 
@@ -118,6 +126,21 @@ class RunView:
             )
         except (OSError, ConfigError, *NOT_TOML):
             return {}
+
+    def _about(self) -> dict[str, Any]:
+        """The command and the release that wrote the run, and its config as far as it may leave the machine:
+        the keys that differ from their defaults come first."""
+        folder = RunFolder(self._folder)
+        shared, changed = self.config(shared=True), set[str]()
+        with suppress(ConfigError):
+            changed |= dict(
+                leaves(folder.read_config().model_dump(mode="json", exclude_defaults=True))
+            ).keys()
+        keys = sorted(
+            shared, key=lambda key: (key not in changed, key.split(".")[0] not in FIRST_SECTIONS, key)
+        )
+        config = [(key, shared[key], key in changed) for key in keys]
+        return {"command": folder.command, "version": folder.version, "config": config}
 
     def _state(self) -> RunStatus:
         if not any((self._folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
@@ -209,8 +232,13 @@ class RunView:
             yield Defect("events.jsonl", 0, self._log_problem)
         elif self._log.reader.is_torn:
             yield Defect("events.jsonl", self._log.reader.num_lines + 1, TORN)
-        elif not self._log.all and (self._folder / "metrics.jsonl").exists():
+        elif not self._log.all and (self._folder / "metrics.jsonl").exists() and not self._is_sft:
             yield Defect("events.jsonl", 0, "it is not there, so there is no timeline")
+
+    @property
+    def _is_sft(self) -> bool:
+        """Whether there are given responses, and no events."""
+        return RunFolder(self._folder).command == "sft"
 
     def _totals(self) -> dict[str, Any]:
         """The totals of the run; none of rows of another version."""

@@ -48,6 +48,8 @@ class SampleLine(msgspec.Struct):
     failure: str | None = None
     source: str = ""
     columns: dict[str, Any] = {}
+    asked: str = ""
+    """The prompt without the chat template; empty: a file of an earlier release."""
 
     def has(self, text: str) -> bool:
         """Whether a text is in its id, prompt, completion or columns."""
@@ -57,8 +59,9 @@ class SampleLine(msgspec.Struct):
     def listed(self, round: int) -> dict[str, Any]:
         """The row of the list, with the beginnings of prompt and text."""
         row = msgspec.structs.asdict(self) | {"round": round}
-        del row["columns"]
-        return row | {"prompt": self.prompt[:MAX_SHOWN], "text": self.text[:MAX_SHOWN]}
+        del row["columns"], row["asked"]
+        asked = (self.asked or self.prompt)[:MAX_SHOWN]
+        return row | {"prompt": asked, "text": self.text[:MAX_SHOWN]}
 
 
 class SampleName(msgspec.Struct):

@@ -34,18 +34,24 @@ function curveOf(run, name, axis, smoothing) {
 /** How the held-out prompts of a run are completed; training always samples. */
 const sampling = (run) => ({ true: ", greedy", false: ", sampled" })[run.figures.config["run.eval_greedy"]] || "";
 
-/** The mean reward on held-out prompts of a run, with its interval. */
-function evaluationCurve(run, axis) {
-  const found = run.figures.evaluations;
+/** The mean reward or loss on held-out prompts of a run, with the interval of the reward. */
+function evaluationCurve(run, axis, name) {
+  const found = run.figures.evaluations.filter((each) => each[name] !== undefined && each[name] !== null);
   if (!found.length || found[0][axis] === undefined) return null;
-  return [found.map((each) => each[axis]), ...["reward", "low", "high", "reward"].map((name) => found.map((each) => each[name]))];
+  return [found.map((each) => each[axis]), ...[name, "low", "high", name].map((key) => found.map((each) => each[key] ?? null))];
+}
+
+/** The unit and meaning of a figure, for a pointer. */
+function meaningOf(runs, name) {
+  const [unit, meaning] = runs.map((run) => run.figures?.meanings[name]).find(Boolean) || ["", ""];
+  return [name, unit && `unit: ${unit}`, meaning].filter(Boolean).join("\n");
 }
 
 class Chart {
   #plot = null;
   #shown = "";
 
-  /** `spec`: title, unit, and series of [figure, label]; the figure "eval" is the held-out reward with its interval. */
+  /** `spec`: title, unit, and series of [figure, label]; a figure "eval/…" is one of the evaluations. */
   constructor(spec) {
     this.spec = spec;
     this.legend = element("div", { className: "legend" });
@@ -58,12 +64,14 @@ class Chart {
 
   draw(runs, axis, smoothing) {
     this.lines = [];
+    this.axis = axis;
+    this.card.querySelector("h3").title = [...new Set(this.spec.series.map(([name]) => meaningOf(runs, name)))].join("\n\n");
     for (const run of runs) {
       this.spec.series.forEach(([name, label], number) => {
-        const data = name === "eval" ? evaluationCurve(run, axis) : curveOf(run, name, axis, smoothing);
-        if (!data || (number && name !== "eval" && data[3].every((value) => value === 0))) return; // a part that the run does not have
+        const isEval = name.startsWith("eval/"), data = isEval ? evaluationCurve(run, axis, name.slice(5)) : curveOf(run, name, axis, smoothing);
+        if (!data || (number && !isEval && data[3].every((value) => value === 0))) return; // a part that the run does not have
         const paint = runs.length > 1 || run.number > 0 ? runColour(run.number) : colour(SERIES_COLOURS[number]);
-        this.lines.push({ run, name, label, data, paint, dash: runs.length > 1 ? DASHES[number] : [], text: `${runs.length > 1 ? `${run.figures.name} ` : ""}${runs.length > 1 && this.spec.series.length === 1 ? "" : label}${name === "eval" ? sampling(run) : ""}`.trim() });
+        this.lines.push({ run, name, label, data, paint, dash: runs.length > 1 ? DASHES[number] : [], text: `${runs.length > 1 ? `${run.figures.name} ` : ""}${runs.length > 1 && this.spec.series.length === 1 ? "" : label}${name === "eval/reward" ? sampling(run) : ""}`.trim() });
       });
     }
     // A simulation has no loss: its curves are zero.
@@ -87,12 +95,13 @@ class Chart {
   #options(axis, isSmoothed) {
     const series = [{}], bands = [];
     for (const line of this.lines) {
-      const isEval = line.name === "eval", at = series.length;
+      const isEval = line.name.startsWith("eval/"), at = series.length;
       series.push({ label: line.text, stroke: isSmoothed && !isEval ? withAlpha(line.paint, 0.3) : line.paint, width: isSmoothed && !isEval ? 1 : 1.75, dash: isEval ? [4, 4] : line.dash, spanGaps: true,
         points: { show: isEval || line.data[0].length < 2, size: 7, fill: line.paint, stroke: line.paint } });
-      for (let i = 0; i < 2; i++) series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
+      // A filled band is an interval of confidence; the range of the steps at a point has thin lines.
+      for (let i = 0; i < 2; i++) series.push({ stroke: isEval || line.data[1] === line.data[2] ? "transparent" : withAlpha(line.paint, 0.3), width: 0.7, spanGaps: true, points: { show: false } });
       series.push({ stroke: isSmoothed && !isEval ? line.paint : "transparent", width: 1.75, dash: line.dash, spanGaps: true, points: { show: false } });
-      bands.push({ series: [at + 2, at + 1], fill: withAlpha(line.paint, isEval ? 0.12 : line === this.lines[0] || this.lines[0].run !== line.run ? 0.16 : 0.07) });
+      if (isEval) bands.push({ series: [at + 2, at + 1], fill: withAlpha(line.paint, 0.12) });
     }
     const line = { stroke: colour("line"), width: 1 }, font = "11px system-ui, sans-serif";
     return {
@@ -100,7 +109,7 @@ class Chart {
       cursor: { sync: { key: "figures", scales: ["x", null] }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (_, low, high) => this.#range(low, high) } },
       axes: [
-        { stroke: colour("muted"), grid: { show: false }, ticks: line, font, size: 28, space: 60, incrs: ["step", "samples"].includes(axis) ? WHOLE : undefined, values: (_, values) => values.map(compact), label: undefined },
+        { stroke: colour("muted"), grid: { show: false }, ticks: line, font, size: 28, space: axis === "seconds" ? 90 : 60, incrs: ["step", "samples"].includes(axis) ? WHOLE : undefined, values: (_, values) => values.map(axis === "seconds" ? (value) => duration(value) : compact), label: undefined },
         { stroke: colour("muted"), grid: line, ticks: { show: false }, font, size: 46, space: 34, values: (_, values) => values.map(compact) },
       ],
       hooks: { setCursor: [(plot) => this.#describe(plot.cursor.left >= 0 ? plot.cursor.idx : null)] },
@@ -119,11 +128,13 @@ class Chart {
   /** The values at the pointer, or the last ones. */
   #describe(at) {
     const data = this.#plot?.data || [];
-    this.legend.replaceChildren(...this.lines.map((line, number) => {
+    const xs = data[0] || [], place = xs.length ? xs[at === null ? xs.length - 1 : at] : undefined;
+    const where = place === undefined ? "" : this.axis === "seconds" ? duration(place) : `${{ step: "step", samples: "sample", cost: "cost" }[this.axis]} ${format(place)}`;
+    this.legend.replaceChildren(element("span", { className: "at" }, where), ...this.lines.map((line, number) => {
       const values = data[1 + 4 * number] || [];
       let i = at === null ? values.length - 1 : at;
       while (i > 0 && (values[i] === null || values[i] === undefined)) i--;
-      return element("span", {}, key(line.paint, line.name === "eval" || line.dash.length ? "line dashed" : "line"), `${line.text} `, element("b", {}, format(values[i])));
+      return element("span", { title: meaningOf([line.run], line.name) }, key(line.paint, line.name.startsWith("eval/") || line.dash.length ? "line dashed" : "line"), `${line.text} `, element("b", {}, format(values[i])));
     }));
   }
 

@@ -34,12 +34,14 @@ function format(value) {
 }
 const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)}%`;
 
-/** Seconds with a unit: "0.42 s", "57 s", "12 min", "3.4 h". */
-function duration(seconds) {
-  if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
-  if (seconds < 120) return `${seconds.toFixed(0)} s`;
-  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+/** A time in hours, minutes and seconds: "0.42 s", "57 s", "15 h 56 min"; `unit`: the seconds to which it is rounded. */
+function duration(seconds, unit = seconds < 1 ? 0.01 : seconds < 10 ? 0.1 : seconds < 7200 ? 1 : 60) {
+  const whole = Math.round(seconds / unit) * unit, hours = Math.floor(whole / 3600), minutes = Math.floor(whole % 3600 / 60), rest = whole - 3600 * hours - 60 * minutes;
+  const digits = Math.min(4, Math.max(0, -Math.floor(Math.log10(unit) + 1e-9))), left = rest >= unit / 2 ? `${+rest.toFixed(digits)} s` : "";
+  return [hours && `${hours} h`, minutes && `${minutes} min`, left].filter(Boolean).join(" ") || "0 s";
 }
+/** The seconds to which times are rounded in a range of time. */
+const unitOf = (span) => (span > 7200 ? 60 : span > 60 ? 1 : 10 ** Math.floor(Math.log10(span / 600)));
 
 /** A bar that is divided by shares, in [cause, share]. */
 function sharesBar(parts) {

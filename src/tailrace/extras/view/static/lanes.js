@@ -10,7 +10,7 @@ const LANE_GAP = 10, STRIP = 9, RULER = 26, ROUNDS = 16, TRAINER = 30, MARKS = 1
 /** Decode what is base64, once. */
 function decoded(data) {
   for (const lane of data.lanes) {
-    for (const kind of ["shares", "slots_used"]) {
+    for (const kind of ["shares", "slots_used", "range"]) {
       if (lane[kind]) lane[kind] = Object.fromEntries(Object.entries(lane[kind]).map(([cause, text]) => [cause, typeof text === "string" ? bytesOf(text) : text]));
     }
   }
@@ -58,12 +58,13 @@ class LanesPicture {
     this.#names();
   }
 
+  get unit() { return unitOf(this.to - this.from); }
   x(time) { return this.left + (time - this.from) / (this.to - this.from) * this.width; }
   time(x) { return this.from + (x - this.left) / this.width * (this.to - this.from); }
 
   #ruler(height) {
     const { context, from, to } = this, rough = (to - from) / (this.width / 95), power = 10 ** Math.floor(Math.log10(rough));
-    const units = to - from > 7200 ? [600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400] : to - from > 300 ? [30, 60, 120, 300, 600, 900] : [];
+    const units = to - from > 300 ? [30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400] : [];
     const step = [...units, ...[1, 2, 5, 10].map((each) => each * power)].find((each) => each >= rough);
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
@@ -72,19 +73,23 @@ class LanesPicture {
       context.fillStyle = colour("line");
       context.fillRect(x, RULER - 6, 1, height);
       context.fillStyle = colour("muted");
-      const text = to - from > 7200 ? `${+(tick / 3600).toFixed(2)} h` : to - from > 300 ? `${+(tick / 60).toFixed(2)} min` : `${+tick.toFixed(Math.max(0, -Math.floor(Math.log10(step))))} s`;
-      context.fillText(text, x + 4, RULER / 2 - 2);
+      context.fillText(duration(tick, Math.min(60, step)), x + 4, RULER / 2 - 2);
     }
   }
 
   #place(place) {
     const { context, data } = this, { lane, top, height } = place;
     if (place.name === "rounds") {
+      const most = Math.max(...data.rounds.map(([, start, end]) => this.x(end) - this.x(start))), every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((each) => each * most > 46) || 1;
       for (const [round, start, end] of data.rounds) {
         const left = this.x(start), width = this.x(end) - left;
         context.fillStyle = colour(round % 2 ? "between" : "untrained");
         context.fillRect(left, top, Math.max(1, width), height);
-        if (width > 26) { context.fillStyle = colour("ink"); context.fillText(width > 64 ? `round ${round + 1}` : String(round + 1), left + 5, top + height / 2 + 1); }
+      }
+      context.fillStyle = colour("ink");
+      for (const [round, start, end] of data.rounds) {
+        const width = this.x(end) - this.x(start);
+        if ((round + 1) % every === 0 || width > 26) context.fillText(width > 64 ? `round ${round + 1}` : String(round + 1), this.x(start) + (width > 26 ? 5 : 1), top + height / 2 + 1);
       }
       return;
     }
@@ -102,7 +107,7 @@ class LanesPicture {
     const strip = "slots" in lane ? place.strip : height;
     if (lane.pieces) this.#pieces(lane.pieces, top, strip); else this.#shares(lane.shares, top, strip);
     if (lane.requests) this.#requests(lane, top + place.strip, place.slots);
-    else if (lane.slots_used) this.#shares(lane.slots_used, top + place.strip, place.slots);
+    else if (lane.slots_used) { this.#shares(lane.slots_used, top + place.strip, place.slots); this.#range(lane.range, top + place.strip, place.slots); }
     if (lane.name === "stragglers") this.#stragglers(top, height);
     for (const [time, engine, state] of data.states) {
       if (engine !== lane.name) continue;
@@ -125,19 +130,30 @@ class LanesPicture {
   #shares(shares, top, height) {
     const { context, data } = this, entries = Object.entries(shares);
     if (!entries.length) return;
-    const bins = entries[0][1].length, bin = (data.to - data.from) / bins;
-    const first = Math.max(0, Math.floor((this.from - data.from) / bin)), last = Math.min(bins, Math.ceil((this.to - data.from) / bin));
-    const filled = new Float32Array(bins);
+    const { edges } = data, bins = entries[0][1].length, filled = new Float32Array(bins);
     for (const [cause, bytes] of entries) {
       context.fillStyle = causeColour(cause);
-      for (let i = first; i < last; i++) {
-        if (!bytes[i]) continue;
-        const part = bytes[i] / 255 * height, left = Math.round(this.x(data.from + i * bin)), right = Math.round(this.x(data.from + (i + 1) * bin));
+      for (let i = 0; i < bins; i++) {
+        if (!bytes[i] || edges[i + 1] < this.from || edges[i] > this.to) continue;
+        const part = bytes[i] / 255 * height, left = Math.round(this.x(edges[i])), right = Math.round(this.x(edges[i + 1]));
         context.fillRect(left, top + height - filled[i] - part, Math.max(1, right - left), part);
         filled[i] += part;
         this.drawn.bins++;
       }
     }
+  }
+
+  /** From the least to the largest occupancy within each bar, over its mean. */
+  #range({ low, high }, top, height) {
+    const { context, data: { edges } } = this;
+    context.fillStyle = colour("ink");
+    for (let i = 0; i < low.length; i++) {
+      if (edges[i + 1] < this.from || edges[i] > this.to) continue;
+      const middle = (this.x(edges[i]) + this.x(edges[i + 1])) / 2, span = (high[i] - low[i]) / 255 * height;
+      context.globalAlpha = 0.28;
+      context.fillRect(middle - 0.5, top + height - high[i] / 255 * height, 1, span);
+    }
+    context.globalAlpha = 1;
   }
 
   #requests(lane, top, height) {
@@ -188,28 +204,28 @@ class LanesPicture {
     const time = this.time(x), { lane } = place, is = ([start, end]) => start <= time && time <= end;
     if (place.name === "rounds") {
       const found = this.data.rounds.find(([, start, end]) => start <= time && time <= end);
-      return found && { text: `round ${found[0] + 1}: ${duration(found[2] - found[1])}\nclick to zoom`, round: found };
+      return found && { text: `${found[3] > found[0] ? `rounds ${found[0] + 1} to ${found[3] + 1}` : `round ${found[0] + 1}`}: ${duration(found[2] - found[1])}\nclick to zoom`, round: found };
     }
     const near = 3 * (this.to - this.from) / this.width;
     if (place.name === "advisories") {
       const found = this.marks.filter((each) => Math.abs(each.time_s - time) <= 2 * near);
-      return found.length ? { text: found.map((each) => `${each.kind}, since ${format(+each.time_s.toPrecision(4))} s: ${each.text}`).join("\n\n") } : null;
+      return found.length ? { text: found.map((each) => `${each.kind}, since ${duration(each.time_s)}: ${each.text}`).join("\n\n") } : null;
     }
     const straggler = place.name === "stragglers" && this.data.stragglers.find((each) => each.start_s - near <= time && time <= each.end_s + near);
     if (straggler) return { sample: straggler.sample, text: `round ${straggler.round + 1}: ${straggler.sample} ended last,\n${duration(straggler.end_s - straggler.start_s)} after the one before it\n${format(straggler.tokens)} tokens on ${straggler.engine}` };
     if (lane.requests && y >= place.top + place.strip) {
       const row = (y - place.top - place.strip) / place.slots * Math.max(1, lane.slots);
       const found = lane.requests.find((each) => is(each) && each[2] <= row && row < each[2] + 1);
-      if (found) return { sample: found[4], text: `${found[4]} on ${lane.name}: ${OUTCOMES[found[3]]?.[1] || found[3]}\n${format(found[0])} to ${format(found[1])} s, ${format(found[5])} to ${format(found[6])} tokens` };
+      if (found) return { sample: found[4], text: `${found[4]} on ${lane.name}: ${OUTCOMES[found[3]]?.[1] || found[3]}\n${duration(found[0], this.unit)} to ${duration(found[1], this.unit)}, ${format(found[5])} to ${format(found[6])} tokens` };
     }
     const causes = (name) => CAUSES[name] || name;
     if (lane.pieces) {
       const found = lane.pieces.find(is);
       return found && { text: `${place.name}: ${causes(found[2])}, ${duration(found[1] - found[0])}` };
     }
-    const bins = Object.values(lane.shares)[0]?.length || 1, bin = Math.min(bins - 1, Math.floor((time - this.data.from) / (this.data.to - this.data.from) * bins));
+    const { edges } = this.data, bin = Math.max(0, edges.findLastIndex((edge, at) => edge <= time && at < edges.length - 1));
     const parts = Object.entries(lane.shares).filter(([, bytes]) => bytes[bin] > 2).sort((one, other) => other[1][bin] - one[1][bin]);
     const used = lane.slots_used && Object.values(lane.slots_used).reduce((sum, bytes) => sum + bytes[bin] / 255, 0);
-    return { text: [`${place.name}, ${duration((this.data.to - this.data.from) / bins)} at ${format(+time.toPrecision(5))} s`, ...parts.map(([cause, bytes]) => `${percent(bytes[bin] / 255)} ${causes(cause)}`), ...(used === undefined ? [] : [`${percent(used)} of ${lane.slots} slots in use`])].join("\n") };
+    return { text: [`${place.name}, ${duration(edges[bin + 1] - edges[bin])} from ${duration(edges[bin], this.unit)}`, ...parts.map(([cause, bytes]) => `${percent(bytes[bin] / 255)} ${causes(cause)}`), ...(used === undefined ? [] : [`${percent(used)} of ${lane.slots} slots in use, ${percent(lane.range.low[bin] / 255)} to ${percent(lane.range.high[bin] / 255)} within this bar`])].join("\n") };
   }
 }

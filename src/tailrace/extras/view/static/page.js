@@ -6,18 +6,33 @@
   const source = given.runs ? new EmbeddedSource(given.runs) : new ServedSource();
   const runs = Array.from({ length: given.num_runs }, (_, number) => ({ number, figures: null, record: null, isLive: source.isLive }));
   const samples = new SamplesView(runs, source);
-  const openSample = async (run, id) => {
-    Object.assign(samples, { run, kind: "trained" });
-    samples.runs_.value = String(run.number);
-    samples.group = { name: id.slice(0, id.lastIndexOf("/")), rows: [] };
-    await show("samples");
-    await samples.open(id, true);
-  };
+  const openSample = (run, id) => go(`#/samples/${run.number}/${encodeURIComponent(id)}`);
   const overview = new Overview(runs, source), timeline = new TimelineView(runs, source, openSample), accounts = new AccountsView(runs);
   const VIEWS = { overview: ["Overview", () => overview.draw()], timeline: ["Timeline", () => timeline.draw()], samples: ["Samples", () => samples.load()], accounts: ["Accounts", () => accounts.draw()] };
   let shown = "overview";
   /** `draws`: drawn updates; `windows`: loaded ranges of the timeline. Tests read them. */
   window.tailrace = { runs, overview, timeline, samples, draws: 0, windows: 0 };
+
+  /** Go to an address of this page; Back leads to the one before. */
+  async function go(hash) {
+    if (location.hash !== hash) history.pushState(null, "", hash);
+    await route();
+  }
+
+  /** Show what the address names: a view, a range of the timeline, or a sample. */
+  async function route() {
+    const [, name = "overview", number, id] = location.hash.split("/");
+    await show(name in VIEWS ? name : "overview");
+    if (shown === "timeline" && number) timeline.route();
+    const run = runs[Number(number)];
+    if (shown !== "samples" || !id || !run) return;
+    Object.assign(samples, { run, kind: "trained" });
+    samples.runs_.value = String(run.number);
+    samples.group = { name: decodeURIComponent(id).split("/")[0], rows: [] };
+    await samples.load();
+    await samples.open(decodeURIComponent(id), true);
+  }
+  addEventListener("popstate", route); // Back, forward, and an address that a reader has changed
 
   async function show(name) {
     shown = name;
@@ -29,7 +44,7 @@
   }
 
   for (const [value, [text]] of Object.entries(VIEWS)) {
-    document.querySelector(".tabs").append(element("button", { type: "button", role: "tab", value, onclick: () => show(value) }, text));
+    document.querySelector(".tabs").append(element("button", { type: "button", role: "tab", value, onclick: () => go(`#/${value}`) }, text));
   }
 
   document.addEventListener("keydown", (event) => {
@@ -37,10 +52,10 @@
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.target.role === "tab" && ["arrowleft", "arrowright"].includes(name)) {
       const all = Object.keys(VIEWS), next = all[(all.indexOf(shown) + (name === "arrowright" ? 1 : all.length - 1)) % all.length];
-      show(next).then(() => document.querySelector(`.tabs [value="${next}"]`).focus());
+      go(`#/${next}`).then(() => document.querySelector(`.tabs [value="${next}"]`).focus());
       return;
     }
-    if (/^[1-4]$/.test(name)) show(Object.keys(VIEWS)[Number(name) - 1]);
+    if (/^[1-4]$/.test(name)) go(`#/${Object.keys(VIEWS)[Number(name) - 1]}`);
     else if (shown === "timeline" ? timeline.onKey(name) : shown === "samples" && samples.onKey(name)) event.preventDefault();
   });
 
@@ -87,7 +102,7 @@
         await draw();
       }
       await Promise.all(runs.filter((run) => run.record?.state.kind === "finished" && !run.faster).map(askFaster));
-      byId("connection").textContent = source.isLive ? "" : "a file of one moment";
+      byId("connection").textContent = source.isLive ? "" : "a snapshot of the run";
     } catch (why) {
       byId("connection").textContent = `no answer from the server: ${why.message}`;
     }
@@ -95,7 +110,6 @@
     if (source.isLive) setTimeout(() => poll(part), Math.max(POLL_MS, Math.min(MAX_POLL_MS, 4 * (performance.now() - begun))));
   }
 
-  const asked = location.hash.split("/")[1];
-  show(asked in VIEWS ? asked : "overview");
+  route();
   poll("figures").then(() => poll("record")); // curves come before a long run log is read
 }

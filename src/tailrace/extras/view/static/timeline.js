@@ -17,11 +17,12 @@ class TimelineView {
     this.follow = element("button", { type: "button", ariaPressed: "false", onclick: () => this.setFollow(!this.follows) }, "follow");
     const button = (text, title, act) => element("button", { type: "button", title, onclick: act }, text);
     const group = (...buttons) => element("div", { className: "segments" }, ...buttons);
+    this.keys = element("div", { className: "shares lane-keys", ariaLabel: "colours" });
     this.causes = element("div", { className: "card", style: { "margin-top": "0.75rem" } });
     this.worst = element("div", { className: "card", style: { "margin-top": "0.75rem" } });
     byId("timeline").replaceChildren(
       element("div", { className: "controls" }, group(button("whole run", "key 0", () => this.showAll()), button("last 5 rounds", "", () => this.showLast()), this.follow), group(button("−", "key S or arrow down", () => this.zoom(ZOOM)), button("+", "key W or arrow up", () => this.zoom(1 / ZOOM)), button("←", "key A", () => this.pan(-PAN)), button("→", "key D", () => this.pan(PAN))), this.range, element("span", { className: "space" }), element("span", { className: "muted small keys" }, "wheel or W S zoom · drag or A D move · shift and drag: select")),
-      this.note, element("div", { className: "card strip" }, this.strip), element("div", { className: "stack" }, ...this.panels.map((panel) => panel.card)), this.causes, this.worst);
+      this.note, element("div", { className: "card strip" }, this.strip), this.keys, element("div", { className: "stack" }, ...this.panels.map((panel) => panel.card)), this.causes, this.worst);
     this.#listenToStrip();
   }
 
@@ -72,6 +73,11 @@ class TimelineView {
   zoom(factor, at = (this.from + this.to) / 2) { this.setFollow(false); this.show(at - (at - this.from) * factor, at + (this.to - at) * factor); }
   pan(share) { this.setFollow(false); const by = share * (this.to - this.from); this.show(this.from + by, this.to + by); }
 
+  /** Go to the range of time that the address names. */
+  route() {
+    if (this.to && this.#fromHash()) this.show(this.from, this.to);
+  }
+
   #fromHash() {
     const found = /^#\/timeline\/([\d.]+)-([\d.]+)$/.exec(location.hash);
     if (!found) return false;
@@ -82,7 +88,7 @@ class TimelineView {
 
   async #load(panel, isNew = false) {
     if (!panel.run.record) return;
-    const { from, to } = this, span = to - from, bins = Math.max(150, Math.min(1000, Math.round((panel.canvas.clientWidth || 1000) / 2)));
+    const { from, to } = this, span = to - from, bins = Math.max(150, Math.min(400, Math.round((panel.canvas.clientWidth || 1000) / 2)));
     // Some room on both sides, so that a small move needs no new window.
     const asked = JSON.stringify([Math.max(0, from - span / 4), Math.min(panel.run.record.end_s, to + span / 4) || 1, bins]);
     if (asked === panel.asked && !isNew) return this.#redraw();
@@ -97,7 +103,8 @@ class TimelineView {
 
   #redraw() {
     if (this.isHidden) return;
-    this.range.textContent = `${format(+this.from.toPrecision(6))} to ${format(+this.to.toPrecision(6))} s`;
+    const unit = unitOf(this.to - this.from);
+    this.range.textContent = `${duration(this.from, unit)} to ${duration(this.to, unit)}`;
     for (const panel of this.panels) {
       if (!panel.data) continue;
       panel.name.replaceChildren(key(runColour(panel.run.number)), panel.run.figures?.name || "");
@@ -109,7 +116,7 @@ class TimelineView {
   // ---- the strip: the trainer over the whole run, and the window ----
 
   async #drawStrip() {
-    const [run] = this.known, bins = Math.max(150, Math.min(1000, Math.round(this.strip.clientWidth / 2)));
+    const [run] = this.known, bins = Math.max(150, Math.min(400, Math.round(this.strip.clientWidth / 2)));
     this.whole = decoded(await this.source.window(run.number, 0, Math.max(run.record.end_s, 1e-3), bins));
     this.#drawWindow();
   }
@@ -120,10 +127,10 @@ class TimelineView {
     if (lane.pieces) {
       for (const [start, end, cause] of lane.pieces) { context.fillStyle = causeColour(cause); context.fillRect(x(start), 0, Math.max(0.5, x(end) - x(start)), 40); }
     } else {
-      const entries = Object.entries(lane.shares), bins = entries[0]?.[1].length || 1, column = x(this.whole.to) / bins;
+      const entries = Object.entries(lane.shares), bins = entries[0]?.[1].length || 0, { edges } = this.whole;
       for (let i = 0; i < bins; i++) {
         let top = 40;
-        for (const [cause, bytes] of entries) { const part = bytes[i] / 255 * 40; top -= part; context.fillStyle = causeColour(cause); context.fillRect(i * column, top, column + 0.4, part); }
+        for (const [cause, bytes] of entries) { const part = bytes[i] / 255 * 40; top -= part; context.fillStyle = causeColour(cause); context.fillRect(x(edges[i]), top, x(edges[i + 1]) - x(edges[i]) + 0.4, part); }
       }
     }
     context.fillStyle = colour("ground");
@@ -212,6 +219,9 @@ class TimelineView {
       const engines = run.record.engines.map((engine) => engine.name), named = engines.length > 4 ? [] : engines, prefix = multi ? `${run.figures?.name}: ` : "";
       return ["trainer", ...(multi ? named.slice(0, 2) : named)].flatMap((lane) => [element("span", {}, prefix + lane), element("div", {}, ...causesOf(run, lane))]);
     });
+    const causes = [...new Set(this.known.flatMap((run) => run.record.shares.map((each) => each.cause)))], outcomes = [...new Map(Object.values(OUTCOMES).slice(0, 3).map((each) => [each[0], each]))];
+    this.keys.replaceChildren(element("span", { className: "muted" }, "requests:"), ...outcomes.map(([, [paint, text]]) => element("span", {}, key(`var(--${paint})`), text)), element("span", { className: "muted" }, "trainer and engines:"), ...causes.map((cause) => element("span", {}, key(causeColour(cause)), CAUSES[cause] || cause)),
+      element("span", {}, element("i", { className: "key range" }), "from the least to the most slots in use within a bar"));
     this.causes.replaceChildren(element("h2", { style: { "margin-bottom": "0.6rem" } }, "Where the time went"), element("div", { className: "causes" }, ...rows));
     const worst = this.known.flatMap((run) => run.record.stragglers.map((each) => ({ ...each, run, alone: each.end_s - each.start_s }))).filter((each) => each.alone > 0).sort((one, other) => other.alone - one.alone).slice(0, 10);
     this.worst.hidden = !worst.length;
