@@ -129,7 +129,7 @@ def killed(folder: Path, kills: int, chance: random.Random) -> Counter[str]:
 def main(*, model: Path, kills: int = 12, seed: int = 0, json: Path | None = None) -> None:
     """Measure the size, then kill."""
     found: dict[str, Any] = {}
-    for what in ("size", "kills"):
+    for what in ("size", "kills") if kills else ("size",):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             (folder / "run.toml").write_text(CONFIG.format(model=model.resolve()), encoding="utf-8")

@@ -198,7 +198,7 @@ def test_the_index_lists_each_example() -> None:
     page = (ROOT / "docs" / "start" / "examples.md").read_text()
     listed = {
         name
-        for line in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for line in re.findall(r"^\| (\W*`.*?) \|", page, re.MULTILINE)
         for name in re.findall("`(.+?)`", line)
     }
     assert listed == {path.name for path in (ROOT / "examples").iterdir() if path.name != "__pycache__"}
