@@ -221,7 +221,7 @@ CONTRADICTIONS = (
 
 PARAMETERS = """
 printed 6 | Qwen3-1.7B, K = 8, B = 16 (U = 2 groups a step), R = 32, 64 and 96 | section 5.1
-printed 2 | two A100 generate (TP 2), eight RTX 4090 train | section 5.1
+printed 4 | two A100 generate (TP 2), eight RTX 4090 train (TP 4, DP 2), at the rate below | section 5.1
 fitted 3 | decoding reaches 47% of the A100's bandwidth, an engine serves at most 120 requests, responses end
     at 4,096 tokens, as about half do | the first dispatch, Sci-XW, R = 96 (section 5.2)
 fitted 3 | lengths are lognormal with sigma 0.6 and correlation 0.4, the frontier has 9 groups | the reduction

@@ -46,7 +46,7 @@ ROUNDS = 2 * PERIOD
 NODE = 8
 """Devices of a server: the largest tensor-parallel size (section 4.2)."""
 MEDIAN_OF_LIMIT, SIGMA = 1 / 29, 1.05
-TRAINING_EFFICIENCY, ROUND_S = 0.087, 25.5
+TRAINING_EFFICIENCY, ROUND_S = 0.088, 25.5
 """Fitted: forward and backward of the actor as a share of the devices' FLOP/s, with the forward passes of the
 reference in it; seconds that each round takes beside its stages."""
 
@@ -74,6 +74,7 @@ class Model:
         width: tensor-parallel size of the engines.
         max_tokens: length limit.
         groups: prompts of a round (P0).
+        divided: tensor-parallel size of the trainer. Its pipeline and context parallelism are not simulated.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Model:
     width: int
     max_tokens: int
     groups: int = P0
+    divided: int = 1
 
     def __str__(self) -> str:
         return f"{self.name}/{self.max_tokens // 1024}k"
@@ -97,6 +99,7 @@ class Model:
                 devices=self.devices,
                 model=self.name,
                 tensor_parallel=self.width,
+                trainer_tensor_parallel=self.divided,
                 memory_share=0.6,
                 training_efficiency=TRAINING_EFFICIENCY,
             ),
@@ -118,9 +121,9 @@ class Model:
         return sim.changed(rewards=judge, host=host)
 
 
-SMALL = Model("Qwen2.5-7B", 16, 1, 8_192)
-MEDIUM = Model("Qwen2.5-14B", 32, 2, 16_384)
-LARGE = Model("Qwen2.5-32B", 64, 2, 32_768)
+SMALL = Model("Qwen2.5-7B", 16, 1, 8_192, divided=2)
+MEDIUM = Model("Qwen2.5-14B", 32, 2, 16_384, divided=2)
+LARGE = Model("Qwen2.5-32B", 64, 2, 32_768, divided=4)
 MODELS = (SMALL, MEDIUM, LARGE)
 
 
