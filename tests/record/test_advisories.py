@@ -22,7 +22,16 @@ def test_good_steps_have_none() -> None:
             {"reward": 0.0, "reward_std": 0.0},
             "no sample is right. The prompts ([data]) are too hard, or",
         ),
-        ({"reward": 0.95, "reward_std": 0.1}, "most groups are all right or all wrong. Use prompts of"),
+        (
+            {"reward": 0.02, "reward_std": 0.1},
+            "all wrong: the prompts ([data]) are too hard",
+        ),
+        (
+            {"reward": 0.95, "reward_std": 0.1},
+            "all right: the prompts ([data]) are too easy",
+        ),
+        ({"reward": 0.5, "reward_std": 0.1}, "most groups are all right or all wrong. Use prompts of"),
+        ({"reward": 4.0, "reward_std": 0.1}, "most groups are all right or all wrong. Use prompts of"),
         ({"reward": -1.0, "reward_std": 0.1}, "most groups get the same reward. Look at reward.function and"),
     ],
 )

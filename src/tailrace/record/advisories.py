@@ -16,6 +16,8 @@ NUM_STEPS = 5
 NUM_SURE = 3
 """Steps after which the terminal and the summary speak: a single one may be chance."""
 ZERO_VARIANCE_SHARE = 0.8
+HARD, EASY = 0.1, 0.9
+"""Mean rewards, of a right answer worth 1, up to and from which groups of equal rewards are of one kind."""
 TRUNCATED_SHARE = 0.25
 FAILED_SHARE = 0.2
 BIASED_SHARE = 0.1
@@ -70,6 +72,10 @@ def _zero_variance(steps: Sequence[Figures]) -> Iterator[Advisory]:
         return
     if not any(row.get("reward_std") or row.get("reward") for row in steps):
         why = "no sample is right. The prompts ([data]) are too hard, or reward.function recognises no answer"
+    elif 0 < reward <= HARD:
+        why = "most groups are all wrong: the prompts ([data]) are too hard. Use easier ones"
+    elif EASY <= reward <= 1:
+        why = "most groups are all right: the prompts ([data]) are too easy. Use harder ones"
     elif reward > 0:
         why = "most groups are all right or all wrong. Use prompts of middling difficulty ([data])"
     else:

@@ -343,7 +343,13 @@ def test_values_of_settings_are_raced_under_each_schedule(
     numbers = json.loads(result.read_text())
     assert list(numbers["schedules"]) == ["tokens_per_s=100", "tokens_per_s=1e6"]
     assert numbers["verdict"].startswith("tokens_per_s=1e6 trains ")
-    assert capsys.readouterr().out.splitlines()[0] == numbers["verdict"], "before the table"
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == numbers["verdict"], "before the table"
+    assert "virtual time does not see" not in err
+    unseen = ["--vary", "trainer.learning_rate=1e-6,1e-5", "--repeats", "1"]
+    assert main(["compare", str(path), "--virtual", *unseen]) == 0
+    said = "virtual time does not see each value of trainer.learning_rate: some candidates are equal"
+    assert said in capsys.readouterr().err
     more = ["--vary", "run.seed=1,2", "--schedules", "serial,rolloutpipe"]
     assert main(["compare", str(path), "--virtual", *words, *more]) == 0
     assert len(json.loads(result.read_text())["schedules"]) == 8

@@ -128,6 +128,34 @@ def without_an_answer(here: Path) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
 
 
+def with_a_name_of_no_parameter(here: Path) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "1 + 1", "a=b": "2"}\n')
+
+
+def test_any_columns_and_rows_of_messages_train_and_the_reward_names_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"chat": [{"role": "user", "content": f"What is {n} + 2?"}], "code": str(n + 2), "customer": "me"}
+        for n in range(40)
+    ]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert init("--prompt-column", "chat", "--answer-column", "code") == 0
+    assert "def score(completion: str, code: object," in (here / "rewards.py").read_text()
+    header = (here / "run.toml").read_text().partition("[run]")[0]
+    assert "tailrace simulate" not in header, "it knows neither model nor machine"
+    assert main(["check-reward", "run.toml", "--rows", "4"]) == 0
+    assert "│ the right answer         │    1 │    100% │    4 │" in capsys.readouterr().out
+    assert main(["train", "run.toml", "--output-dir", "out", "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].endswith(": 20 rounds = 40 steps of 32 samples") and said[-1].startswith(
+        "verdict   ready"
+    )
+    (prompt,) = [line for line in said if line.startswith("prompt ")]
+    (answer,) = [line.split()[1] for line in said if line.startswith("answer ")]
+    assert f"What is {int(answer) - 2} + 2?" in prompt
+
+
 @pytest.mark.parametrize(
     ("words", "before", "message"),
     [
@@ -147,8 +175,15 @@ def without_an_answer(here: Path) -> None:
         (
             "",
             without_an_answer,
-            "no column of the first row is a right answer: prompt, label; name one answer",
+            "--answer-column = None: no column of the first row is answer, solution, ground_truth; choose "
+            "from prompt, label",
         ),
+        (
+            "--prompt-column text",
+            None,
+            "'text': no column of the first row is text; choose from question, answer",
+        ),
+        ("--answer-column a=b", with_a_name_of_no_parameter, "--answer-column = 'a=b': no parameter of"),
         ("", lambda here: (here / "rows.jsonl").unlink(), "there is no such file or folder"),
     ],
 )

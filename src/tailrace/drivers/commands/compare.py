@@ -123,6 +123,10 @@ def compare(
         with TemporaryDirectory() as scratch:
             running = compare_live(candidates, loaded.compare.repeats, folder or Path(scratch), files=folder)
             comparison = clock.run(running, virtual=False)
+    figures = {json.dumps(trials) for trials in comparison.trials.values()}
+    if virtual and vary and len(figures) < len(candidates):
+        keys = ", ".join(each.partition("=")[0] for each in vary)
+        say(f"virtual time does not see each value of {keys}: some candidates are equal in every figure")
     console.print(comparison.verdict(), soft_wrap=False)
     print_table(console, comparison.table(VIRTUAL if virtual else LIVE, prices.currency if prices else ""))
     if virtual:

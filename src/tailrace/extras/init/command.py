@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from itertools import product
+from keyword import iskeyword
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,6 +16,7 @@ from tailrace.contracts.memory import ModelShape
 from tailrace.drivers.commands.tables import writing
 from tailrace.drivers.data.rows import open_table
 from tailrace.drivers.data.settings import RowsSettings
+from tailrace.drivers.reward.calls import OWN_ARGUMENTS
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.planned import changes_of, on_cluster
 from tailrace.model_folder import find_folder, is_hub_id
@@ -31,8 +33,8 @@ STATES: Mapping[float, Mapping[str, Any]] = {16.0: {}, 4.5: {"rank": 16}}
 """The trainer's bytes for each parameter (`sim.cluster.trainer_bytes_per_parameter`), and [trainer.lora]."""
 SIZES = (1, 2, 4, 8)
 """Tensor-parallel sizes of the engines, in the order in which they are tried."""
-PROMPTS, ANSWERS = ("prompt", "question", "problem"), ("answer", "solution", "ground_truth")
-"""Columns of the prompt and of the right answer, of which the data have one each."""
+PROMPTS, ANSWERS = ("prompt", "question", "problem", "messages"), ("answer", "solution", "ground_truth")
+"""Usual columns of the prompt and of the right answer."""
 COMMENTS = {
     "name": "docs/reference/schedules.md has the others",
     "groups_per_step": "prompts of an optimizer step",
@@ -52,16 +54,28 @@ _value = partial(json.dumps, ensure_ascii=False)
 """Writes a number, a text or a list of them, which TOML has as JSON has, but for surrogate pairs."""
 
 
-def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path()) -> None:
+def init(
+    *,
+    model: str,
+    data: Path,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    gpus: str | None = None,
+    folder: Path = Path(),
+) -> None:
     """Write run.toml and rewards.py. Nothing is overwritten.
 
     Args:
         model: a Hugging Face folder, or the id of a model on the hub.
         data: a JSONL file, a parquet file or a dataset folder: rows with a prompt and the right answer.
+        prompt_column: of a text, or of a list of chat messages; by default the first of prompt, question,
+            problem and messages.
+        answer_column: by default the first of answer, solution and ground_truth. The reward names it.
         gpus: the GPUs of one node, such as 8xH100. Without them the run is for the CPU of a laptop.
         folder: of both files.
     """
-    known, (prompt, answer) = model.rpartition("/")[2].removesuffix("-Instruct"), _columns(data)
+    prompt, answer = _columns(data, prompt_column, answer_column)
+    known = model.rpartition("/")[2].removesuffix("-Instruct")
     is_known = known in MODELS and is_hub_id(model)
     known = known if is_known else str(find_folder(Path(model)))
     context = (MODELS[known] if is_known else ModelShape.read(Path(known))).context_tokens
@@ -70,6 +84,7 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
     sections = _on_a_laptop() if gpus is None else _on_gpus(_divided(gpus, known, tokens), folder, lengths)
     values = {
         "machine": f"For {gpus}" if gpus else "For the CPU of a laptop",
+        "forecast": ", `tailrace simulate run.toml` how long\n# rounds take, and" if gpus else ", and\n#",
         "rounds": 200 if gpus else 20,
         "schedule": _toml({"schedule": sections.pop("schedule")}),
         "model": _value(_from(folder, model)),
@@ -95,14 +110,19 @@ def init(*, model: str, data: Path, gpus: str | None = None, folder: Path = Path
     print(f"next      tailrace train {folder / 'run.toml'} --output-dir runs/first --dry-run")
 
 
-def _columns(data: Path) -> tuple[str, str]:
+def _columns(data: Path, prompt: str | None, answer: str | None) -> tuple[str, str]:
     """The columns of the prompt and of the right answer. Raises as `open_table`, or a ConfigError."""
     columns = open_table(RowsSettings(path=data.absolute()), "train")[0][0]
-    found = [next((name for name in names if name in columns), "") for names in (PROMPTS, ANSWERS)]
-    for name, what, names in zip(found, ("prompt", "right answer"), (PROMPTS, ANSWERS), strict=True):
-        if not name:
-            problem = f"no column of the first row is a {what}: {', '.join(columns)}"
-            raise ConfigError("--data", str(data), problem, f"name one {' or '.join(names)}")
+    found: list[str] = []
+    for given, names, option in ((prompt, PROMPTS, "--prompt-column"), (answer, ANSWERS, "--answer-column")):
+        name = next((name for name in ([given] if given else names) if name in columns), None)
+        if name is None:
+            problem = f"no column of the first row is {given or ', '.join(names)}"
+            raise ConfigError(option, given, problem, f"choose from {', '.join(columns)}")
+        found.append(name)
+    if not found[1].isidentifier() or iskeyword(found[1]) or found[1] in OWN_ARGUMENTS:
+        problem, remedy = "no parameter of the reward function can have this name", "rename the column"
+        raise ConfigError("--answer-column", found[1], problem, remedy)
     return found[0], found[1]
 
 
