@@ -25,7 +25,8 @@ STYLES = {
     "rowwise_split_input",
     "replicated_with_grad_allreduce",
 }
-"""Styles that are followed. Others divide experts, latent attention or the sequence."""
+"""Styles that are followed. Others divide latent attention, the sequence, or experts, whose packed matrices
+have a placement that torch's checkpoints do not write."""
 
 
 def check_tensor_parallel(model: Path, num: int) -> None:
