@@ -5,6 +5,7 @@ FOLDER is that of a run, whose page is written as one file and opened 1,280 pixe
 """
 
 import functools
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
-
-from tailrace.cli import main as tailrace
 
 FOLDER = Path(__file__).parent / "images"
 CHROMIUM = "/usr/bin/chromium"
@@ -40,8 +39,8 @@ def main(folder: str) -> None:
 
 def of_run(browser: Any, run: str, scratch: Path) -> None:
     path = scratch / "page.html"
-    if tailrace(["view", run, "--output", str(path)]):
-        sys.exit(2)
+    # In a process of its own: playwright has an event loop in this one.
+    subprocess.run([sys.executable, "-m", "tailrace.cli", "view", run, "--output", str(path)], check=True)
     for view, height in HEIGHTS.items():
         page = browser.new_page(viewport={"width": WIDTH, "height": height})
         page.goto(f"{path.as_uri()}#/{view}")

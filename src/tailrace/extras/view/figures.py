@@ -73,7 +73,8 @@ class Curves:
 def _positions(rows: Sequence[Row]) -> list[dict[str, float]]:
     """Where each row stands on the axes that a chart may have. A run without prices has no cost."""
     found: list[dict[str, float]] = []
-    origin = rows[0]["wall_time"] - rows[0].get("time/step", 0.0) if rows else 0.0
+    began = next((row for row in rows if isfinite(row["wall_time"])), {"wall_time": 0.0})
+    origin = began["wall_time"] - began.get("time/step", 0.0)
     samples = cost = 0.0
     is_priced = any("cost/total" in row for row in rows)
     for row in rows:

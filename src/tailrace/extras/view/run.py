@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
@@ -315,6 +316,8 @@ def _good_rows(path: Path) -> tuple[list[Row], list[Defect]]:
             row = read_row(line)
         except (ValueError, LookupError):
             row = {}
+        if "eval/loss" in row:
+            row.setdefault("wall_time", nan)  # a release that wrote none
         if "wall_time" not in row:
             bad.append((number, "it is no row of figures"))
         elif rows and row["step"] < rows[-1]["step"]:
