@@ -15,6 +15,9 @@ class RecordSettings(Settings):
     trackers: tuple[str, ...] = ()
     """Experiment trackers that get the rows of metrics.jsonl, of runs and of simulations: `trackio`, `wandb`,
     `tensorboard`, `mlflow`, `swanlab`, each an extra of its name, or one that another package registers."""
+    tracker_samples: int = Field(default=0, ge=0)
+    """Samples of each optimizer step that wandb, trackio and mlflow get as a table: prompt, response, reward.
+    0: no text of a sample leaves the machine."""
     project: str = Field(default="tailrace", min_length=1)
     """The project in trackio, wandb and swanlab, and the experiment in mlflow. The run has the name of the
     output directory."""

@@ -78,7 +78,7 @@ def check_live(
     check_scorers(config, first)
     check_teachers(config, [prompt.row for prompt in first])
     import_sinks(config.record.sinks)
-    check_trackers(config.record.trackers)
+    check_trackers(config.record.trackers, config.record.tracker_samples)
     check_placement(config)
     check_host(config.host, engine=config.engine, weights=config.weights)
     key, num_groups = max(map(most_groups, schedules), key=lambda each: each[1], default=("", 0))

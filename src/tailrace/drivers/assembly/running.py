@@ -272,7 +272,7 @@ class _Attempt:
             StopWithoutGain(config.run, earlier, interruption),
             *open_sinks(config.record.sinks, folder.path, display.say),
             *([GuardedSink(FunctionSink(self.on), "on", display.say)] if self.on else []),
-            *open_trackers(config.record.trackers, tracked, display.say),
+            *open_trackers(config.record.trackers, tracked, display.say, config.record.tracker_samples),
             start=start,
             earlier=earlier,
             token_samples=config.record.token_samples,

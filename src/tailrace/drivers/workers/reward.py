@@ -59,6 +59,8 @@ class RewardPool:
                 each.text = each.text or self._text_of(each.scored_ids)
             call = asyncio.create_task(self._call([Call.of(each) for each in members]))
             for each, future in waiting.items():
+                if future.done():  # another call, of tokens that have changed since
+                    continue
                 if each in members:
                     future.set_result((call, members.index(each)))
                 else:  # the group began again without it
@@ -67,9 +69,10 @@ class RewardPool:
             call, place = await begun
             return (await asyncio.shield(call))[place]
         finally:
-            waiting.pop(sample)
-            if not waiting:
-                self._waiting.pop(group, None)
+            if waiting.get(sample) is begun:
+                del waiting[sample]
+            if not waiting and self._waiting.get(group) is waiting:
+                del self._waiting[group]
 
     async def check_one_row(self, prompt: Prompt, understood: str, num_members: int = 1) -> str | None:
         """Call the reward functions once with empty completions, before generation begins. Raises a

@@ -5,24 +5,28 @@ the steps that a resumed run makes again.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
 from typing_extensions import override
 
-from tailrace.drivers.kinds.tracker import TrackedRun, Tracker, TrackerKind
+from tailrace.drivers.kinds.tracker import SAMPLE_COLUMNS, TrackedRun, TrackedSample, Tracker, TrackerKind
 
 
 class ServiceTracker:
     """A run in trackio, W&B or SwanLab, whose interfaces are alike."""
 
-    def __init__(self, run: Any, *left_out: str) -> None:
-        self._run, self._left_out = run, left_out
+    def __init__(self, run: Any, *left_out: str, table: Callable[..., Any] | None = None) -> None:
+        self._run, self._left_out, self._table = run, left_out, table
 
     def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
         self._run.log({key: figures[key] for key in figures if key not in self._left_out}, step=step)
+
+    def log_samples(self, rows: Sequence[TrackedSample], step: int) -> None:
+        assert self._table
+        self._run.log({"samples": self._table([*SAMPLE_COLUMNS], [list(row) for row in rows])}, step=step)
 
     def finish(self) -> None:
         with redirect_stdout(StringIO()):
@@ -36,6 +40,7 @@ def arguments(run: TrackedRun) -> dict[str, Any]:
 
 class Trackio(TrackerKind):
     package = "trackio"
+    takes_samples = True
 
     @override
     def begin(self, run: TrackedRun) -> Tracker:
@@ -43,18 +48,21 @@ class Trackio(TrackerKind):
 
         with redirect_stdout(StringIO()):  # its banner
             begun = trackio.init(**arguments(run), embed=False)
-        return ServiceTracker(begun, "time")  # it has a `time` of its own
+        # It has a `time` of its own.
+        return ServiceTracker(begun, "time", table=trackio.Table)
 
 
 class Wandb(TrackerKind):
     package = "wandb"
+    takes_samples = True
 
     @override
     def begin(self, run: TrackedRun) -> Tracker:
         import wandb
 
         settings = wandb.Settings(console="off", quiet=True)  # the terminal belongs to the display
-        return ServiceTracker(wandb.init(**arguments(run), dir=run.folder, settings=settings))
+        begun = wandb.init(**arguments(run), dir=run.folder, settings=settings)
+        return ServiceTracker(begun, table=wandb.Table)
 
 
 class SwanLab(TrackerKind):
@@ -100,6 +108,7 @@ class EventFiles:
 
 class MLflow(TrackerKind):
     package = "mlflow"
+    takes_samples = True
 
     @override
     def begin(self, run: TrackedRun) -> Tracker:
@@ -124,6 +133,10 @@ class MLflowRun:
 
         at = int(wall_time * 1000)
         self._client.log_batch(self._id, metrics=[Metric(*each, at, step) for each in figures.items()])
+
+    def log_samples(self, rows: Sequence[TrackedSample], step: int) -> None:
+        columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        self._client.log_table(self._id, columns, "samples.json")  # it adds to that of earlier steps
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
