@@ -26,7 +26,7 @@ Generate = Callable[[Requests], int]
 """Serves requests that arrive together; returns the number of tokens."""
 
 
-def native(model: str, dtype: str = "float32", **settings: object) -> Generate:
+def native(model: str, dtype: str = "float32", *, graphs: bool = True, **settings: object) -> Generate:
     import torch
 
     from tailrace.contracts.engine import GenerationRequest
@@ -42,6 +42,8 @@ def native(model: str, dtype: str = "float32", **settings: object) -> Generate:
         SamplingSettings(max_completion_tokens=1536),
     )
     engine = NativeEngine(Path(model), of_engine, limits)
+    if not graphs:
+        engine._graphs = None
 
     def generate(requests: Requests) -> int:
         for index, (prompt, length) in enumerate(requests):

@@ -422,8 +422,8 @@ def run_check(check: Check, folder: Path, model: Path, device: str) -> str | Non
     return None
 
 
-def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results:
-    """Run what can run here, and print a line for each."""
+def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None, json: Path | None = None) -> Results:
+    """Run what can run here, print a line for each, and write what is known after it."""
     results = Results()
     device = "cuda" if num_gpus else "cpu"
     with tempfile.TemporaryDirectory() as models:
@@ -440,6 +440,7 @@ def run_all(chosen: Sequence[Check], num_gpus: int, vllm: str | None) -> Results
             else:
                 results.passed.append(check.name)
             print(f"FAILED   {check.name}: {why}" if why else f"passed   {check.name}", flush=True)
+            write(json, asdict(results))
     print(f"{len(results.passed)} passed, {len(results.failed)} failed, {len(results.skipped)} skipped")
     return results
 
@@ -464,8 +465,7 @@ def main(
         width = max(len(check.name) for check in chosen)
         print("\n".join(f"{check.name:{width}}  {check.catches}" for check in chosen))
         return
-    results = run_all(chosen, num_gpus, os.environ.get("VLLM_PYTHON"))
-    write(json, asdict(results))
+    results = run_all(chosen, num_gpus, os.environ.get("VLLM_PYTHON"), json)
     if results.failed:
         raise SystemExit(1)
 

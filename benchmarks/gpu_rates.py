@@ -8,8 +8,10 @@
               Qwen3-0.6B's shape and of an adapter of Qwen3-4B's (prime-rl's lengths); 8 responses of 256
               tokens with Qwen2.5-1.5B's sizes (TRL's defaults)
     engine    completion tokens a second of the embedded engine for requests that arrive together: 64 and 256
-              of 64 prompt and 256 completion tokens, in turn with transformers' `generate`; 500 of 512 and
-              128; the 256 requests of nano-vllm's script
+              of 64 prompt and 256 completion tokens, in turn with transformers' `generate` and on a GPU with
+              the engine without CUDA graphs; 500 of 512 and 128; the 256 requests of nano-vllm's script
+
+--only WORD|WORD: rows with one of the words in their names.
 
 The share is the rate over the limit (limits.py). Figures are medians after one unmeasured turn.
 """
@@ -171,18 +173,26 @@ def main(
     def show(name: str, tokens: int, took: float, least: float, published: str, **more: float) -> None:
         row = {"tokens_s": tokens / took, "limit_tokens_s": tokens / least, "share": least / took, **more}
         results["rows"][name] = row | {"published": published}
+        write(json, results)
         figures = f"{tokens / took:>10,.0f}{tokens / least:>10,.0f}{least / took:>7.1%}"
         others = "".join(f"  {key} {value:.3g}" for key, value in more.items())
         print(f"{name:30}{figures}{others}  {published}", flush=True)
         if device != "cpu":
             torch.cuda.empty_cache()
 
+    def is_chosen(name: str) -> bool:
+        return any(word in name for word in only.split("|"))
+
     def little(number: int, by: int) -> int:
         return max(2, number // by) if is_tiny and number > 1 else number
 
     for kind, sizes in SHAPES.items():
-        steps = {name: row for name, row in STEPS.items() if row.shape == kind and only in f"trainer, {name}"}
-        served = {name: row for name, row in REQUESTS.items() if only in f"engine, {name}" and kind == "0.6B"}
+        steps = {
+            name: row for name, row in STEPS.items() if row.shape == kind and is_chosen(f"trainer, {name}")
+        }
+        served = {
+            name: row for name, row in REQUESTS.items() if is_chosen(f"engine, {name}") and kind == "0.6B"
+        }
         if not steps and not served:
             continue
         sizes = TINY if is_tiny else sizes
@@ -194,7 +204,12 @@ def main(
                 lengths = [(little(a, SHORTER), little(b, SHORTER)) for a, b in lengths]
                 lengths = lengths[: little(len(lengths), FEWER)]
                 room = max(4096, sum(map(sum, lengths)))
-                engines = {"native": native(str(folder), "bfloat16", device=device, kv_cache_tokens=room)}
+                settings: dict[str, Any] = {"device": device, "kv_cache_tokens": room}
+                engines = {"native": native(str(folder), "bfloat16", **settings)}
+                if name in BESIDE and device != "cpu":
+                    engines["native without graphs"] = native(
+                        str(folder), "bfloat16", graphs=False, **settings
+                    )
                 if name in BESIDE:
                     engines["transformers"] = transformers(folder, device)
                 took = generate(engines, lengths, device, repeats)
@@ -215,7 +230,6 @@ def main(
                 show(f"trainer, {name}", tokens, took_s, least, row.published, step_s=took_s, peak_gib=peak)
     if not results["rows"]:
         raise SystemExit(f"no row has {only!r} in its name")
-    write(json, results)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def train(spec: Spec) -> Spec:
     marks, batches, size = Marks(), [], spec["group_size"]
 
     def reward(completions: Any, completion_ids: Any, answer: list[str], **_: Any) -> list[float]:
-        texts = (completion[0]["content"] for completion in completions)
+        texts = (text if isinstance(text, str) else text[0]["content"] for text in completions)
         rewarded = {"exact": exact, "near": near}[spec["reward"]]
         found = [rewarded(text, right) for text, right in zip(texts, answer, strict=True)]
         equal = [len(set(found[at : at + size])) == 1 for at in range(0, len(found), size)]

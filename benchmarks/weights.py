@@ -101,6 +101,7 @@ class Figures:
 
     publish_s: float
     pause_s: float
+    pause_steps: float
     tokens_lost: int
     bytes: int
 
@@ -122,10 +123,14 @@ Pair = tuple[RemoteEngine | HttpEngine, RemoteTrainer]
 
 
 @asynccontextmanager
-async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIterator[dict[str, Pair]]:
-    """An engine of each kind, and a trainer for each transport."""
-    logs = folder / "logs"
-    engine_job = EngineJob(model=model, engine=NativeEngineSettings(), sampling=SAMPLING, report_every_s=0.0)
+async def opened(
+    model: Path, folder: Path, vllm_python: str | None, device: str = "cpu"
+) -> AsyncIterator[dict[str, Pair]]:
+    """An engine of each kind, and a trainer for each transport; on a GPU in bfloat16."""
+    logs, dtype = folder / "logs", "float32" if device == "cpu" else "bfloat16"
+    of_engine = NativeEngineSettings.model_validate({"device": device, "dtype": dtype})
+    of_trainer = TrainerSettings.model_validate({"device": device, "dtype": dtype})
+    engine_job = EngineJob(model=model, engine=of_engine, sampling=SAMPLING, report_every_s=0.0)
     async with AsyncExitStack() as stack:
         worker = await LocalSpawner(logs).start("engine-0", EngineWorker, engine_job)
         native = RemoteEngine(worker, engine_job)
@@ -136,11 +141,11 @@ async def opened(model: Path, folder: Path, vllm_python: str | None) -> AsyncIte
             name = settings.transport
             job = TrainerJob(
                 model=model,
-                trainer=TrainerSettings(),
+                trainer=of_trainer,
                 algorithm=AlgorithmSettings(),
                 sampling=SAMPLING,
                 weights=settings,
-                published_dtype="float32",
+                published_dtype=of_engine.dtype,
             )
             trainers[name] = RemoteTrainer(
                 [await LocalSpawner(logs).start(f"trainer-{name}", TrainerWorker, job)], job
@@ -200,22 +205,27 @@ async def update(pair: Pair, version: int) -> Figures | None:
         return None
     gaps = [(after - before, after) for before, after in pairwise(counter.arrivals)]
     longest = max(gap for gap, end_s in gaps if end_s > load_s)
+    pause_s = max(0.0, longest - median(gap for gap, _ in gaps))
+    step_s = (counter.arrivals[-1] - counter.arrivals[0] - pause_s) / NUM_TOKENS  # all decode together
     num_tokens = sum(sample.num_tokens for sample in samples)
     own_count = engine.usage().num_counted
     lost = 0 if own_count is None else own_count - counted - num_tokens
     return Figures(
         publish_s=publish_s,
-        pause_s=max(0.0, longest - median(gap for gap, _ in gaps)),
+        pause_s=pause_s,
+        pause_steps=pause_s / step_s,
         tokens_lost=abs(lost) + NUM_SEQUENCES * NUM_TOKENS - num_tokens,
         bytes=weights.num_bytes,
     )
 
 
-async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | None) -> dict[str, Figures]:
+async def measure(
+    model: Path, folder: Path, repeats: int, vllm_python: str | None, device: str = "cpu"
+) -> dict[str, Figures]:
     """The medians of each transport. The first update of each is not counted: it connects."""
     figures: dict[str, list[Figures]] = {}
     versions = count(1)  # the engines of one vLLM server share its versions
-    async with opened(model, folder, vllm_python) as pairs:
+    async with opened(model, folder, vllm_python, device) as pairs:
         for _ in range(repeats + 1):
             for name, pair in pairs.items():
                 for _ in range(ATTEMPTS):
@@ -229,6 +239,7 @@ async def measure(model: Path, folder: Path, repeats: int, vllm_python: str | No
         name: Figures(
             publish_s=median(each.publish_s for each in updates[1:]),
             pause_s=median(each.pause_s for each in updates[1:]),
+            pause_steps=median(each.pause_steps for each in updates[1:]),
             tokens_lost=sum(each.tokens_lost for each in updates),
             bytes=updates[0].bytes,
         )
