@@ -82,6 +82,7 @@ docs: env-dev
 	$(BIN)/python docs/make_bias.py docs/reference/bias.md
 	$(BIN)/python docs/make_scorecard.py docs/reference/scorecard.md
 	$(BIN)/python docs/make_pairs.py docs/reference/pairs.md
+	$(BIN)/python docs/make_fits.py docs/reference/fits.md
 	$(BIN)/python docs/make_api.py docs/reference
 	$(BIN)/python docs/make_pictures.py
 

@@ -23,7 +23,7 @@ WRITTEN = [page for page in PAGES if page.name not in ("configuration.md", "simu
 MAX_PICTURE_BYTES = 60_000
 LOOKED_UP = (
     *("bias.md", "configuration.md", "simulation.md", "metrics.md", "scorecard.md", "commands.md"),
-    *("python.md", "pairs.md"),
+    *("python.md", "pairs.md", "fits.md"),
 )
 """Pages that commands write."""
 MAX_WORDS = 16_700
