@@ -64,6 +64,7 @@ def test_a_fine_tuning_is_finished_and_its_losses_are_drawn(
         [row["loss"] for row in written(run) if "loss" in row], rel=1e-4
     )
     assert page["defects"] == record["defects"] == [] and page["about"]["command"] == "sft"
+    assert page["state"]["kind"] == record["state"]["kind"] == "finished"
     assert main(["inspect", str(run)]) == 2
     said = "tailrace sft wrote it, without a balance of prompts and tokens; name a run of tailrace train"
     assert said in capsys.readouterr().err

@@ -147,6 +147,12 @@ class RunView:
         if not any((self._folder / name).exists() for name in ("events.jsonl", "metrics.jsonl")):
             return RunStatus("awaited", f"waits for the first record of {self.name}")
         newest = self._log.all[-1] if self._log.all else None
+        if (
+            self._is_sft
+            and (self._folder / "model").exists()
+            and not (self._folder / "summary.json").exists()
+        ):
+            return RunStatus("finished", "finished")  # a release that wrote no summary of it
         return state_of(self._folder, clock.wall_time(), is_closed=newest is not None and newest.is_closed)
 
     # -- events.jsonl --

@@ -155,7 +155,7 @@ function compact(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  if (size > 0 && size < 1e-3) return value.toExponential(0);
+  if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(+value.toPrecision(5));
 }
 

@@ -205,7 +205,7 @@ function drawHead(runs) {
   if (single && known.length) {
     const [run] = known, { record, figures } = run;
     byId("head").replaceChildren(element("div", { className: "run-head" },
-      element("div", { className: "run-title" }, element("h1", {}, figures.name), stateChip(run), ...(figures.simulated ? [element("span", { className: "chip simulated", title: "in virtual time: nothing was generated or trained, and there is no reward" }, "simulated")] : []), element("span", { className: "muted small" }, [figures.config["schedule.name"], String(figures.config["model.path"] || "").split("/").at(-1)].filter(Boolean).join(" · "))),
+      element("div", { className: "run-title" }, element("h1", {}, figures.name), stateChip(run), ...(figures.simulated ? [element("span", { className: "chip simulated", title: "in virtual time: nothing was generated or trained, and there is no reward" }, "simulated")] : []), element("span", { className: "muted small" }, [figures.about.command !== "sft" && figures.config["schedule.name"], String(figures.config["model.path"] || "").split("/").at(-1)].filter(Boolean).join(" · "))),
       element("p", { className: "verdict", hidden: isElsewhere }, record ? verdictOf(run) : "reading the events …"), element("p", { className: "doing", hidden: !doing(run) }, doing(run)),
       element("p", { className: "cost", hidden: !figures.cost }, `Cost: ${figures.cost}`), element("div", { className: "notices", role: "status" }, ...notices(run))));
   } else if (known.length) {
