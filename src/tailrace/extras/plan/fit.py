@@ -283,7 +283,8 @@ def accepted_by_depth(depth: int, gained: float) -> list[float]:
     depth, as in the embedded engine (drivers/engine/native/drafts.py)."""
     chances = np.linspace(0.0, 1.0, 10_001)
     shares = chances[:, None] ** np.arange(1, depth + 1)
-    return (float(np.interp(gained, shares.sum(1), chances)) ** np.arange(1, depth + 1)).tolist()
+    chance = float(np.interp(gained, shares.sum(1), chances))
+    return [chance**each for each in range(1, depth + 1)]
 
 
 def _loads_s(process: Timeline) -> list[float]:

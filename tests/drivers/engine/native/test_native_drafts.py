@@ -1,7 +1,7 @@
 """Drafts of the embedded engine: where they come from, how many pay, and what a step keeps of them."""
 
 import pytest
-from forced_drafts import ForcedDrafts
+from forced_drafts import ForcedDrafts, make_rows_free
 from native_cases import PROMPTS, finish, submit_all
 
 from tailrace.contracts.engine import GenerationRequest
@@ -74,6 +74,15 @@ def drafter_of(seconds_of_rows, right=None, max_tokens=8):
     drafter._rest = drafter._last_rest = 0
     drafter._until_plain = drafter._plain_every = PLAIN_EVERY
     return drafter
+
+
+def test_an_unknown_step_is_at_most_twice_as_wide_as_a_known_one():
+    requests, drafter = Requests(2), Drafter(8)
+    assert requests.proposed(drafter) == []
+    for rows, expected in ((2, [1, 1]), (4, [3, 3]), (8, [7, 7]), (16, [8, 8])):
+        drafter.seconds.observe(rows, 1.0)
+        drafter._rest, drafter._until_plain = 0, 2
+        assert requests.proposed(drafter) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ def test_a_reference_that_is_the_response_is_accepted_in_few_steps(make_engine):
     expected = finish(plain)["x"].ids
     engine = make_engine(settings=settings)
     engine._drafter = drafter = Drafter(8)
-    drafter.seconds.observe = lambda rows, seconds: None  # rows cost nothing
+    make_rows_free(drafter)
     engine.submit(GenerationRequest("x", PROMPTS["17"], (), 7, references=[[70] * 9, expected]))
     assert finish(engine)["x"].ids == expected
     sums = engine.usage().decoded

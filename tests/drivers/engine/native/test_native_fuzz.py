@@ -12,7 +12,7 @@ from itertools import count
 
 import pytest
 import torch
-from forced_drafts import KINDS, ForcedDrafts
+from forced_drafts import KINDS, ForcedDrafts, make_rows_free
 from native_cases import assert_consistent
 from test_native_adapters import SCALE, adapter_of, merged
 
@@ -62,7 +62,7 @@ class Fuzz:
         if drafts:
             drafter = self.engine._drafter
             self.engine._drafter = drafter if drafts == "matched" else ForcedDrafts(drafts, self.engine)
-            self.engine._drafter.seconds.observe = lambda rows, seconds: None  # rows cost nothing
+            make_rows_free(self.engine._drafter)
         else:
             self.engine._reads_late = chance.random() < 0.5
         lengths = [chance.choice((1, 2, 5, 30, 90, 150)) for _ in range(6)]

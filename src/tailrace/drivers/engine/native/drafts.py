@@ -41,11 +41,14 @@ class StepSeconds:
     def __init__(self) -> None:
         self._last = [deque[tuple[float, int]](maxlen=KEPT) for _ in SIZES]
         """Seconds and rows of the last steps, by SIZES."""
+        self.most_rows = 0
+        """The widest step that was measured."""
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step took so long. Steps of more rows than all SIZES are not used."""
         if (number := bisect_left(SIZES, rows)) < len(SIZES):
             self._last[number].append((seconds, rows))
+            self.most_rows = max(self.most_rows, rows)
 
     def __call__(self, rows: int) -> float:
         """Seconds of a step with so many rows: on the line between the nearest measured ones, beyond them as
@@ -105,9 +108,11 @@ class Drafter:
         return {request: drafts[request][:width] for request, width in widths.items() if width}
 
     def _best_number(self, num_requests: int, chances: Sequence[float]) -> int:
-        """How many of the drafts give the most tokens a second, where the likeliest are taken first."""
+        """How many of the drafts give the most tokens a second, where the likeliest are taken first. No step
+        is more than twice as wide as measured ones, because what a wider one costs is not known."""
+        room = max(0, 2 * self.seconds.most_rows - num_requests)
         best, best_num, tokens = num_requests / max(self.seconds(num_requests), 1e-9), 0, float(num_requests)
-        for num, chance in enumerate(chances, 1):
+        for num, chance in enumerate(chances[:room], 1):
             tokens += chance
             if (rate := tokens / max(self.seconds(num_requests + num), 1e-9)) > best:
                 best, best_num = rate, num
