@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from typing_extensions import override
 
@@ -57,11 +57,15 @@ class Tracker(Protocol):
     def log(self, figures: Mapping[str, float], step: int, wall_time: float) -> None:
         """Store the figures of an optimizer step. `wall_time`: seconds since the epoch."""
 
-    def log_samples(self, rows: Sequence[TrackedSample], step: int) -> None:
-        """Store samples of the step whose figures come next. Only of a kind that `takes_samples`."""
-
     def finish(self) -> None:
         """End the run. Nothing is logged after it."""
+
+
+class SampleTracker(Tracker, Protocol):
+    """A run in a tracker that takes samples."""
+
+    def log_samples(self, rows: Sequence[TrackedSample], step: int) -> None:
+        """Store samples of the step whose figures come next."""
 
 
 class TrackerKind:
@@ -70,7 +74,7 @@ class TrackerKind:
     package = ""
     """The Python package that it needs, and the extra of the installation that brings it; "": none."""
     takes_samples = False
-    """Whether its runs have `log_samples`."""
+    """Whether its runs are `SampleTracker`s."""
 
     def check(self) -> None:
         """Check that the package is installed, without loading it. Raises a ConfigError."""
@@ -152,5 +156,5 @@ class TrackerSink(JoinedRows):
         step, wall_time = int(figures.pop("step")), figures.pop("wall_time")
         self._step = max(self._step, step)  # they take no step that is earlier than one they have
         if samples := self._samples.pop(step, None):
-            self._tracker.log_samples(samples, self._step)
+            cast(SampleTracker, self._tracker).log_samples(samples, self._step)
         self._tracker.log(figures, self._step, wall_time)
