@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures one GPU in ten minutes, without a network: benchmarks/one_gpu.py says what.
 #
-#   bash benchmarks/one_gpu.sh --wheels [PYTHON]    # before, with a network: wheels/, 25 MiB, for the Python of the machine,
+#   bash benchmarks/one_gpu.sh --wheels [PYTHON]    # before, with a network: wheels/, 16 MiB, for the Python of the machine,
 #                                                   # such as python3.12, which has torch, transformers, peft, pyarrow, pandas
 #   bash benchmarks/one_gpu.sh [--json FILE]        # on the machine; PYTHON names its interpreter with torch
 #   bash benchmarks/one_gpu.sh --device cpu --tiny  # each part in little
