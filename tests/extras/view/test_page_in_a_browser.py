@@ -356,7 +356,7 @@ def test_back_forward_and_links_lead_to_views_ranges_and_samples(browser: Any, t
         tab.wait(f"{shown} === 'timeline' && tailrace.timeline.from === 3 && tailrace.timeline.to === 9")
         tab.page.evaluate(f"location.hash = '#/samples/0/{'1.0%2F1'}'")
         tab.wait("tailrace.samples.sample?.id === '1.0/1'")
-        assert tab.page.locator("#sample-title").inner_text() == "Prompt 1.0"
+        tab.page.locator("#sample-title", has_text="Prompt 1.0").wait_for()
         tab.page.go_back()
         tab.wait(f"{shown} === 'timeline'")
         tab.page.goto(f"{address}#/accounts")
