@@ -146,7 +146,7 @@ class _Requests:
         fine = np.interp(parts, np.arange(len(edges)), edges)
         open_s = {kind: _open_time(self._start[mine], self._end[mine], fine) for kind, mine in kinds.items()}
         used = {kind: (open_s[kind] / max(1.0, of[kind])).reshape(-1, PARTS) for kind in kinds}
-        every = sum(used.values())
+        every = np.sum([*used.values()], axis=0)
         return {
             "slots_used": {kind: _bytes(each.mean(1)) for kind, each in used.items()},
             "range": {"low": _bytes(every.min(1)), "high": _bytes(every.max(1))},
