@@ -86,10 +86,15 @@ def secret(tmp_path: Path) -> Path:
     """A config with a secret in texts of each sort."""
     (tmp_path / "secret" / "base").mkdir(parents=True)
     (tmp_path / "run.toml").write_text(SECRET)
+    parameters = "groups_per_round, groups_per_step, window, mode, order, admission"
+    (tmp_path / "secret.py").write_text(f"async def s(run, *, {parameters}):\n    await run.start()\n")
     return tmp_path / "run.toml"
 
 
-def test_numbers_literals_and_names_are_shared_and_no_path(secret: Path) -> None:
+def test_numbers_literals_and_names_are_shared_and_no_path(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(secret.parent)
     shared = load_config(secret).shared()
     assert "secret" not in json.dumps(shared) and str(secret.parent) not in json.dumps(shared)
     assert shared["schedule"] == {"name": "serial", "groups_per_round": 4, "groups_per_step": 4}
