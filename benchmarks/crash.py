@@ -1,8 +1,8 @@
 """Is anything lost when a run or an engine is killed, and what does it cost to lose nothing?
 
     python benchmarks/crash.py [--kill all|engines|trainer] [--engine native|vllm] [--kills N] [--colocated]
-                               [--task sums|tools|papers|pinned|real|service] [--parallel N] [--repeats N]
-                               [--seed N] [--json F]
+                               [--task sums|tools|papers|pinned|real|service|verified] [--parallel N]
+                               [--repeats N] [--seed N] [--json F]
     python benchmarks/crash.py --freeze N [--task service] [--seed N] [--json F]
 
 --kill all: live runs of the quickstart's model, of april and of rolloutpipe, are killed with SIGKILL,
@@ -24,6 +24,7 @@ alone or together with an engine. It starts again (`trainer.restarts`), and each
 starts again; the run then ends by itself, and is resumed. Needs `pip install tailrace[tinker]`.
 --task pinned: instead, trl_async, dora and laminar on two engines that serve the last versions as adapters of
 LoRA; each sample has one version.
+--task verified: instead, tailrace, pipelinerl and april with stale = "verify" and bounds of 0 and 1.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 --freeze N: instead, N random pairs of faults in live runs of seven schedules with two engines, and, where
@@ -92,8 +93,8 @@ from tailrace.errors import LedgerError
 from tailrace.ledger.base import LedgerTables, distance
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import NullJournal
-from tailrace.ledger.recovery import first_life, read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import first_life, totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import (
     Event,
     Published,
@@ -121,6 +122,13 @@ PINNED: dict[str, dict[str, object]] = {
 ADAPTERS = {"engine.replicas": "2"}
 ADAPTERS |= {f"trainer.lora.{key}": value for key, value in (("rank", "8"), ("publish", "adapter"))}
 ADAPTERS |= {"trainer.lora.versions": "3", "trainer.learning_rate": "4e-3"}
+VERIFIED: dict[str, dict[str, object]] = {
+    "tailrace": {"groups_per_step": 8, "groups_in_flight": 24, "staleness": 0, "stale": "verify"},
+    "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16}
+    | {"staleness": 1, "stale": "verify"},
+    "april": {"groups_per_round": 8, "groups_launched": 16, "staleness": 0, "stale": "verify"},
+}
+"""Schedules that verify tokens, whose runs are killed."""
 REAL: dict[str, dict[str, object]] = {
     "april": {"groups_per_round": 8, "groups_launched": 12},
     "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16, "ring_full": "block"},
@@ -734,7 +742,7 @@ def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[
         if task == "papers":
             victims = [Victim(paper, None, Path(name), options, f"{paper}.toml") for paper in PAPERS]
         else:
-            schedules = {"real": REAL, "pinned": PINNED}.get(task, KILLED)
+            schedules = {"real": REAL, "pinned": PINNED, "verified": VERIFIED}.get(task, KILLED)
             example = "smollm2/long_tail.toml" if task == "real" else EXAMPLE["native"]
             victims = [Victim(each, schedules[each], Path(name), options, example) for each in schedules]
         for number in range(kills):
@@ -878,7 +886,7 @@ def cost(repeats: int) -> dict[str, float]:
 
 def main(
     kill: Literal["all", "engines", "trainer"] = "all",
-    task: Literal["sums", "tools", "papers", "pinned", "real", "service"] = "sums",
+    task: Literal["sums", "tools", "papers", "pinned", "real", "service", "verified"] = "sums",
     kills: int = 50,
     engine: Literal["native", "vllm"] = "native",
     colocated: bool = False,

@@ -45,6 +45,8 @@ BUILT_IN: Mapping[str, str] = {
     "judge.local": "tailrace.extras.judges.kind:LocalJudges",
     "serve.tinker": "tailrace.extras.tinker.command:TinkerApi",
     "parts.any_engine": "tailrace.drivers.engine.native.any_model:AnyEngine",
+    "parts.drafter": "tailrace.drivers.engine.native.drafts:Drafter",
+    "parts.equality": "tailrace.drivers.trainer.equality:Equality",
     "parts.graphs": "tailrace.drivers.engine.native.graphs:Graphs",
     "parts.restarting_trainer": "tailrace.drivers.workers.restarting:RestartingTrainer",
     "placement.joined": "tailrace.drivers.assembly.tensor_parallel:Joined",

@@ -22,9 +22,10 @@ from tailrace.turns import Turn as Turn
 T = TypeVar("T")
 
 KV = Literal["keep", "recompute"]
-Stale = Literal["wait", "mask"]
+Stale = Literal["wait", "mask", "verify"]
 """How a schedule keeps a bound on staleness. wait: it trains a sample before one of its tokens is too old.
-mask: it trains a sample when it ends, and tokens that are too old are masked out of the loss."""
+mask: it trains a sample when it ends, and tokens that are too old are masked out of the loss. verify: the
+newest weights draw older tokens again with the same noise, and what differs is generated anew."""
 MAX_SHOWN = 2_000
 """Characters of a column that samples files have; longer columns are left out."""
 MAX_REFERENCES, MAX_REFERENCE_TOKENS = 4, 4096
@@ -330,11 +331,7 @@ class Sample:
 
     def verify(self, num_tokens: int, version: int, behavior_logprobs: Sequence[float] = ()) -> None:
         """Keep the leading tokens that `version` draws with the same noise, as tokens of that version. If
-        others are lost, it has neither ended nor a reward.
-
-        Args:
-            behavior_logprobs: [num_tokens], under that version. Empty in a simulation.
-        """
+        others are lost, it has neither ended nor a reward. Log-probs, under that version: [num_tokens]."""
         changed, self.num_tokens, self.to_verify = self.num_tokens - num_tokens, num_tokens, False
         self.completion_ids, self.behavior_logprobs = self.completion_ids[:num_tokens], [*behavior_logprobs]
         self.spans = [Span(version, num_tokens)] if num_tokens else []
@@ -392,12 +389,11 @@ class Group:
     on_older: Callable[[int | None, int], None] | None = None
     """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
     cuts: int = 0
-    """Publications after which a verification has changed a member."""
+    """Versions that have changed a member when they verified it, without the first after a restart."""
     last_cut: int | None = None
-    """The version of the last of them."""
-    on_changed: Callable[[Sample, int], None] | None = None
-    """Called after a verification that has taken tokens from a member, with their number. The pool sets
-    it."""
+    """The last of these versions."""
+    on_verified: Callable[[Sample, int], None] | None = None
+    """Called after the verification of a member, with the tokens that it has lost. The pool sets it."""
     has_rules: bool | None = None
     """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
     round_drawn: int = 0
@@ -422,8 +418,14 @@ class Group:
         if num_changed:
             self.cuts += self.last_cut != version
             self.last_cut = version
-            if self.on_changed:
-                self.on_changed(sample, num_changed)
+        if self.on_verified:
+            self.on_verified(sample, num_changed)
+
+    def outdate(self, version: int) -> None:
+        """Count all tokens, of an earlier life of the run, as of a version that must be verified."""
+        for sample in [each for each in self.samples if each.num_tokens]:
+            sample.spans = [Span(version, sample.num_tokens)]
+            self.oldest_version, self.cuts = version, -1
 
     @property
     def serving_complete(self) -> bool:

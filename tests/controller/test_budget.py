@@ -11,7 +11,8 @@ from helpers.virtual import SCHEDULES_BY_NAME, SETTINGS, SIM, Book, Outcome, cha
 from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.prices import Prices, PriceSettings
-from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import BooksClosed, RoundStarted, Spent, Stepped
 from tailrace.record.steps import StepMeter
 from tailrace.record.summary import Summary

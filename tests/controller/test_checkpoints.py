@@ -12,7 +12,8 @@ from tailrace.controller.base import RunComponents
 from tailrace.controller.checkpoints import make_room
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import CheckpointError
-from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import RoundStarted, Saved, Stepped
 from tailrace.sim.trainer import STEPS_FILE, SimTrainer
 

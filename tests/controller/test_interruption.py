@@ -15,7 +15,8 @@ from tailrace.controller.base import RunComponents
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import LedgerTables
-from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import BooksClosed, Evaluated, Published, RoundStarted, Saved, Stepped
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimTrainerSettings
 

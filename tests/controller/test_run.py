@@ -44,7 +44,7 @@ from tailrace.errors import (
     StalenessError,
     Stuck,
 )
-from tailrace.ledger.recovery import read_ledger
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import (
     Accumulated,
     ControllerLag,

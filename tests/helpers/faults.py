@@ -20,7 +20,7 @@ from tailrace.contracts.trainer import LoraSettings, TrainerSettings
 from tailrace.contracts.weights import DTYPE, Link, Weights
 from tailrace.drivers.engine.native import engine as native
 from tailrace.drivers.engine.native import model as native_model
-from tailrace.drivers.engine.proof import probe_ids
+from tailrace.drivers.engine.probes import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine

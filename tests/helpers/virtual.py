@@ -24,8 +24,8 @@ from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import RunRow, Transaction
 from tailrace.ledger.journal import Journal, StartCommit
 from tailrace.ledger.ledger import Totals
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Event, Recorder, RequestEnded, RequestStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.rollout.placement import DISAGGREGATED, DeviceSharing
@@ -294,8 +294,9 @@ def dying(*deaths: Death) -> Beside:
     return all_of_them
 
 
-def regenerated(events: list[Event]) -> list[RequestStarted]:
-    """Requests that did not go on from the last token of their sample, or whose sample had ended."""
+def regenerated(events: list[Event], *, verifies: bool = False) -> list[RequestStarted]:
+    """Requests that did not go on from the last token of their sample, or whose sample had ended and is not
+    verified."""
     known: dict[SampleId, int] = {}
     wrong = []
     for event in events:
@@ -304,7 +305,8 @@ def regenerated(events: list[Event]) -> list[RequestStarted]:
         ):
             wrong.append(event)
         elif isinstance(event, RequestEnded):
-            known[event.sample] = -1 if event.outcome in ("stop", "length") else event.num_tokens
+            ended = event.outcome in ("stop", "length") and not verifies
+            known[event.sample] = -1 if ended else event.num_tokens
     return wrong
 
 

@@ -38,7 +38,8 @@ from tailrace.contracts.trainer import StepStats
 from tailrace.controller.base import RunSettings
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.ledger.base import LedgerTables, distance
-from tailrace.ledger.recovery import read_ledger, totals_of
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import RoundStarted, Stepped
 from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
 from tailrace.rollout.members import GroupSettings
@@ -79,6 +80,8 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"groups_per_round": U, "groups_launched": U + draw(st.integers(0, 4))}
             bound = draw(st.sampled_from([None, 4]))  # with U = 1 and 5 launched, 4 is the least
             parameters |= {"staleness": bound, "kv": draw(KVS)}
+            if bound and draw(st.booleans()):
+                parameters |= {"stale": "verify", "staleness": draw(st.integers(0, 2))}
         case "april_dapo":
             parameters = {"groups_per_round": U, "groups_per_draw": draw(st.integers(1, 4)), "kv": draw(KVS)}
         case "tailbatch" | "rollpacker" | "tailbatch_async":
@@ -108,8 +111,8 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters = {"groups_per_step": U, "steps_off_policy": draw(st.integers(0, 3))}
         case "tailrace":
             bound = draw(st.integers(0, 3))
-            stale = draw(st.sampled_from(["wait", "mask"]))
-            in_flight = draw(st.integers(U, (4 if stale == "mask" else bound + 1) * U))
+            stale = draw(st.sampled_from(["wait", "mask", "verify"]))
+            in_flight = draw(st.integers(U, (bound + 1 if stale == "wait" else 4) * U))
             parameters = {
                 "groups_per_step": U,
                 "groups_in_flight": in_flight,
@@ -133,6 +136,8 @@ def schedules(draw: st.DrawFn) -> partial:  # type: ignore[type-arg]
             parameters["scoring_groups"] = draw(st.sampled_from([None, 1, 2]))
             parameters |= {"kv": draw(KVS), "min_ess": draw(st.sampled_from([0.0, 0.9]))}
             parameters["staleness"] = draw(st.sampled_from([None, 0, 1, 3]))
+            if parameters["staleness"] is not None and draw(st.booleans()):
+                parameters["stale"] = "verify"
         case _:
             raise AssertionError(f"{name} is not drawn")
     return partial(SCHEDULES[name], **parameters)
@@ -171,6 +176,7 @@ WORLDS = st.builds(
         kv_tokens=st.sampled_from([320, 10_000]),
         abort_s=st.sampled_from([0.0, 0.05, 1.0]),
         load_s=st.sampled_from([0.0, 0.5]),
+        survival=st.sampled_from([0.95, 0.0, 0.99, 1.0]),
     ),
     trainer=st.builds(SimTrainerSettings, tokens_per_s=st.sampled_from([500.0, 50_000.0])),
     lengths=st.builds(
@@ -248,7 +254,7 @@ def test_the_books_close_in_every_world(
                 ),
                 algorithm=algorithm,
             )
-            assert regenerated(outcome.events) == []
+            assert regenerated(outcome.events, verifies=schedule.keywords.get("stale") == "verify") == []
             books = read_ledger(book.store)
             assert set(books.groups) == set(range(books.run.num_drawn)), "a prompt was lost"
             assert lives.items() <= (lives := _lives_of(books)).items(), "a prompt was drawn twice"

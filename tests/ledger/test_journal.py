@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from tailrace.errors import LedgerError
 from tailrace.ledger.base import CheckpointRow, GroupRow, LedgerRow, Origin, SampleRow, TokensRow, Transaction
 from tailrace.ledger.journal import Journal, commits_on_thread
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.recovery import first_life
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import first_life, totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Recorder, Stepped
 from tailrace.schedules.serial import serial
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn
@@ -104,6 +105,35 @@ async def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
     rows: list[LedgerRow] = store.rows(SampleRow)
     assert isinstance(rows[0], SampleRow)
     assert (rows[0].num_tokens, rows[0].fate, rows[0].pruned) == (2, "low ess", True)
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("commits_between", [True, False], ids=["apart", "in one commit"])
+async def test_tokens_of_a_verified_sample_are_written_anew_and_those_that_changed_are_counted(
+    tmp_path: Path, commits_between: bool
+) -> None:
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(first_life().opening)
+    journal, ledger = followed(store)
+    sample = drawn(ledger)
+    sample.group.on_verified = ledger.verify
+    for ids in ([5, 6], [7, 8]):
+        sample.extend(ids, [-0.5, -0.25], 0)
+        await journal.finish() if commits_between else journal._collect_changes()
+    sample.verify(3, 1, [-1.0, -2.0, -3.0])
+    sample.extend([9], [-4.0], 1)
+    await journal.finish()
+    books = read_ledger(store)
+    (row,) = [each for each in books.samples.values() if each.fate is None]
+    assert row.spans == [Origin(1, 1, 4)]
+    (tokens,) = books.tokens[sample.id]
+    assert array("i", tokens.ids).tolist() == [5, 6, 7, 9]
+    assert array("f", tokens.logprobs).tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert totals_of(books).wasted_tokens == ledger.totals.wasted_tokens == {"changed": 1}
+    ledger.waste(sample, "low ess")
+    await journal.finish()
+    assert totals_of(read_ledger(store)).wasted_tokens == {"changed": 1, "low ess": 4}
+    assert read_ledger(store).tokens == {}
 
 
 @pytest.mark.virtual

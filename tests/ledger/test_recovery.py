@@ -15,8 +15,8 @@ from tailrace.errors import BadRow, LedgerError
 from tailrace.ledger.base import CheckpointRow, LifeRow, Origin, distance
 from tailrace.ledger.journal import Journal
 from tailrace.ledger.ledger import Ledger
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life, totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Recorder
 from tailrace.types import Group, Prompt, Sample, SampleId, Span, Turn, noise_seed
 

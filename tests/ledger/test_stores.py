@@ -24,8 +24,7 @@ from tailrace.ledger.base import (
     TrainingRow,
     Transaction,
 )
-from tailrace.ledger.recovery import read_ledger
-from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store, read_ledger
 from tailrace.types import SampleId, Turn
 
 TWO = b"\x01\x00\x00\x00\x02\x00\x00\x00"

@@ -15,7 +15,7 @@ from tailrace.controller.base import RunComponents
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.data.settings import ProceduralSettings
 from tailrace.errors import ConfigError
-from tailrace.ledger.recovery import read_ledger
+from tailrace.ledger.store import read_ledger
 from tailrace.record.events import GroupEnded, PoolsFilled
 from tailrace.rollout.difficulty import DifficultyPools
 from tailrace.schedules import SCHEDULES

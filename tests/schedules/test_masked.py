@@ -21,8 +21,8 @@ from tailrace.controller.run import Run
 from tailrace.drivers.assembly.schedule import resolve
 from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.errors import ConfigError, StalenessError
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Stepped
 from tailrace.schedules import SCHEDULES
 from tailrace.sim.settings import SimRewardSettings

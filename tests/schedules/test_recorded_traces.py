@@ -28,6 +28,7 @@ from tailrace.record.events import (
 from tailrace.schedules import SCHEDULES
 
 FOLDER = Path(__file__).with_name("traces")
+VERIFIED = {"staleness": 0, "stale": "verify", "verify_max_cuts": 2}
 SMALL: dict[str, dict[str, object]] = {
     "serial": {"groups_per_round": 4, "groups_per_step": 2},
     "rolloutpipe": {"groups_per_round": 4, "groups_per_step": 2},
@@ -56,14 +57,24 @@ SMALL: dict[str, dict[str, object]] = {
     "tailrace": {"groups_per_step": 2, "groups_in_flight": 4, "staleness": 2},
     "tailrace masked": {"groups_per_step": 2, "groups_in_flight": 6, "staleness": 1, "stale": "mask"},
     "tailrace_on_policy": {"groups_per_round": 2, "rounds_sorted": 2},
+    "april verified": {"groups_per_round": 2, "groups_launched": 5, **VERIFIED},
+    "pipelinerl verified": {
+        "groups_per_step": 2,
+        "in_flight_per_engine": 6,
+        "ring_groups": 4,
+        "scoring_groups": 1,
+        **VERIFIED,
+    },
+    "tailrace verified": {"groups_per_step": 2, "groups_in_flight": 6, **VERIFIED},
 }
 """Parameters of each schedule, and of its variants."""
 ON_TWO_ENGINES = {*PINNED, "pipelinerl masked", "tailrace masked", "tailrace", "tinker_async"}
+ON_TWO_ENGINES |= {name for name in SMALL if name.endswith("verified")}
 ROUNDS = RunSettings(rounds=2, group_size=2)
 MORE_ROUNDS = RunSettings(rounds=4, group_size=2)
 WORLD = change(
     EXACT,
-    engines=change(EXACT.engines, slots=6),
+    engines=change(EXACT.engines, slots=6, survival=0.8),
     trainer=change(EXACT.trainer, tokens_per_s=4.0),
     lengths=change(EXACT.lengths, sigma=0.8),
 )

@@ -13,8 +13,8 @@ from cluster import Slurm, missing, slurm_cluster
 
 from helpers.small_run import EXAMPLES, num_steps, trained_prompts, wait_for_steps, write_small_run
 from tailrace.contracts.engine import counted_tokens
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 
 pytestmark = pytest.mark.slurm
 GROUPS = 128

@@ -40,9 +40,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         references: other completions of the prompt, the best first, from which an engine may draft tokens:
             at most 4 of 4,096 tokens. No token depends on them.
         max_age: publications by which its oldest token, of `oldest_version`, may be older than the weights
-            that continue it. If it is older, also after a load, the completion is verified: these weights
-            draw each token with its noise, and it goes on behind the last one before the first that differs.
-            None: nothing is verified.
+            that continue it; None: any number. If it is older, also after a load, the completion is verified:
+            these weights draw each token with its noise, and it goes on before the first that differs.
     """
 
     id: str

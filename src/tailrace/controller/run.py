@@ -203,6 +203,14 @@ MAX_NOT_FINITE = 3
 discarded, and a single one may be an overflow of bfloat16."""
 
 
+def check_verified(unable: str) -> None:
+    """Raise a ConfigError for stale = "verify" if a part of the run is unable to; empty: none is."""
+    if unable:
+        problem = f"{unable} cannot draw its tokens again with the same noise"
+        remedy = "write another one, or choose the embedded engine and an environment of one turn"
+        raise ConfigError("schedule.stale", "verify", problem, remedy)
+
+
 @dataclass(frozen=True, slots=True)
 class RunParts:
     """The parts of a run, which know each other. `controller.execution.joined` makes them."""
@@ -243,6 +251,8 @@ class Run:
         """The bound on staleness that the schedule has declared, in publications."""
         self.masks = False
         """Whether tokens that are older than the bound are masked, and not waited for."""
+        self.verifies = False
+        """Whether tokens that are older than the bound are verified."""
         self._bound, self._lags = inf, Lags()
         self._drift = 0.0  # since the KV cache was last recomputed
         self._is_in_round = False
@@ -263,7 +273,8 @@ class Run:
         Args:
             staleness: publications; 0 is on-policy, math.inf is no bound.
             stale: "wait": an older token in a batch is an error. "mask": the tokens of a sample up to the
-                last older one are masked out of the loss, and the others are trained.
+                last older one are masked out of the loss, and the others are trained. "verify": older ones
+                are drawn again by the newest weights, as are all of an earlier life; what differs is lost.
             pinned: every sample ends on the version that it began with, which is the newest one when it
                 begins, and an engine serves the last so many versions that it loaded. If no engine serves
                 that of a sample any more, the sample starts again ("version gone"). 0: samples go on with new
@@ -271,6 +282,7 @@ class Run:
 
         Raises:
             ScheduleError: an engine serves fewer versions at a time.
+            ConfigError: an engine cannot verify, or samples are episodes.
         """
         for engine in self.engines:
             if engine.versions < pinned:
@@ -281,6 +293,21 @@ class Run:
                 raise ScheduleError(f"versions of the weights: {problem}; {remedy}")
         self.declared, self.router.versions.pinned = staleness, pinned
         self._bound, self.masks = staleness, stale == "mask" and staleness < inf
+        self.verifies = stale == "verify"
+        if self.verifies:
+            self._begin_to_verify()
+
+    def _begin_to_verify(self) -> None:
+        parts, oldest = self._parts.components, self.version - self._bound
+        if self._bound == inf:
+            problem = 'with stale = "verify" tokens are verified when they are older than a bound'
+            raise ConfigError("schedule.staleness", None, problem, "set it")
+        unable = [engine.name for engine in self.engines if not engine.capabilities.verifies]
+        check_verified(", ".join(unable) or "an episode" * bool(parts.run_episode))
+        self.router.max_age = int(self._bound)
+        self.pool.verify(oldest)
+        for group in [*self.parked.groups, *self._interrupted]:
+            group.outdate(int(oldest) - 1)
 
     async def rounds(self, *, while_parked: bool = False) -> AsyncIterator[int]:
         """The rounds that remain. Evaluations and checkpoints stand between them.
@@ -445,8 +472,10 @@ class Run:
         await self._parts.update.arrived()
         await self._parts.evaluations.make_room(version)
         self._state.published(version)
-        kv = self._keep_or_recompute(kv)
+        kv = self._keep_or_recompute("recompute" if self.verifies else kv)
         self._parts.update.distribute(weights, to, kv)
+        if self.verifies:
+            self.pool.verify(version - self._bound)
         await asyncio.sleep(0)  # the loads reach the engines before any later request does
         self._recorder.emit(events.Published(start_s, clock.now(), version, weights.changed, kv))
         await self._parts.placement.published()
@@ -566,7 +595,7 @@ class Run:
     def _is_too_old(self, group: Group) -> bool:
         """Whether an interrupted group must start from nothing. A schedule that waits counts ages along one
         sequence of versions, so a group with tokens of versions that were undone starts from nothing, too."""
-        if self.masks:
+        if self.masks or self.verifies:
             return False
         undone = group in self._on_dead_branch and self._bound < inf
         return undone or self.staleness(group) > self._bound

@@ -181,6 +181,12 @@ class SampleRow(LedgerRow, frozen=True, array_like=True):
     def id(self) -> SampleId:
         return SampleId(self.prompt, self.attempt, self.number)
 
+    @staticmethod
+    def changed(id: SampleId, origin: Origin) -> "SampleRow":
+        """Return tokens that verifications have taken from a sample, as a sample of a negative attempt."""
+        id = id._replace(attempt=-1 - id.attempt)
+        return SampleRow(*id, [origin], None, "", None, None, "changed", pruned=True)
+
     @property
     def without_tokens(self) -> "SampleRow":
         """The row of the sample when its tokens are removed."""
@@ -259,6 +265,8 @@ class Transaction:
     """Samples whose tokens the store removes."""
     covered_step: int = 0
     """The store removes the tokens of all samples that were trained up to this optimizer step."""
+    rewritten: Sequence[SampleId] = ()
+    """Samples whose tokens the store removes before it writes the rows."""
 
 
 @dataclass(slots=True)

@@ -80,6 +80,8 @@ class Journal(NullJournal):
         self._finalized: list[tuple[Sample, int | None]] = []
         self._rows: list[LedgerRow] = []
         self._pruned: list[SampleId] = []
+        self._verified: dict[Sample, None] = {}  # since the last scan
+        self._rewritten: list[SampleId] = []
         self._covered_step = self._num_probes = 0
         self._commit: asyncio.Future[None] | None = None
         self._flush: asyncio.Task[None] | None = None  # it has not yet looked for changes
@@ -92,6 +94,10 @@ class Journal(NullJournal):
     @override
     def finalize(self, sample: Sample, step: int | None) -> None:
         self._finalized.append((sample, step))
+
+    @override
+    def rewrite(self, sample: Sample) -> None:
+        self._verified[sample] = None
 
     @override
     def end(self, group: Group, reason: str) -> None:
@@ -155,9 +161,10 @@ class Journal(NullJournal):
 
     def _put(self) -> None:
         if self._rows or self._pruned:
-            self._commit = self._start_commit(Transaction(self._rows, self._pruned, self._covered_step))
+            changes = Transaction(self._rows, self._pruned, self._covered_step, self._rewritten)
+            self._commit = self._start_commit(changes)
             self._commit.add_done_callback(_retrieve_error)
-            self._rows, self._pruned, self._covered_step = [], [], 0
+            self._rows, self._pruned, self._covered_step, self._rewritten = [], [], 0, []
 
     async def _put_and_wait(self) -> None:
         with waiting("the ledger to be written"):
@@ -170,7 +177,21 @@ class Journal(NullJournal):
         while self._commit and not self._idle():
             await asyncio.wait([self._commit])
 
+    def _forget_verified(self) -> None:
+        """Let all tokens of verified samples be due to be written, and those that they lost be counted."""
+        verified, self._verified = self._verified, {}
+        ids = {sample.id for sample in verified}
+        self._rewritten += ids
+        self._rows = [row for row in self._rows if not (isinstance(row, TokensRow) and row.id in ids)]
+        for sample in verified:
+            self._samples.pop(sample, None)
+            self._origins.pop(sample, None)
+            if sample.num_changed:
+                self._rows.append(SampleRow.changed(sample.id, Origin(self._life, 0, sample.num_changed)))
+
     def _collect_changes(self) -> None:
+        if self._verified:
+            self._forget_verified()
         totals = self._ledger.totals
         run = msgspec.structs.replace(
             self._run, num_drawn=totals.num_drawn, evaluated_tokens=totals.evaluated_tokens

@@ -85,6 +85,13 @@ class Ledger:
         self.totals.wasted_tokens[reason] += sample.num_tokens
         self._recorder.emit(TokensWasted(now(), sample.id, sample.num_tokens, reason))
 
+    def verify(self, sample: Sample, num_changed: int) -> None:
+        """Record that a verified sample has lost so many tokens. The others are of another version."""
+        self._journal.rewrite(sample)
+        if num_changed:
+            self.totals.wasted_tokens["changed"] += num_changed
+            self._recorder.emit(TokensWasted(now(), sample.id, num_changed, "changed"))
+
     def train(self, samples: Iterable[Sample], step: int) -> None:
         """Record that an optimizer step trained the samples. A group is trained with its last sample."""
         samples = list(samples)
@@ -162,6 +169,9 @@ class NullJournal:
 
     def finalize(self, sample: Sample, step: int | None) -> None:
         """A sample has its fate. `step`: the optimizer step that trained it; None: waste."""
+
+    def rewrite(self, sample: Sample) -> None:
+        """All tokens of a sample are others than before."""
 
     def end(self, group: Group, reason: str) -> None:
         """A group has its fate."""

@@ -16,12 +16,18 @@ import msgspec
 
 from tailrace.errors import ConfigError, LedgerError
 from tailrace.ledger.base import (
+    FORMAT,
     ROWS,
     CheckpointRow,
+    GroupRow,
     LedgerRow,
     LedgerSettings,
+    LedgerTables,
+    LifeRow,
+    ProbeRow,
     RunRow,
     SampleRow,
+    TokensRow,
     TrainingRow,
     Transaction,
 )
@@ -100,11 +106,12 @@ class Store:
         with _explained(self.name, "cannot be written", "make room on the disk, then --resume"):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
+                delete = "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?"
+                self._connection.executemany(delete, transaction.rewritten)
                 self._write(transaction.rows)
                 covered = self._covered(transaction.covered_step) if transaction.covered_step else []
                 self._write([row.without_tokens for row in covered])
                 if pruned := [*transaction.pruned, *(row.id for row in covered)]:
-                    delete = "DELETE FROM tokens WHERE prompt = ? AND attempt = ? AND number = ?"
                     self._connection.executemany(delete, pruned)
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -247,3 +254,63 @@ def _drew(store: Store) -> bool:
 
 def _trained(store: Store) -> bool:
     return bool(store.rows(TrainingRow)) or any(row.step for row in store.rows(CheckpointRow))
+
+
+_TOKEN_BYTES = 4
+
+
+def read_ledger(store: Store, *, tokens: bool = True) -> LedgerTables:
+    """Read the tables of a run. Raises a LedgerError if the store is damaged, or of another format. `tokens`:
+    whether to read the tokens of the samples, which are most of the data."""
+    runs = store.rows(RunRow)
+    if len(runs) != 1 or runs[0].format != FORMAT:
+        raise LedgerError(
+            f"{store.name} holds no ledger that this version of tailrace reads (format {FORMAT}); resume "
+            "with the version that wrote it, or begin a new run in another --output-dir"
+        )
+    tables = LedgerTables(
+        store=store.name,
+        run=runs[0],
+        lives={row.life: row for row in store.rows(LifeRow)},
+        checkpoints=store.rows(CheckpointRow),
+        groups={row.prompt: row for row in store.rows(GroupRow)},
+        samples={row.id: row for row in store.rows(SampleRow)},
+        trainings={(row.life, row.id): row for row in store.rows(TrainingRow)},
+        probes=store.rows(ProbeRow),
+    )
+    for row in store.rows(TokensRow) if tokens else ():
+        tables.tokens.setdefault(row.id, []).append(row)
+    if problem := next(_contradictions(tables), None):
+        raise LedgerError(
+            f"{store.name} is damaged ({problem}); put a copy back, or begin a new run in another "
+            "--output-dir"
+        )
+    return tables
+
+
+def _contradictions(tables: LedgerTables) -> Iterator[str]:
+    """Yield what is wrong where the rows contradict one another."""
+    if set(tables.lives) != set(range(1, len(tables.lives) + 1)):
+        yield f"its lives are {sorted(tables.lives)}"
+    if len(tables.groups) > tables.run.num_drawn:
+        yield f"{len(tables.groups)} groups of {tables.run.num_drawn} prompts"
+    for id, sample in tables.samples.items():
+        if id.prompt not in tables.groups:
+            yield f"sample {id} has no group"
+        if any(origin.life not in tables.lives for origin in sample.spans):
+            yield f"sample {id} belongs to a life that is not recorded"
+        ends = [turn.num_tokens for turn in sample.turns]
+        if ends != sorted(ends) or max(ends, default=0) > sample.num_tokens:
+            yield f"the turns of sample {id} end at {ends} of {sample.num_tokens} tokens"
+    for training in tables.trainings.values():
+        if training.id not in tables.samples:
+            yield f"sample {training.id} was trained and is missing"
+    for id, rows in tables.tokens.items():
+        num_stored = 0
+        for row in rows:
+            if row.start != num_stored or len(row.ids) != len(row.logprobs) or len(row.ids) % _TOKEN_BYTES:
+                yield f"the tokens of sample {id} do not follow one another"
+            num_stored += len(row.ids) // _TOKEN_BYTES
+        num_tokens = tables.samples[id].num_tokens if id in tables.samples else 0
+        if num_stored != num_tokens:
+            yield f"sample {id} has {num_stored} tokens stored, and produced {num_tokens}"

@@ -20,7 +20,6 @@ class Stage(Enum):
     SERVING = auto()
     ABORTING = auto()
     """Its request was cancelled, and the engine has not yet given it up."""
-    SCORING = auto()
 
 
 @dataclass(slots=True)
@@ -39,13 +38,14 @@ class SamplesInFlight:
     def __init__(self, order: SortKey, moves: dict[Sample, int | None]) -> None:
         self._order, self._moves = order, moves
         self._states: dict[Sample, _State] = {}
+        self._scoring: dict[Sample, asyncio.Task[None]] = {}  # also of samples that are verified meanwhile
         self._queue: list[tuple[tuple[float, ...], int, Sample]] = []  # a heap: (place, tie, sample)
         self._ties = itertools.count()
         self.num_requests = 0
         """Samples that are served or aborting."""
 
     def __contains__(self, sample: Sample) -> bool:
-        return sample in self._states
+        return sample in self._states or sample in self._scoring
 
     def wait(self, sample: Sample) -> None:
         """Queue a sample for service."""
@@ -87,13 +87,22 @@ class SamplesInFlight:
 
     def score(self, sample: Sample, task: asyncio.Task[None]) -> None:
         """Count a finished sample as scoring until the task ends."""
-        self._states[sample] = _State(Stage.SCORING, task)
-        task.add_done_callback(lambda _: self._states.pop(sample))
+        self._scoring[sample] = task
+        task.add_done_callback(partial(self._end_scoring, sample))
+
+    def _end_scoring(self, sample: Sample, task: asyncio.Task[None]) -> None:
+        if self._scoring.get(sample) is task:
+            del self._scoring[sample]
+
+    def stop_scoring(self, sample: Sample) -> None:
+        """Cancel the scoring of a sample, if it is under way."""
+        if task := self._scoring.pop(sample, None):
+            task.cancel()
 
     def park(self, sample: Sample) -> asyncio.Task[None] | None:
         """Stop a sample. Returns the task of its abort, if an engine works on it. Scoring goes on."""
         state = self._states.get(sample)
-        if state is None or state.stage is Stage.SCORING:
+        if state is None:
             return None
         if state.task is None:
             del self._states[sample]
@@ -111,8 +120,8 @@ class SamplesInFlight:
         aborting = self.park(sample) is not None
         if state is not None and aborting:
             state.discarded = reason
-        elif state is not None and state.task is not None and not sample.scored:
-            state.task.cancel()
+        if not sample.scored:
+            self.stop_scoring(sample)
         return aborting
 
     def aborting(self) -> list[asyncio.Task[None]]:
@@ -122,9 +131,9 @@ class SamplesInFlight:
 
     def cancel_all(self) -> None:
         """Cancel every task."""
-        for state in list(self._states.values()):
-            if state.task is not None:
-                state.task.cancel()
+        serving = [state.task for state in self._states.values() if state.task is not None]
+        for task in [*serving, *self._scoring.values()]:
+            task.cancel()
 
 
 class Ages:

@@ -14,6 +14,11 @@ A group may be parked or dropped at any stage. `Pool._in_flight` has the groups 
 group goes back to serving if a member that failed or is late is replaced. Finished samples of a group in
 service are scored early while no generated group waits.
 
+With stale = "verify" an engine verifies what it serves (`GenerationRequest.max_age`). The pool sends back
+finished members, at once: a pass over one costs less than the decode steps of a rest that waits. A member
+keeps its end, its reward and a scoring under way (`Sample.to_verify`) until the engine answers how
+many of its tokens it keeps. The others are waste, "changed".
+
 The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it on. It may be
 called at any time and any number of times, so a cancellation, a dead engine, a restart and samples that
 finish in the same instant need no code of their own.
@@ -156,11 +161,14 @@ class Pool:
             "complete": self._complete,
         }
         self._source: Draw | None = None
+        self._most = inf
         self._race: Race | None = None
         self._parking: asyncio.Task[None] | None = None
         self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
         self._orders = itertools.count()
         self._dispatching = self._shut = False
+        self._oldest = -inf
+        """The oldest version whose tokens may be trained; members with older ones are verified."""
         self._num_lost = Counter[str]()  # in succession, as in LOSS_LIMITS
 
     # -- verbs of schedules ------------------------------------------------------------------------
@@ -180,7 +188,7 @@ class Pool:
         self._dispatch()
         self.on_launch()
 
-    def feed(self, source: Draw, *, room: float, full: Full, scoring: float = inf) -> None:
+    def feed(self, source: Draw, *, room: float, full: Full, scoring: float = inf, most: float = inf) -> None:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
 
         Args:
@@ -189,10 +197,29 @@ class Pool:
             full: when so many wait, "block": nothing is drawn, and groups in flight stay where they are;
                 "drop_oldest": the oldest one is dropped.
             scoring: generated groups that are scored at a time.
+            most: groups in the pool.
         """
+        self._most = most
         self.generated.room = self.ready.room = room
         self.generated.full = self.ready.full = full
         self.scoring.room, self._source = scoring, source
+        self._dispatch()
+
+    def verify(self, oldest: float) -> None:
+        """Send finished members with tokens of versions before `oldest` back to the engines, which verify
+        them, and from now on all that become so. The weights are on their way to the engines."""
+        self._oldest = oldest
+        for group in self.groups:
+            if old := [sample for sample in group.kept if self._is_too_old(sample)]:
+                if group in self.ready:
+                    self.ready.remove(group)
+                    self._in_flight[group] = None
+                self._serve_again(group)
+                for sample in old:
+                    self.progress.lose(sample)
+                    sample.to_verify = True
+                    self._samples.wait(sample)
+        self._advance_complete()
         self._dispatch()
 
     def report_stages(self) -> None:
@@ -302,9 +329,13 @@ class Pool:
             self.on_rollout()
         group.order, group.predicted_tokens = next(self._orders), self._history.predicted(group.prompt)
         group.earlier = self._history.last_responses(group.prompt)
+        for sample in filter(self._is_too_old, group.samples):
+            sample.to_verify = True
+        group.kept = [sample for sample in group.kept if not sample.to_verify]
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
         self.ages.add(group)
+        group.on_verified = self._on_verified
         for sample in group.samples:
             if not sample.ended:
                 self._samples.wait(sample)
@@ -355,12 +386,26 @@ class Pool:
         """Remove a member of a group in flight. A group that was generated goes back to serving."""
         if sample in sample.group.kept:
             self.progress.lose(sample)
-        self._held.pop(sample.group, None)
-        for queue in (self.generated, self.scoring):
-            if sample.group in queue:
-                queue.remove(sample.group)
-                asyncio.get_running_loop().call_soon(self._score_next)
+        self._serve_again(sample.group)
         self._discard(sample, reason)
+
+    def _serve_again(self, group: Group) -> None:
+        """Take a group out of the stages between serving and `ready`."""
+        self._held.pop(group, None)
+        for queue in (self.generated, self.scoring):
+            if group in queue:
+                queue.remove(group)
+                asyncio.get_running_loop().call_soon(self._score_next)
+
+    def _is_too_old(self, sample: Sample) -> bool:
+        """Whether a finished sample must be verified before it is trained."""
+        ended = sample.ended and sample.fate is None and bool(sample.spans)
+        return ended and sample.oldest_version < self._oldest
+
+    def _on_verified(self, sample: Sample, num_changed: int) -> None:
+        self._ledger.verify(sample, num_changed)
+        if num_changed:
+            self._samples.stop_scoring(sample)
 
     def _launch_member(self, group: Group, gone: Sample | None = None) -> bool:
         """Add one more sample to a group, if it may have one. `gone`: a sample to begin again."""
@@ -426,13 +471,18 @@ class Pool:
             raise limit.error(limit.message.format(num=limit.num_groups, reason=reason))
         if self._source is None and self.replace:
             self.launch(self.replace(group))
+        self._dispatch()  # the source may draw one in its place
         self.ready.changed.fire()  # a waiting take must learn if no prompt could be drawn
 
     def _on_taken(self, groups: Iterable[Group]) -> None:
         self.ages.remove(groups)
-        for group in [each for each in self.scoring.groups if each.complete]:  # they lacked room
-            self._advance(group)
+        self._advance_complete()
         self._dispatch()
+
+    def _advance_complete(self) -> None:
+        """Move complete groups on that `ready` may have room for now."""
+        for group in [each for each in self.scoring.groups if each.complete]:
+            self._advance(group)
 
     def _dispatch(self) -> None:
         """Send waiting requests to engines, as many as admission and slots allow."""
@@ -467,6 +517,8 @@ class Pool:
 
     def _admits_another(self) -> bool:
         """Ask admission before a prompt is drawn, because a drawn group counts as in flight."""
+        if len(self) >= self._most:
+            return False
         newest = next(reversed(self._in_flight), None)
         return newest is None or self.admission.admits(newest, self)
 
@@ -480,6 +532,9 @@ class Pool:
         elif stage is Stage.SERVING and sample.finish_reason is None:
             self._discard(sample, "version gone")
             self._launch_member(sample.group, sample)
+        elif stage is Stage.SERVING and self._is_too_old(sample):  # there was a publication meanwhile
+            sample.to_verify = True
+            self._samples.wait(sample)
         self._advance(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)

@@ -65,6 +65,8 @@ class Router:
     ) -> None:
         self.engines, self._run_episode, self._written = engines, run_episode or single_turn, written
         self.changed = Signal()
+        self.max_age: int | None = None
+        """Publications by which a token may be older than the weights that continue it (`Sample.max_age`)."""
         self.on_changed: Callable[[], None] = lambda: None
         self.serving: list[dict[Sample, asyncio.Task[None]]] = [{} for _ in engines]
         """The requests of each engine."""
@@ -153,7 +155,8 @@ class Router:
         """Generate the rest of a turn, on one engine after another if it is moved or given back."""
         target: int | None = None
         source: Engine | None = None  # that had its KV cache before it moved
-        while sample.finish_reason is None:
+        sample.max_age = None if sample.id.is_held_out else self.max_age
+        while sample.finish_reason is None or sample.to_verify:
             while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
@@ -167,7 +170,7 @@ class Router:
             task = asyncio.current_task()
             assert task is not None
             self.serving[number][sample] = task
-            had = sample.num_tokens
+            had, had_lost = sample.num_tokens, sample.num_changed
             self._recorder.emit(RequestStarted(now(), sample.id, engine.name, had))
             outcome = "cancelled"
             try:
@@ -187,7 +190,7 @@ class Router:
                 del self.serving[number][sample]
                 if self.versions.pinned or not self.serving[number]:
                     self.changed.fire()
-                gained = sample.num_tokens - had
+                gained = sample.num_tokens - had + sample.num_changed - had_lost
                 self._recorder.emit(
                     RequestEnded(now(), sample.id, engine.name, sample.num_tokens, gained, outcome)
                 )

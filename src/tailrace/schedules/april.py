@@ -10,11 +10,12 @@ With DAPO's filter (section 3) the published code samples otherwise; `april_dapo
 """
 
 from math import inf
+from typing import Literal
 
 from tailrace.controller.run import Run
 from tailrace.rollout.admission import earliest
 from tailrace.schedules.parameters import Bound, Count, KVRule, require
-from tailrace.schedules.window import Window
+from tailrace.schedules.window import VerifiedWindow, Window
 from tailrace.types import Group
 
 
@@ -24,6 +25,8 @@ async def april(
     groups_launched: Count,
     staleness: Bound | None = None,
     kv: KVRule = "recompute",
+    stale: Literal["wait", "verify"] = "wait",
+    verify_max_cuts: Count = 4,
 ) -> None:
     """Train the first groups to complete, park the others, and continue them in the next round.
 
@@ -38,11 +41,16 @@ async def april(
         kv: "keep" or "recompute" (as published) the KV cache of parked responses when the weights change;
             a number: recompute it when the drift since then, the sum over steps of mismatch_kl / lag/mean,
             reaches it.
+        stale, verify_max_cuts: as in tailrace; "verify" needs a bound.
     """
     N = groups_per_round
     require(groups_launched >= N, "groups_launched", groups_launched, f"{N} groups are trained", "raise it")
-    run.declare(staleness=inf if staleness is None else staleness)
-    select = earliest if staleness is None else Window(run, N, groups_launched, staleness).select
+    run.declare(staleness=inf if staleness is None else staleness, stale=stale)
+    select = earliest
+    if stale == "verify":
+        select = VerifiedWindow(run, N, verify_max_cuts, groups_launched, "groups_launched").select
+    elif staleness is not None:
+        select = Window(run, N, groups_launched, staleness).select
     async for _ in run.rounds():
         groups = run.parked.pop(groups_launched)
         run.pool.launch(groups + run.prompts(groups_launched - len(groups)))

@@ -17,10 +17,12 @@ publication that are under way when it is drawn. For equal lengths n is the numb
 """
 
 from math import inf
+from typing import Literal
 
 from tailrace.controller.run import Run
-from tailrace.rollout.admission import AtMost, Full
+from tailrace.rollout.admission import AtMost, Full, earliest
 from tailrace.schedules.parameters import Bound, Count, KVRule, Share, require
+from tailrace.schedules.window import VerifiedWindow
 from tailrace.types import Group
 
 
@@ -34,6 +36,8 @@ async def pipelinerl(
     kv: KVRule = "keep",
     min_ess: Share = 0.0,
     staleness: Bound | None = None,
+    stale: Literal["mask", "verify"] = "mask",
+    verify_max_cuts: Count = 4,
 ) -> None:
     """Generation never stops; the weights are updated after every optimizer step.
 
@@ -52,14 +56,20 @@ async def pipelinerl(
             0: no guard.
         staleness: bound on the age of a trained token, in publications. Nothing waits: tokens that are too
             old when their sample is trained are masked out of the loss. None: no bound.
+        stale, verify_max_cuts: as in tailrace; "verify" needs a bound. All stages together then hold
+            verify_max_cuts * groups_per_step groups, for which the rings have room.
     """
     problem = f"the ring never holds the {groups_per_step} groups of a step"
     require(ring_groups >= groups_per_step, "ring_groups", ring_groups, problem, "raise it")
-    run.declare(staleness=inf if staleness is None else staleness, stale="mask")
+    run.declare(staleness=inf if staleness is None else staleness, stale=stale)
     run.pool.admission = AtMost(requests_per_engine=in_flight_per_engine)
-    run.pool.feed(run.prompts, room=ring_groups, full=ring_full, scoring=scoring_groups or ring_groups)
+    room, most, scoring, select = ring_groups, inf, scoring_groups or ring_groups, earliest
+    if stale == "verify":
+        room = most = verify_max_cuts * groups_per_step
+        select = VerifiedWindow(run, groups_per_step, verify_max_cuts, room).select
+    run.pool.feed(run.prompts, room=room, full=ring_full, scoring=scoring, most=most)
     async for _ in run.rounds():
-        groups = await run.pool.take(groups_per_step)
+        groups = await run.pool.take(groups_per_step, select)
         if min_ess and await run.ess(groups) < min_ess:
             run.drop(groups, "low ess")
             groups = await fresh(run, groups_per_step)

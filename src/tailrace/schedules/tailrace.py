@@ -22,6 +22,7 @@ async def tailrace(
     staleness: Bound,
     stale: Stale = "wait",
     kv: KVRule = "keep",
+    verify_max_cuts: Count = 4,
 ) -> None:
     """APRIL without the stop: generation never ends, and the weights change in flight.
 
@@ -30,14 +31,17 @@ async def tailrace(
 
     Args:
         groups_per_step: groups of an optimizer step (U = B/K).
-        groups_in_flight: groups in the pool; with "wait" at most (staleness + 1) * groups_per_step.
+        groups_in_flight: groups in the pool; with "wait" at most (staleness + 1) * groups_per_step, with
+            "verify" (verify_max_cuts + 1) * groups_per_step.
         staleness: bound on the age of a trained token, in publications.
         stale: "wait": the trainer waits for the groups that are due. "mask": it trains a sample when that
-            ends, and masks tokens that are too old.
-        kv: as in pipelinerl.
+            ends, and masks tokens that are too old. "verify": the newest weights draw older tokens again
+            with the same noise, and what differs is generated anew.
+        kv: as in pipelinerl; with "verify" it is "recompute".
+        verify_max_cuts: versions that may change a group; it is trained before more do.
     """
-    publish = partial(run.publish, kv=kv)
-    await in_flight(run, groups_per_step, groups_in_flight, staleness, stale=stale, publish=publish)
+    flight = partial(in_flight, max_cuts=verify_max_cuts, publish=partial(run.publish, kv=kv))
+    await flight(run, groups_per_step, groups_in_flight, staleness, stale=stale)
 
 
 async def tailrace_on_policy(

@@ -30,6 +30,7 @@ async def in_flight(
     *,
     stale: Stale = "wait",
     pinned: int = 0,
+    max_cuts: int = 0,
     publish: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Accumulate groups as they complete, step, publish, and fill the pool up again.
@@ -38,12 +39,16 @@ async def in_flight(
         groups_per_step, groups_in_flight, staleness: of `Window`.
         stale: "mask": groups are trained in the order of their completion, and any number may be in flight.
         pinned: as in `Run.declare`.
+        max_cuts: with "verify", of `VerifiedWindow`.
         publish: what follows a step. None: `run.publish` to every engine.
     """
     run.declare(staleness=staleness, stale=stale, pinned=pinned)
     stream: Callable[[], AsyncIterator[list[Group]]] = partial(run.pool.stream, groups_per_step)
     if stale == "wait":
         stream = Window(run, groups_per_step, groups_in_flight, staleness).stream
+    if stale == "verify":
+        select = VerifiedWindow(run, groups_per_step, max_cuts, groups_in_flight).select
+        stream = partial(run.pool.stream, groups_per_step, select)
     async for _ in run.rounds():
         run.pool.launch(run.prompts(groups_in_flight - len(run.pool)))
         async for groups in stream():
@@ -104,6 +109,41 @@ class Window:
                 for group, number in islice(queue, 1):
                     heappush(heads, (number, group, queue))
         self._places = wanted - len(chosen)
+        return chosen
+
+
+class VerifiedWindow:
+    """A window for groups that are verified, by cuts in place of staleness: a group that versions have cut
+    c times must be trained before it is cut more than `max_cuts` times, and each publication may cut it once.
+    Else a long response could be cut for ever. `alive`, named `key`: groups in the pool.
+    """
+
+    def __init__(
+        self, run: Run, groups_per_step: int, max_cuts: int, alive: int, key: str = "groups_in_flight"
+    ) -> None:
+        most = (max_cuts + 1) * groups_per_step
+        problem = f"groups of which {groups_per_step} are trained in a step may be cut verify_max_cuts times"
+        require(alive <= most, key, alive, problem, f"raise that, or keep at most {most} in flight")
+        self._run, self._groups_per_step, self._max_cuts = run, groups_per_step, max_cuts
+
+    def due(self, group: Group) -> int:
+        """Publications before which a group must be trained. One that awaits a verification may be cut."""
+        run = self._run
+        awaits = run.staleness(group) > (run.declared or 0) and group.last_cut != run.version
+        return max(0, self._max_cuts - group.cuts - awaits)
+
+    def select(self, ready: Collection[Group], wanted: int) -> list[Group]:
+        count = [0] * (self._max_cuts + 1)
+        for group in self._run.pool.groups:
+            count[min(self.due(group), self._max_cuts)] += 1
+        due_within = list(accumulate(count))[:-1]
+        chosen: list[Group] = []
+        for group in ready:
+            room, due = wanted - len(chosen) - 1, self.due(group)
+            after = [n - (k >= due) for k, n in enumerate(due_within)]
+            if room >= 0 and all(n <= k * self._groups_per_step + room for k, n in enumerate(after)):
+                chosen.append(group)
+                due_within = after
         return chosen
 
 

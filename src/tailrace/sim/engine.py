@@ -20,6 +20,9 @@ first and growth_s = context_s * n.
 Drafted tokens (`acceptance` of `SimEngineSettings`) are further rows of a step, which then gives more tokens.
 Here time goes by in steps of one token for each request: such a step has its share of the seconds.
 
+A sample that is too old (`Sample.max_age`) is verified when it is admitted, again after a load. Its seed, the
+place and the update decide whether a token changes (`survival`). A new end is as long as the old one.
+
 Engines that were joined to one tensor-parallel group divide all but the overheads, and communicate: see
 `communication_s` and `reduce_s` of `SimEngineSettings`.
 
@@ -168,7 +171,7 @@ class SimEngine:
         self.name, self.version, self._cost, self.versions = name, 0, cost, cost.versions or 1
         self._set_width(1)
         self.capabilities = Capabilities(
-            exact_versions=True, sleep=True, top_p=True, drafts=bool(cost.acceptance)
+            exact_versions=True, sleep=True, top_p=True, drafts=bool(cost.acceptance), verifies=True
         )
         self.state: EngineState = "open"
         self.on_state: Callable[[str], None] = lambda why: None
@@ -226,6 +229,8 @@ class SimEngine:
             if sample.pin not in (None, *self._served):
                 future = self._queue.pop(sample, None) or self._remove(sample, None)
                 future.set_exception(VersionGone(self.name))
+        old = [sample for sample in self._running if self._is_too_old(sample)]
+        self._queue = {sample: self._remove(sample, None) for sample in old} | self._queue  # verified there
         self._prompts.clear()
         stall_s = self._cost.load_s
         if kv == "recompute":
@@ -440,13 +445,30 @@ class SimEngine:
             context = sample.num_context_tokens
             if self._running and self._kv_tokens + context > self._kv_capacity:
                 return
-            self._kv_base += context - self._steps
+            if is_old := self._is_too_old(sample):
+                sample.verify(self._num_kept(sample), self.version)
+            self._kv_base += sample.num_context_tokens - self._steps
             base, length = sample.num_tokens - self._steps, self._length_of(sample)
             self._running[sample] = _Running(self._queue.pop(sample), base, length)
             heapq.heappush(self._ends, (length - base, next(self._ties), sample))
-            computed = self._num_uncached(sample, context)
+            computed = max(self._num_uncached(sample, context), context if is_old else 0)
             self._prefilled += computed
             self._delay(self._prefill_s(computed))
+
+    def _is_too_old(self, sample: Sample) -> bool:
+        if sample.max_age is None or not sample.spans:
+            return False
+        return sample.oldest_version < self.version - sample.max_age
+
+    def _num_kept(self, sample: Sample) -> int:
+        """Tokens of a sample before the first that an update since it was drawn has changed."""
+        kept, survival = sample.num_tokens, self._cost.survival
+        for update in range(sample.oldest_version + 1, self.version + 1) if survival < 1.0 else ():
+            chance = Chance(SURVIVAL, sample.seed, update).uniform()
+            first = int(math.log(chance) / math.log(survival)) if survival else 0
+            if first < sample.num_older(update):
+                kept = min(kept, first)
+        return kept
 
     def _prefill_s(self, positions: int) -> float:
         """Seconds to prefill; a tensor-parallel group divides the work."""
@@ -481,8 +503,8 @@ class SimEngine:
         return request.future
 
 
-FAULT = 7
-"""Key of a random stream; world.py and reward.py have the others."""
+FAULT, SURVIVAL = 7, 8
+"""Keys of random streams; world.py and reward.py have the others."""
 
 
 def let_die(die: Callable[[], float], mean_life_s: float, seed: int, number: int) -> None:

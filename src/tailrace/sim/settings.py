@@ -62,6 +62,9 @@ class SimEngineSettings(Settings):
     reduce_s: float = Field(default=0.0, ge=0)
     """Seconds that a running request adds to a decode step for all-reduces over very many devices. Of it w
     joined engines add 1 - 1/w."""
+    survival: float = Field(default=1.0, ge=0, le=1)
+    """Share of tokens that new weights draw again with the same noise, after the same tokens before, when a
+    schedule verifies them; the others change. Values: results/survival-quickstart.json (benchmarks)."""
     regroup_s: float = Field(default=10.0, ge=0)
     """Seconds in which engines are restarted with another tensor-parallel size."""
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

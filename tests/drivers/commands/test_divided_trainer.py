@@ -14,8 +14,8 @@ from helpers.processes import worker_of
 from helpers.small_run import train_here, trained_prompts, wait_for_steps, write_small_run
 from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.folder import RunFolder
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Accumulated, EngineStateChanged, Event, Published, WeightsProbed
 from tailrace.record.run_log import LogReader
 

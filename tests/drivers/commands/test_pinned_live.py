@@ -10,8 +10,7 @@ from helpers.small_run import train_here, write_small_run
 from tailrace.config import load_config
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.ledger.base import SampleRow
-from tailrace.ledger.recovery import read_ledger
-from tailrace.ledger.store import open_store
+from tailrace.ledger.store import open_store, read_ledger
 from tailrace.record.events import Event, Published, RequestEnded, RequestStarted, WeightsProbed
 from tailrace.record.run_log import LogReader
 from tailrace.types import SampleId

@@ -15,8 +15,8 @@ import pytest
 from helpers.processes import worker_of, workers_of
 from helpers.small_run import EXAMPLES, train_here, trained_prompts, wait_for_steps, write_small_run
 from tailrace.contracts.engine import counted_tokens
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 
 
 def test_after_its_trainer_is_killed_while_it_writes_a_checkpoint_a_run_goes_on_from_the_one_before(

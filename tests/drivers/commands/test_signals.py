@@ -17,8 +17,8 @@ from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import opened
 from tailrace.drivers.assembly.running import STOPPING
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from tailrace.drivers.assembly.schedule import with_published_defaults
 from tailrace.drivers.commands.evaluate import evaluated_config
 from tailrace.drivers.trainer.checksums import is_retired, retire, verify
 from tailrace.errors import CheckpointError, ConfigError, DiskFull, FolderLost, LedgerError
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.metrics import read_rows
 from tailrace.record.timeline import RunTimelines
 

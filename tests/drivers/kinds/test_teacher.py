@@ -14,8 +14,8 @@ from tailrace.contracts.engine import counted_tokens
 from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.model import PolicyModel
-from tailrace.ledger.recovery import read_ledger, stored_sample, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import stored_sample, totals_of
+from tailrace.ledger.store import Store, read_ledger
 from tailrace.types import Group, Prompt
 
 STUDENT = EXAMPLES / "quickstart" / "model"

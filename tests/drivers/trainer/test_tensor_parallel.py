@@ -23,7 +23,7 @@ from tailrace.contracts.trainer import TrainerSettings
 from tailrace.drivers.trainer import plans, tensor_parallel
 from tailrace.drivers.trainer.batch import AdamStep, TrainingSample
 from tailrace.drivers.trainer.distributed import Ranks, gather, joined, listen
-from tailrace.drivers.trainer.equality import TOLERANCE, check_equality, relative_errors
+from tailrace.drivers.trainer.equality import TOLERANCE, Equality, relative_errors
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.drivers.trainer.optimizer import Optimizer
 from tailrace.drivers.trainer.plans import check_tensor_parallel
@@ -82,12 +82,12 @@ def walk(number: int, port: int, num_ranks: int, folder: Path) -> None:
             for family in FAMILIES:
                 found[family] = trained(family, ranks, layout)
                 random_model(family, SHAPES[family]).config.save_pretrained(folder / f"{number}" / family)
-                check_equality(folder / f"{number}" / family, settings, ranks)
+                Equality.check(folder / f"{number}" / family, settings, ranks)
             if num_ranks == 1:
                 # transformers' own style sums what several micro-batches accumulated.
                 tensor_parallel.SUMMED = "replicated_with_grad_allreduce"
                 with pytest.raises(ConfigError) as refused:
-                    check_equality(folder / f"{number}" / "qwen3", settings, ranks)
+                    Equality.check(folder / f"{number}" / "qwen3", settings, ranks)
                 found["refused"] = str(refused.value)
     except BaseException:
         (folder / f"{number}.error").write_text(traceback.format_exc())

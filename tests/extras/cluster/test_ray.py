@@ -11,8 +11,8 @@ import pytest
 
 from helpers.small_run import EXAMPLES, num_steps, wait_for_steps, write_small_run
 from tailrace.contracts.engine import counted_tokens
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 

@@ -11,7 +11,7 @@ from tailrace.api import load_config, train
 from tailrace.config import LiveConfig
 from tailrace.contracts.engine import Capabilities, EngineProcess, TokenCounter
 from tailrace.drivers.assembly.open import _check_capabilities
-from tailrace.drivers.engine.proof import SCORED
+from tailrace.drivers.engine.probes import SCORED
 from tailrace.drivers.engine.supervised import SupervisedEngine
 from tailrace.errors import ConfigError, WorkerDied
 from tailrace.extras.http.vllm import PREFIX

@@ -10,8 +10,8 @@ from helpers.small_run import num_steps, train_here
 from tailrace.cli import main
 from tailrace.contracts.engine import counted_tokens
 from tailrace.extras.view.run import open_runs
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import Store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
 
 PLAN = Path(__file__).parents[3] / "examples" / "cluster_plan.toml"
 SIMULATED = """

@@ -32,8 +32,8 @@ from tailrace.drivers.data.encoding import load_tokenizer
 from tailrace.drivers.reward.kinds import NoFunctions
 from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import GroupRow, LedgerTables, SampleRow
-from tailrace.ledger.recovery import StartingPoint, read_ledger, stored_sample
-from tailrace.ledger.store import LEDGER_FILE, Store
+from tailrace.ledger.recovery import StartingPoint, stored_sample
+from tailrace.ledger.store import LEDGER_FILE, Store, read_ledger
 from tailrace.record.events import Accumulated, OptimizerStep, Published, RoundEnded, RunStarted
 from tailrace.record.run_log import LogReader
 from tailrace.types import Group, Prompt, Sample, Span, samples_of

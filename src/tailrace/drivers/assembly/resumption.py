@@ -23,8 +23,8 @@ from tailrace.drivers.assembly.folder import WRITTEN, RunFolder
 from tailrace.drivers.assembly.placement import prices_of
 from tailrace.drivers.trainer.checksums import CHECKSUMS_FILE, is_retired, remedy, verify
 from tailrace.errors import CheckpointError, ConfigError, say
-from tailrace.ledger.recovery import StartingPoint, first_life, next_life, read_ledger
-from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store
+from tailrace.ledger.recovery import StartingPoint, first_life, next_life
+from tailrace.ledger.store import Store, create_store, has_begun, has_trained, open_store, read_ledger
 from tailrace.model_folder import asks_for_date
 from tailrace.record.events import Row
 from tailrace.record.figures import evaluations_of, steps_of

@@ -19,8 +19,9 @@ from tailrace.config import Config, RunConfig, validated
 from tailrace.contracts.data import Prompts
 from tailrace.controller.base import RunSettings
 from tailrace.controller.execution import execute
-from tailrace.controller.run import Run
+from tailrace.controller.run import Run, check_verified
 from tailrace.drivers.assembly.simulated import simulated_parts
+from tailrace.drivers.kinds.base import engine_kind
 from tailrace.errors import ConfigError, ScheduleError, Stuck
 from tailrace.record.events import (
     Accumulated,
@@ -219,6 +220,11 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             problem = "it has one ratio for a sequence, of which the schedule would mask the stale tokens"
             remedy = "choose 'grpo', or a schedule without masks (schedule.stale, schedule.staleness)"
             raise ConfigError("algorithm.loss", "gspo", problem, remedy)
+        if run.verifies:
+            check_verified("an episode" * config.environment.has_turns)
+            check_verified(
+                f"an engine of the kind {config.engine.kind!r}" * (not engine_kind(config).verifies)
+            )
 
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=sharing)

@@ -22,8 +22,8 @@ from tailrace.drivers.commands.tables import open_console, print_table
 from tailrace.errors import ConfigError
 from tailrace.ledger.base import GroupRow, LedgerTables, ProbeRow, SampleRow
 from tailrace.ledger.prices import BillItem, total_cost
-from tailrace.ledger.recovery import read_ledger, totals_of
-from tailrace.ledger.store import open_store
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import open_store, read_ledger
 from tailrace.types import Turn
 
 NUM_OLDEST = 5

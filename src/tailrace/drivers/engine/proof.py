@@ -32,8 +32,6 @@ LEAST: Mapping[DTYPE, float] = {"float32": 1e-3, "bfloat16": 0.5}
 """Nats a token."""
 MOVED: Mapping[DTYPE, float] = {"float32": 1e-4, "bfloat16": 0.01}
 """Nats a token: when the trainer's log-probs have moved so far, an exact engine gives other bits."""
-SCORED = 12
-"""Tokens of a probe that are scored: the last ones."""
 NOT_FINITE = 1e9
 """The difference of log-probs one of which is not finite. JSON has no infinity."""
 _COPIES = "older copies: each tensor has arrived, and it computes with others"
@@ -140,15 +138,3 @@ def _off(one: Sequence[float], other: Sequence[float]) -> float:
     """Mean |difference|; NOT_FINITE if a value is not finite."""
     off = fmean(abs(a - b) for a, b in zip(one, other, strict=True))
     return off if isfinite(off) else NOT_FINITE
-
-
-def probe_ids(prefix: int | None, vocabulary: int, max_tokens: int) -> tuple[int, ...]:
-    """Return the fixed sequence for engines of a kind; empty if they answer no probe, or one is longer than
-    the context of the model, `max_tokens`. `prefix`: as in EngineKind."""
-    length = (max_tokens if prefix is None else prefix) + SCORED
-    return tuple(spread(length, vocabulary)) if length < max_tokens else ()
-
-
-def spread(length: int, vocabulary: int, start: int = 0) -> Sequence[int]:
-    """Return token ids from all parts of the vocabulary. From start 0 on, its last one comes first."""
-    return [(vocabulary - 1 - 7919 * place) % vocabulary for place in range(start, start + length)]

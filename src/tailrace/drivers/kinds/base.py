@@ -15,7 +15,7 @@ from tailrace.contracts.memory import ProcessMemory
 from tailrace.contracts.trainer import LoraSettings, Reference, Trainer
 from tailrace.devices import DeviceMap, Devices
 from tailrace.drivers.data.encoding import Tokenizer
-from tailrace.drivers.engine.proof import probe_ids
+from tailrace.drivers.engine.probes import probe_ids
 from tailrace.drivers.engine.settings import ReplicaSettings
 from tailrace.drivers.engine.stops import Decoder
 from tailrace.drivers.engine.supervised import SupervisedEngine, watch_engines
@@ -109,6 +109,8 @@ class EngineKind:
     """Seconds after which `usage` is up to date."""
     prefix: int | None = None
     """Tokens of a probe before those that are scored; None: such an engine answers no probe."""
+    verifies = False
+    """Whether its engines draw tokens again with the same noise (`Capabilities.verifies`)."""
 
     def check(self, config: PolicyConfig) -> None:
         """Check the settings against the other sections before anything starts. Raises a ConfigError."""

@@ -24,6 +24,7 @@ class Native(EngineKind):
 
     settings = NativeEngineSettings
     prefix = 8
+    verifies = True
 
     @override
     def check(self, config: PolicyConfig) -> None:

@@ -34,26 +34,30 @@ LossAndGradients = tuple[float, Mapping[str, Tensor]]
 """The loss, and the whole gradient of each parameter."""
 
 
-def check_equality(path: Path, settings: TrainerSettings, ranks: Ranks) -> None:
-    """Raises a ConfigError in all processes of a replica if a small copy of a folder's architecture has other
-    gradients in them than in one, or cannot be made."""
-    num, remedy = settings.tensor_parallel, "set it to 1, and trainer.ranks to more"
-    try:
-        model = small_copy(AutoConfig.from_pretrained(path, **FILES_ALONE), num)
-    except Exception as why:  # of any architecture
-        problem = f"no small copy of the architecture can be made ({type(why).__name__}: {why})"
-        raise ConfigError(KEY, num, " ".join(problem.split())[:400], remedy) from why
-    own = settings.changed(dtype="float32", lora=None, max_tokens_per_microbatch=NUM_TOKENS)
-    wanted = _outcome(PolicyModel(copy.deepcopy(model), own, temperature=0.8), Ranks())
-    found = _outcome(PolicyModel(model, own, temperature=0.8, ranks=ranks), ranks)
-    errors = relative_errors(found, wanted)
-    largest = torch.tensor([*errors.values()], device=settings.device).nan_to_num(torch.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, ranks.group)
-    error, number = largest.max(0)
-    if not error <= TOLERANCE:
-        name = [*errors][int(number)]
-        problem = f"{name} of a small copy of the model differs by {float(error):.1g} from one process"
-        raise ConfigError(KEY, num, problem, remedy)
+class Equality:
+    """The comparison of processes that divide layers with one that does not."""
+
+    @staticmethod
+    def check(path: Path, settings: TrainerSettings, ranks: Ranks) -> None:
+        """Raises a ConfigError in all processes of a replica if a small copy of a folder's architecture has
+        other gradients in them than in one, or cannot be made."""
+        num, remedy = settings.tensor_parallel, "set it to 1, and trainer.ranks to more"
+        try:
+            model = small_copy(AutoConfig.from_pretrained(path, **FILES_ALONE), num)
+        except Exception as why:  # of any architecture
+            problem = f"no small copy of the architecture can be made ({type(why).__name__}: {why})"
+            raise ConfigError(KEY, num, " ".join(problem.split())[:400], remedy) from why
+        own = settings.changed(dtype="float32", lora=None, max_tokens_per_microbatch=NUM_TOKENS)
+        wanted = _outcome(PolicyModel(copy.deepcopy(model), own, temperature=0.8), Ranks())
+        found = _outcome(PolicyModel(model, own, temperature=0.8, ranks=ranks), ranks)
+        errors = relative_errors(found, wanted)
+        largest = torch.tensor([*errors.values()], device=settings.device).nan_to_num(torch.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, ranks.group)
+        error, number = largest.max(0)
+        if not error <= TOLERANCE:
+            name = [*errors][int(number)]
+            problem = f"{name} of a small copy of the model differs by {float(error):.1g} from one process"
+            raise ConfigError(KEY, num, problem, remedy)
 
 
 def small_copy(config: PreTrainedConfig, num: int) -> PreTrainedModel:

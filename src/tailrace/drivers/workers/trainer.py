@@ -28,7 +28,7 @@ from tailrace.clock import waiting
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE, Address, Link, Probe, Weights, WeightSender
-from tailrace.drivers.engine.proof import SCORED
+from tailrace.drivers.engine.probes import SCORED
 from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
 from tailrace.drivers.weights.settings import WeightsSettings
@@ -38,7 +38,7 @@ from tailrace.drivers.workers.process import give_memory_back, return_freed_tens
 from tailrace.drivers.workers.wire import STARTED
 from tailrace.drivers.workers.worker import Job, Worker, WorkerConnection, beside
 from tailrace.errors import CheckpointError, ConfigError, NotWoken, WorkerDied, say
-from tailrace.kinds import kind_of
+from tailrace.kinds import class_of, kind_of
 from tailrace.types import Sample, SampleId
 
 if TYPE_CHECKING:
@@ -335,9 +335,7 @@ class TrainerWorker(Worker):
         job = self._job
         with self._connection.refusals():
             if ranks and ranks.tensor:
-                from tailrace.drivers.trainer.equality import check_equality
-
-                check_equality(job.model, job.trainer, ranks)
+                class_of("parts.equality").check(job.model, job.trainer, ranks)
             self._trainer = TorchTrainer(job.model, job.trainer, job.algorithm, job.sampling, ranks=ranks)
         torch.manual_seed(job.seed + job.replica * job.trainer.replica_processes + job.rank)
         self._publisher, self._initial = self._open_publisher(), self._score_probe()

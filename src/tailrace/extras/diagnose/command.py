@@ -45,8 +45,7 @@ from tailrace.drivers.kinds.base import engine_kind
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.workers.trainer import RemoteTrainer
 from tailrace.errors import ConfigError
-from tailrace.ledger.recovery import read_ledger
-from tailrace.ledger.store import LEDGER_FILE, open_store
+from tailrace.ledger.store import LEDGER_FILE, open_store, read_ledger
 from tailrace.record.figures import over_tokens, steps_of
 from tailrace.record.lags import TENTHS
 from tailrace.record.metrics import read_rows

@@ -10,7 +10,7 @@ from math import inf
 
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.weights import DTYPE, Weights
-from tailrace.drivers.engine.proof import spread
+from tailrace.drivers.engine.probes import spread
 from tailrace.drivers.engine.settings import ServerEngineSettings
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.extras.http.dialect import Attempt, Chunk

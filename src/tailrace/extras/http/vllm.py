@@ -26,7 +26,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Link, Weights
 from tailrace.drivers.engine.native.matches import LENGTHS
-from tailrace.drivers.engine.proof import SCORED
+from tailrace.drivers.engine.probes import SCORED
 from tailrace.errors import ConfigError, ServerRefused
 from tailrace.extras.http.dialect import (
     Attempt,

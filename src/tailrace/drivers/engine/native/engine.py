@@ -38,7 +38,6 @@ from tailrace.contracts.engine import DecodeSums, GenerationOutput, GenerationRe
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
-from tailrace.drivers.engine.native.drafts import Drafter
 from tailrace.drivers.engine.native.matches import Matches
 from tailrace.drivers.engine.native.model import Adapted, CausalLM, Lora
 from tailrace.drivers.engine.native.sampler import Drawn, Draws, draw, noise_keys, noise_stream, on_device
@@ -125,7 +124,7 @@ class NativeEngine:
     """
 
     _graphs: Any = None  # native/graphs.py, which a run without a GPU does not load
-    _drafter: Drafter | None = None
+    _drafter: Any = None  # native/drafts.py, which a run without drafts does not load
     _reads_late = False
 
     def __init__(
@@ -167,7 +166,7 @@ class NativeEngine:
         self._cache = Cache(self._model.empty_cache(), max_tokens=self._model.max_tokens, budget=budget)
         self._reads_late = device.type == "cuda"
         if settings.drafts == "auto":
-            self._drafter = Drafter(settings.max_draft_tokens)
+            self._drafter = class_of("parts.drafter")(settings.max_draft_tokens)
         if self._reads_late:
             self._graphs = class_of("parts.graphs")(self._model, self._cache, settings.max_num_seqs)
             if why := self._model.why_no_varlen:

@@ -1,0 +1,230 @@
+"""Schedules with stale = "verify": tokens that would be too old are verified, or generated anew."""
+
+import json
+import random
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from helpers.small_run import train_here, write_small_run
+from helpers.virtual import EXACT, Book, change, simulate
+from tailrace.config import load_config
+from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.schedule import resolve
+from tailrace.drivers.environments.settings import PythonSettings
+from tailrace.errors import ConfigError
+from tailrace.kinds import kind_of
+from tailrace.ledger.recovery import totals_of
+from tailrace.ledger.store import Store, read_ledger
+from tailrace.record.events import Published, RequestEnded, SampleScored, Stepped, TokensWasted
+from tailrace.schedules import SCHEDULES
+from tailrace.sim.settings import (
+    SimEngineSettings,
+    SimLengthSettings,
+    SimRewardSettings,
+    SimSettings,
+    SimTrainerSettings,
+)
+from tailrace.types import SampleId
+
+SURVIVALS = (0.0, 0.5, 0.95, 0.99, 1.0)
+
+
+def random_run(seed: int):
+    """A schedule with its parameters, a run and a world, drawn at random."""
+    chance = random.Random(seed)
+    U, max_cuts = chance.randint(1, 3), chance.randint(1, 4)
+    many = chance.randint(U, (max_cuts + 1) * U)
+    name, parameters = chance.choice(
+        [
+            ("tailrace", {"groups_per_step": U, "groups_in_flight": many}),
+            ("april", {"groups_per_round": U, "groups_launched": many}),
+            (
+                "pipelinerl",
+                {
+                    "groups_per_step": U,
+                    "in_flight_per_engine": chance.randint(1, 12),
+                    "ring_groups": chance.randint(U, U + 4),
+                    "ring_full": chance.choice(["block", "drop_oldest"]),
+                    "scoring_groups": chance.choice([None, 1, 2]),
+                },
+            ),
+        ]
+    )
+    engines = SimEngineSettings(
+        count=2,
+        slots=chance.choice([1, 3, 16]),
+        kv_tokens=chance.choice([320, 10_000]),
+        abort_s=chance.choice([0.0, 0.05, 1.0]),
+        load_s=chance.choice([0.0, 0.5]),
+        survival=chance.choice(SURVIVALS),
+    )
+    world = SimSettings(
+        engines=engines,
+        trainer=SimTrainerSettings(tokens_per_s=chance.choice([500.0, 50_000.0])),
+        lengths=SimLengthSettings(
+            median_tokens=40, sigma=chance.choice([0.0, 1.3]), max_tokens=300, prompt_tokens=10
+        ),
+        rewards=SimRewardSettings(
+            median_s=chance.choice([0.0, 0.3]), failing=chance.choice([0.0, 0.3]), timeout_s=2.0
+        ),
+    )
+    run = RunSettings(rounds=4, group_size=chance.randint(2, 3), seed=seed)
+    bound = {"staleness": chance.choice([0, 1, 3]), "stale": "verify", "verify_max_cuts": max_cuts}
+    return partial(SCHEDULES[name], **parameters, **bound), run, world
+
+
+def test_in_200_worlds_each_trained_token_is_within_its_bound_and_each_sample_ends_within_its_cuts() -> None:
+    cuts, changed, num_at_limit = set[int](), 0, 0
+    for seed in range(200):
+        schedule, run, world = random_run(seed)
+        outcome = simulate(schedule, run, world)
+        bound, max_cuts = schedule.keywords["staleness"], schedule.keywords["verify_max_cuts"]
+        for step in outcome.of(Stepped):
+            assert max(step.lags.publications, default=0) <= bound
+            for sample in step.samples:
+                assert sample.group.cuts <= max_cuts
+                cuts.add(sample.group.cuts)
+                num_at_limit += sample.group.cuts == max_cuts
+        wasted = sum(each.num_tokens for each in outcome.of(TokensWasted) if each.reason == "changed")
+        assert outcome.totals.wasted_tokens["changed"] == wasted
+        assert wasted == 0 or world.engines.survival < 1
+        changed += wasted
+    assert changed > 10_000 and num_at_limit > 10 and cuts >= {0, 1, 2, 3}
+
+
+def test_a_bound_of_0_waits_for_nothing_and_trains_tokens_of_the_published_weights_only() -> None:
+    """The pool has four steps of groups, of which "wait" takes one with a bound of 0. No response changes, so
+    none is generated twice, and each is scored once, although complete groups go back to the engines."""
+    run = RunSettings(rounds=6, group_size=2)
+    world = change(EXACT, engines=change(EXACT.engines, slots=16), lengths=change(EXACT.lengths, sigma=1.0))
+    schedule = partial(
+        SCHEDULES["tailrace"],
+        groups_per_step=2,
+        groups_in_flight=8,
+        staleness=0,
+        stale="verify",
+        verify_max_cuts=3,
+    )
+    outcome = simulate(schedule, run, world)
+    assert all({*step.lags.publications} == {0} for step in outcome.of(Stepped))
+    scored = [event.sample for event in outcome.of(SampleScored)]
+    assert len(scored) == len({*scored})
+    ended = [event for event in outcome.of(RequestEnded) if event.outcome == "stop"]
+    again = [event for event in ended if event.num_gained == 0]
+    assert len(ended) - len(again) == len({event.sample for event in ended}) < len(ended)
+    assert {sample.group.cuts for step in outcome.of(Stepped) for sample in step.samples} == {0}
+    assert outcome.totals.wasted_tokens == {}
+    assert {event.kv for event in outcome.of(Published)} == {"recompute"}
+
+
+def test_a_response_that_changes_loses_its_end_its_reward_and_a_scoring_under_way() -> None:
+    """Each update changes each first token. Rewards take longer than a round, so publications come while
+    finished samples are scored: no reward of a text that is gone is used."""
+    run = RunSettings(rounds=6, group_size=2)
+    world = change(
+        EXACT,
+        engines=change(EXACT.engines, slots=16, survival=0.0),
+        lengths=change(EXACT.lengths, sigma=1.0),
+        rewards=change(EXACT.rewards, median_s=30.0),
+    )
+    schedule = partial(
+        SCHEDULES["tailrace"],
+        groups_per_step=1,
+        groups_in_flight=4,
+        staleness=0,
+        stale="verify",
+        verify_max_cuts=3,
+    )
+    outcome = simulate(schedule, run, world)
+    state = dict[SampleId, str]()
+    num_lost_rewards = num_lost_scorings = 0
+    for event in outcome.events:
+        match event:
+            case RequestEnded(outcome="stop"):
+                state[event.sample] = "ended"
+            case SampleScored():
+                assert state[event.sample] == "ended"
+                state[event.sample] = "scored"
+            case TokensWasted():
+                num_lost_rewards += state.get(event.sample) == "scored"
+                num_lost_scorings += state.get(event.sample) == "ended"
+                state[event.sample] = "changed"
+            case Stepped():
+                assert {state[sample.id] for sample in event.samples} == {"scored"}
+    assert num_lost_rewards > 0 < num_lost_scorings
+
+
+def test_a_resumed_run_verifies_all_that_it_had(tmp_path: Path) -> None:
+    """No reward and no token of the first life is trained before its new weights have drawn it again."""
+    schedule = partial(SCHEDULES["april"], groups_per_round=2, groups_launched=6, staleness=0, stale="verify")
+    world = change(
+        EXACT, engines=change(EXACT.engines, slots=12, survival=0.9), lengths=change(EXACT.lengths, sigma=1.0)
+    )
+    book, run = Book(), RunSettings(rounds=5, group_size=2, checkpoint_every=1)
+    for at_s in (60.0, 90.0, None):
+        outcome = simulate(schedule, run, world, folder=tmp_path, book=book, kill_at_s=at_s)
+        books = read_ledger(book.store)
+    assert totals_of(books) == outcome.totals
+    assert outcome.totals.wasted_tokens["changed"] > 0
+    assert outcome.totals.wasted_tokens["interrupted"] == 0
+    assert all({*step.lags.publications} == {0} for step in outcome.of(Stepped))
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (
+            {"name": "tailrace", "groups_in_flight": 11, "staleness": 0, "verify_max_cuts": 4},
+            "schedule.groups_in_flight = 11: groups of which 2 are trained in a step",
+        ),
+        ({"name": "april", "groups_launched": 4}, "schedule.staleness = None: with stale"),
+    ],
+    ids=["groups_in_flight", "staleness"],
+)
+def test_parameters_that_could_cut_a_response_for_ever_are_refused(
+    words: dict[str, object], refusal: str, tmp_path: Path
+) -> None:
+    groups = {"groups_per_round" if words["name"] == "april" else "groups_per_step": 2}
+    config = load_config(write_small_run(tmp_path))
+    with pytest.raises(ConfigError, match=refusal):
+        resolve(config.model_copy(update={"schedule": {**words, **groups, "stale": "verify"}}))
+
+
+def test_engines_that_draw_no_token_again_and_episodes_are_refused(tmp_path: Path) -> None:
+    words = {"name": "tailrace", "groups_per_step": 2, "groups_in_flight": 4, "staleness": 0}
+    config = load_config(write_small_run(tmp_path))
+    verified = config.model_copy(update={"schedule": {**words, "stale": "verify"}})
+    resolve(verified)
+    others = {
+        "engine": kind_of("engine", "vllm").settings(),
+        "environment": PythonSettings(environment="a.py:A"),
+    }
+    for key, section in others.items():
+        with pytest.raises(ConfigError, match=r"schedule.stale = 'verify': an e.* cannot draw"):
+            resolve(verified.model_copy(update={key: section}))
+
+
+@pytest.mark.parametrize("name", ["tailrace", "pipelinerl"])
+def test_a_live_run_trains_verified_tokens_only_and_its_books_close(name: str, tmp_path: Path) -> None:
+    """Twice as many groups are in flight as a bound of 0 could train in time."""
+    path = write_small_run(tmp_path)
+    text = path.read_text().replace('name = "rolloutpipe"\ngroups_per_round = 4\n', f'name = "{name}"\n')
+    path.write_text(text.replace("rounds = 3", "rounds = 6"))
+    words = {"staleness": "0", "stale": "verify"}
+    words |= (
+        {"groups_in_flight": "4"} if name == "tailrace" else {"in_flight_per_engine": "8", "ring_groups": "4"}
+    )
+    more = [word for key, value in words.items() for word in (f"--schedule.{key}", value)]
+    assert train_here(path, *more, "--run.eval_every", "0", "--engine.max_num_seqs", "2") == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    tokens = summary["tokens"]
+    assert tokens["trained"] > 0 and {*tokens["wasted"]} <= {"changed"}
+    assert tokens["generated"] == tokens["trained"] + tokens["parked"] + sum(tokens["wasted"].values())
+    assert summary["ages"]["staleness_max"] == 0.0
+    with closing(Store.open(tmp_path / "out" / "ledger.sqlite", only_read=True)) as store:
+        books = read_ledger(store)
+    spans = [{span.version for span in books.samples[each.id].spans} for each in books.trainings.values()]
+    assert {len(versions) for versions in spans} == {1}
