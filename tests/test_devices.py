@@ -1,10 +1,12 @@
 """Devices are refused by form first, then by what the machine has."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from pydantic import ValidationError
 
-from tailrace.devices import check_device
+from tailrace.devices import check_device, used_on
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.errors import ConfigError
 
@@ -34,3 +36,25 @@ def test_a_cuda_device_that_the_machine_lacks_is_refused(monkeypatch: pytest.Mon
     check_device("engine.device", "cuda:1")
     with pytest.raises(ConfigError, match="this machine has 2 CUDA devices, numbered from 0; lower N"):
         check_device("engine.device", "cuda:2")
+
+
+def test_peaks_of_a_gpu_are_in_gib_and_begin_anew_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of torch.cuda have stand-ins: there may be no GPU, and no NVML."""
+    peaks, gpu = {"allocated": 3 * 2**29, "reserved": 2**31}, torch.device("cuda", 1)
+
+    def of(name: str) -> Callable[[torch.device], int]:
+        return lambda device: peaks[name] * (device == gpu)
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", of("allocated"))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", of("reserved"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update(allocated=2**28))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87 * (device == gpu))
+    memory = {"perf/max_memory_allocated_gb": 1.5, "perf/max_memory_reserved_gb": 2.0}
+    assert used_on(gpu) == memory | {"perf/gpu_utilization": 0.87}
+
+    def refused(device: torch.device) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", refused)
+    assert used_on(gpu) == memory | {"perf/max_memory_allocated_gb": 0.25}
+    assert used_on(torch.device("cpu")) == {}

@@ -2,7 +2,7 @@
 computes attention."""
 
 import re
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from tailrace.errors import ConfigError
 from tailrace.settings import Shared
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 _FORM = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _FORMS = '"cpu", "cuda" or "cuda:N"'
@@ -80,6 +80,22 @@ def check_device(key: str, device: str, gpus: int | None = None, machine: str = 
         raise ConfigError(key, device, f"torch finds no CUDA device on {machine}", 'write "cpu"')
     if int(form[1] or 0) >= count:
         raise ConfigError(key, device, f"{machine} has {count} CUDA devices, numbered from 0", "lower N")
+
+
+def used_on(gpu: "device") -> dict[str, float]:
+    """Return figures of a device by name (record/figures.py); none of a CPU. The peaks are those of this
+    process since the last call. Imports torch."""
+    import torch
+
+    if gpu.type == "cpu":
+        return {}
+    peaks = (torch.cuda.max_memory_allocated(gpu), torch.cuda.max_memory_reserved(gpu))
+    torch.cuda.reset_peak_memory_stats(gpu)
+    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+    figures = {name: peak / 2**30 for name, peak in zip(names, peaks, strict=True)}
+    with suppress(Exception):  # pynvml is not installed, or NVML refuses, as for a part of a GPU (MIG)
+        figures["perf/gpu_utilization"] = torch.cuda.utilization(gpu) / 100
+    return figures
 
 
 def attention_kernels() -> AbstractContextManager[object]:

@@ -102,6 +102,15 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
     }
 
 
+def test_a_row_has_the_figures_of_the_trainers_gpu_and_none_of_a_cpu(tmp_path: Path) -> None:
+    story, figures = pipelined_round(), {"perf/max_memory_allocated_gb": 1.5, "perf/gpu_utilization": 0.87}
+    step = next(event for event in story.told if isinstance(event, Stepped))
+    step.stats.gpu.update(figures)
+    first, last = write(story, tmp_path / "metrics.jsonl")
+    assert {name: first[name] for name in figures} == figures
+    assert not {*figures} & {*last}
+
+
 def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:
     _, last = write(pipelined_round(), tmp_path / "metrics.jsonl")
     figures = {key: value for key, value in last.items() if key.startswith("round/")}

@@ -5,7 +5,7 @@ A trainer has two verbs, `accumulate` and `step`, so that a schedule decides whe
 
 import re
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -197,6 +197,9 @@ class StepStats:
     skipped: bool = False
     """True if the gradient was not finite and the weights were left unchanged."""
     num_micro_batches: int = 0
+    gpu: dict[str, float] = field(default_factory=dict)
+    """Figures of the device since the last step, by name (`devices.used_on`); the largest of all ranks. Empty
+    on a CPU, and where a service trains."""
 
 
 class Trainer(Protocol):

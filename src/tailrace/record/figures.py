@@ -245,6 +245,11 @@ cost/step | currency | - | - | Spent since the last step. Costs need [prices].
 cost/total | currency | - | - | Spent so far by all processes of the run.
 time/controller_lag | s | - | - | The latest that the controller's event loop ran since the last step.
 perf/tokens_per_s | tokens/s | - | - | tokens/trained over time/step.
+perf/max_memory_allocated_gb | GiB | - | - | The most GPU memory that the tensors of a trainer's process had
+    since the last step; verl's name and unit. Left out on a CPU, as are the next two.
+perf/max_memory_reserved_gb | GiB | - | - | The most that PyTorch's allocator held meanwhile.
+perf/gpu_utilization | share | - | - | Time with a kernel on the trainer's busiest GPU in NVML's last
+    sampling period (at most 1 s) before the step's end. Needs `pip install nvidia-ml-py`.
 # evaluation
 eval/reward | - | - | - | Mean reward on held-out prompts. Called eval/accuracy up to
     release 0.2; trackers get both names for one more release.

@@ -237,6 +237,7 @@ class StepMeter:
             "time/wait": max(0.0, step_s - stats.compute_s),
             "time/train": stats.compute_s,
             "perf/tokens_per_s": stats.num_tokens / step_s if step_s else 0.0,
+            **stats.gpu,
             **_reward_figures(samples),
             **length_figures("completions/", [sample.num_tokens for sample in samples]),
             "completions/clipped_ratio": fmean(sample.finish_reason == "length" for sample in samples),

@@ -184,6 +184,7 @@ def test_stats_are_those_of_the_samples(make_trainer: Make) -> None:
     assert 0 < stats.clip_ratio < 1
     assert stats.kl > 0
     assert stats.compute_s > 0
+    assert stats.gpu == {}, "of a CPU"
 
 
 def recorded_by(model_path: Path, sample: TrainingSample) -> TrainingSample:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from helpers.worker_cases import until_gone
 from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
-from tailrace.contracts.trainer import TrainerSettings
+from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.drivers.assembly.open import ended_by_death
 from tailrace.drivers.weights.settings import SharedMemorySettings
 from tailrace.drivers.workers import trainer as module
@@ -54,6 +55,15 @@ async def started(model: Path, logs: Path, **settings: object) -> AsyncIterator[
             yield trainer
     finally:
         await trainer.close()
+
+
+async def test_the_use_of_gpus_is_the_largest_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = ({"memory": 1.5, "utilization": 0.9}, {"memory": 3.0})
+    answers = [StepStats(1, (), 7, compute_s=2.0, gpu=each) for each in gpu]
+    monkeypatch.setattr(module, "_begin", AsyncMock(return_value=answers))
+    trainer = RemoteTrainer.__new__(RemoteTrainer)
+    trainer._given, trainer._replicas, trainer.workers = [0], [[Mock(), Mock()]], [Mock(), Mock()]
+    assert (await trainer.step()).gpu == {"memory": 3.0, "utilization": 0.9}
 
 
 async def test_a_rank_may_lose_its_peers_in_training_and_in_a_checkpoint_at_once() -> None:

@@ -23,6 +23,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import StepStats, TrainerSettings
 from tailrace.contracts.weights import DTYPE
+from tailrace.devices import used_on
 from tailrace.drivers.models.causal_lm import as_in_files
 from tailrace.drivers.trainer import checkpoint
 from tailrace.drivers.trainer.batch import AdamStep, LossDatum, LossOutput, TokenLoss, TrainingSample
@@ -106,8 +107,8 @@ class TorchTrainer:
         return self._optimizer.step(1, adam)
 
     def step(self) -> StepStats:
-        """Step as `base.Trainer.step`. `samples` and `compute_s` of the statistics are those of this process.
-        Raises a ScheduleError if nothing was accumulated since the last step, or the trainer is asleep."""
+        """Step as `base.Trainer.step`. `samples`, `compute_s` and `gpu` are those of this process. Raises a
+        ScheduleError if nothing was accumulated since the last step, or the trainer is asleep."""
         self._check_awake("step", *self._parts)
         self._compute_waiting()
         started = time.perf_counter()
@@ -144,6 +145,7 @@ class TorchTrainer:
             value_loss=sums.value_loss / count,
             skipped=not all(map(math.isfinite, norms)),
             num_micro_batches=totals.num_micro_batches,
+            gpu=used_on(self._policy.device),
         )
 
     @torch.no_grad()

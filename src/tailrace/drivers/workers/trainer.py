@@ -461,13 +461,15 @@ class RemoteTrainer:
         return (await _begin(self._replicas[0], TrainerWorker.reference_logprobs, asked))[0]
 
     async def step(self) -> StepStats:
-        """Do one optimizer step. `compute_s` is that of the slowest process. Raises a ScheduleError if
-        nothing was accumulated."""
+        """Do one optimizer step. `compute_s` and `gpu` are the largest of the processes. Raises a
+        ScheduleError if nothing was accumulated."""
         self._given = [0] * len(self._given)
         answers = await _begin(self.workers, TrainerWorker.step)
         firsts = answers[:: len(self._replicas[0])]
         samples = tuple(chain.from_iterable(stats.samples for stats in firsts))
-        return replace(firsts[0], samples=samples, compute_s=max(stats.compute_s for stats in answers))
+        gpu = {name: max(stats.gpu.get(name, 0.0) for stats in answers) for name in firsts[0].gpu}
+        compute_s = max(stats.compute_s for stats in answers)
+        return replace(firsts[0], samples=samples, compute_s=compute_s, gpu=gpu)
 
     async def run_tokens(
         self, data: Sequence[LossDatum], loss: TokenLoss, *, with_gradient: bool
