@@ -129,7 +129,8 @@ class RunFolder:
             raise ConfigError(key, str(self.path), problem, remedy)
 
     def read_config(self, overrides: Mapping[str, str] | None = None) -> RunConfig:
-        """Read config.toml, as `load_config`. An error names the file, because a command of users did not."""
+        """Read config.toml, as `load_config`. An error names the file, because a command of users did not,
+        and says if another version of tailrace wrote the run."""
         if not self.config.exists():
             self.check_wrote("a config", "train", "sft", "simulate")
             problem, remedy = "there is no run in it", "name the output directory of a run"
@@ -139,7 +140,9 @@ class RunFolder:
         try:
             return load_config(self.config, overrides)
         except ConfigError as why:
-            why.args = (f"{self.config}: {why}",)
+            of_another = self.command and self.version != __version__
+            writer = " (another version of tailrace wrote it)" if of_another else ""
+            why.args = (f"{self.config}{writer}: {why}",)
             raise
 
     def kept(self, config: Config) -> Config:

@@ -10,7 +10,7 @@ from rich.table import Table
 from tailrace.config import changed_keys
 from tailrace.drivers.assembly.folder import RunFolder, runs_in
 from tailrace.drivers.commands.intervals import recorded_estimate
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, say
 from tailrace.record.events import Row
 from tailrace.record.figures import QUALITIES, TIMES, evaluations_of, over_steps, steps_of
 from tailrace.record.metrics import read_rows
@@ -94,13 +94,18 @@ def verdict(runs: Mapping[str, Row]) -> str:
 
 
 def table_of(folders: Mapping[str, RunFolder], runs: Mapping[str, Row]) -> Table:
-    """A column for each run; a row for each figure, and for each key in which their configs differ."""
+    """A column for each run; a row for each figure, and for each key in which their configs differ. If one
+    cannot be read, the table has no keys, and a message says why."""
     table = Table("run", *runs, title="runs", title_justify="left")
     for figure, (label, form) in FIGURES.items():
         values = [run.get(figure) for run in runs.values()]
         if any(value is not None for value in values):
             table.add_row(label, *("-" if value is None else form.format(value) for value in values))
-    configs = [folder.read_config() for folder in folders.values()]
+    try:
+        configs = [folder.read_config() for folder in folders.values()]
+    except ConfigError as why:
+        say(f"settings are not compared: {str(why).splitlines()[0]}")
+        return table
     changed = [changed_keys(configs[0].to_json(), config) for config in configs]
     for key in sorted({*chain(*changed)}):
         first = next(keys[key][0] for keys in changed if key in keys)
