@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from make_fits import KNOWN, RANK, adapter_parameters, fits, largest, page
+from make_fits import KNOWN, PLACEMENTS, RANK, adapter_parameters, fits, largest, page
 from tailrace.contracts.memory import ModelShape
 from tailrace.sim.cluster import MODELS
 
@@ -13,6 +13,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fits.md"
 
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run `make docs`"
+
+
+def test_the_questions_name_the_largest_models_of_a_card_of_24_gib() -> None:
+    text = " ".join((PAGE.parents[1] / "start" / "questions.md").read_text().split())
+    for placement in PLACEMENTS:
+        whole, adapter = (largest(24, placement, 8192, lora=lora) for lora in (False, True))
+        assert (
+            f"a card of 24 GiB is {whole} with all weights and {adapter} with LoRA, for sequences of" in text
+        )
 
 
 def test_an_adapter_has_two_factors_for_each_linear_layer() -> None:
