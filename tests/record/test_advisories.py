@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from helpers.record_story import GOOD
+from tailrace.drivers.assembly.display import Display
 from tailrace.record.advisories import Advisor, advisories_of_steps
-from tailrace.record.display import Display
 from tailrace.record.summary import Summary
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from typing_extensions import override
 
+from tailrace.drivers.assembly.display import Display, step_words
 from tailrace.record.base import RecordSettings
-from tailrace.record.display import Display, step_words
 from tailrace.record.events import Event
 
 NUM_STEPS, NUM_LINES = 20, 8

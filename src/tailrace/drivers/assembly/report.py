@@ -4,9 +4,9 @@ from contextlib import suppress
 
 from tailrace.config import RunConfig
 from tailrace.controller.checkpoints import checkpoint_name
+from tailrace.drivers.assembly.display import NUM_REWARDS, sparkline
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.resumption import best_evaluation
-from tailrace.record.display import NUM_REWARDS, sparkline
 from tailrace.record.figures import rounds_of
 from tailrace.record.metrics import read_rows
 from tailrace.record.summary import RunSummary

@@ -19,6 +19,7 @@ from tailrace.algo.base import AlgorithmSettings
 from tailrace.config import LiveConfig, ModelSettings, RunConfig, changed_keys, load_config
 from tailrace.controller.checkpoints import checkpoint_name
 from tailrace.drivers.assembly.check import begin_start, check_live
+from tailrace.drivers.assembly.display import sample_line
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.open import open_parts
 from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
@@ -28,7 +29,6 @@ from tailrace.drivers.commands.tables import check_output, open_console
 from tailrace.errors import ConfigError, say
 from tailrace.ledger.base import LifeRow
 from tailrace.ledger.store import LEDGER_FILE, open_store
-from tailrace.record.display import sample_line
 from tailrace.record.events import EvaluatedSample, Recorder
 from tailrace.record.metrics import read_rows
 from tailrace.rollout.evaluation import evaluate, held_out_samples, metrics_of_sets, solved_share

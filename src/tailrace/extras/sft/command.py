@@ -25,6 +25,7 @@ from tailrace.contracts.sampling import SamplingSettings
 from tailrace.controller.checkpoints import checkpoint_name, make_room
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.check import begin_start, check_own_trainer, fitted_to_machine
+from tailrace.drivers.assembly.display import number
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.notebook import open_display
 from tailrace.drivers.assembly.open import open_trainer
@@ -42,7 +43,6 @@ from tailrace.ledger.base import FORMAT, CheckpointRow, RunRow, Transaction
 from tailrace.ledger.recovery import StartingPoint
 from tailrace.ledger.store import LEDGER_FILE, Store
 from tailrace.model_folder import end_texts_with
-from tailrace.record.display import number
 from tailrace.record.events import RoundEnded, RoundStarted, Row
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from helpers.record_story import Story, pipelined_round, play, rows_of
+from tailrace.drivers.assembly.display import Display, Notices, Progress, number, sample_line, sparkline
 from tailrace.drivers.assembly.running import STOPPING
 from tailrace.record.base import RecordSettings
-from tailrace.record.display import Display, Notices, Progress, number, sample_line, sparkline
 from tailrace.record.events import (
     EngineStateChanged,
     Evaluated,
