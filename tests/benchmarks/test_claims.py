@@ -67,8 +67,8 @@ def results() -> Iterator[str]:
     seen = sum(place < fmean(each["tokens"] for each in starts) for place in switch_positions(MAX_LAG, 200))
     yield f"sees {seen} of the 32 updates."
     yield f"`serial` ends at {mean('april', 'serial'):.3f}, which"
-    gain = less("rollpacker", "rollpacker", "serial", "all")
-    yield f"so its gain in mean reward, {gain}, is partly selection."
+    difference = less("rollpacker", "rollpacker", "serial", "all")
+    yield f"so its difference in mean reward, {difference}, is partly selection."
     yield f"after {RUNS()['rollpacker']['rollpacker'][0]['evaluations'][-1][0]:,} samples."
     peer, *two = (f"{row['all']:.2f}" for name in ("TRL", "serial") for row in figures("trl")[name].values())
     yield f"The mean reward of TRL is {peer} (one seed), that of `serial` {' and '.join(two)}."
