@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -284,6 +285,32 @@ def test_advisories_are_marks_of_the_timeline(browser: Any, tmp_path: Path) -> N
         assert said.startswith(f"truncation, since {mark['time_s']:g} s: ") and "of the samples" in said
         tab.page.mouse.move(*tab.place(mark["time_s"] - 10, "advisories"))
         assert tab.page.locator("#tip").is_hidden() and tab.errors == []
+        tab.page.close()
+
+
+def test_a_run_of_a_version_without_a_log_shows_its_figures_and_says_what_is_missing(
+    browser: Any, tmp_path: Path
+) -> None:
+    """No tile tells of rounds and seconds, which only the log has."""
+    earlier = Path(__file__).parents[2] / "drivers/commands/earlier_folders"
+    for name in ("train-0.1.0-early", "train-0.1.0"):
+        with tarfile.open(earlier / f"{name}.tar.gz") as archive:
+            archive.extractall(tmp_path, filter="data")
+    with served(tmp_path / "train-0.1.0-early") as address:
+        tab = Tab(browser, address)
+        tiles = ["reward, last round", "held-out reward", "seconds a step", "trained tokens/s"]
+        assert tab.page.locator(".tile dt").all_inner_texts() == tiles
+        assert tab.page.locator(".tile .value").all_inner_texts()[:2] == ["0.125", "0.0625"]
+        body = tab.page.locator("body").inner_text()
+        assert (
+            "events.jsonl: it is not there, so there is no timeline" in body and "It cannot be read." in body
+        )
+        tab.page.close()
+    with served(tmp_path / "train-0.1.0") as address:
+        tab = Tab(browser, address)
+        tiles += ["trainer computes", "rounds"]
+        assert tab.page.locator(".tile dt").all_inner_texts() == tiles
+        assert tab.page.locator(".tile .value").all_inner_texts()[-1] == "2 / 2" and tab.errors == []
         tab.page.close()
 
 

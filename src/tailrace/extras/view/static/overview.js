@@ -111,7 +111,7 @@ class Overview {
     const busy = record?.shares.filter((each) => each.lane === "trainer" && ["gradients", "step"].includes(each.cause));
     if (busy?.length) tile("trainer computes", percent(busy.reduce((sum, each) => sum + each.share, 0)), "of the recorded time", null);
     if (record && figures.about.command === "sft") tile("steps", figures.config["sft.steps"] ? `${format(figures.x.step?.at(-1) ?? 0)} / ${format(figures.config["sft.steps"])}` : format(figures.x.step?.at(-1) ?? 0), `${duration(figures.x.seconds?.at(-1) ?? 0)} of training`, null);
-    else if (record) {
+    else if (record?.end_s) {
       const planned = figures.config["run.rounds"], share = planned ? Math.min(1, record.rounds / planned) : null;
       const left = share && run.figures.state.kind === "written" ? `, about ${duration(record.end_s / record.rounds * (planned - record.rounds))} left` : "";
       tile("rounds", planned ? `${format(record.rounds)} / ${format(planned)}` : format(record.rounds), `${format(figures.x.step?.at(-1) ?? 0)} steps in ${duration(record.end_s)}${left}`, null);
