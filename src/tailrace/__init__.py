@@ -9,6 +9,9 @@
     load_config(file_or_tables, overrides)                          reads and checks a config
     train(config, folder, schedule=, reward=, data=, on=)           trains; returns a RunSummary
     simulate(config, schedule=)                                     the same in virtual time, without a model
+    sft(config, folder)                                             fine-tunes on given responses
+    evaluate(config_or_folder, checkpoint=, base=)                  scores held-out prompts
+    compare(config_or_folders, schedules=, vary=)                   races schedules or values; compares runs
     require(condition, parameter, value, problem, remedy)           refuses a parameter of a schedule
 
 The names of `__all__` are loaded when they are used: `import tailrace` does not import torch.
@@ -18,9 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tailrace.api import load_config, simulate, train
+    from tailrace.api import compare, evaluate, load_config, sft, simulate, train
     from tailrace.config import RunConfig
     from tailrace.controller.run import Run
+    from tailrace.drivers.assembly.results import ComparisonSummary, EvaluationSummary
     from tailrace.errors import ConfigError, Interrupted, TailraceError
     from tailrace.record.summary import RunSummary
     from tailrace.rollout.admission import AtMost, Frontier, FrontierFirst
@@ -33,7 +37,9 @@ __version__ = "0.2.0"
 __all__ = [
     "ORDERS",
     "AtMost",
+    "ComparisonSummary",
     "ConfigError",
+    "EvaluationSummary",
     "Frontier",
     "FrontierFirst",
     "Group",
@@ -44,15 +50,20 @@ __all__ = [
     "RunSummary",
     "Sample",
     "TailraceError",
+    "compare",
+    "evaluate",
     "load_config",
     "require",
+    "sft",
     "simulate",
     "train",
 ]
 
 _MODULES = {  # examples/nano.py has those that are not in __all__: some need torch
     "AtMost": "rollout.admission",
+    "ComparisonSummary": "drivers.assembly.results",
     "ConfigError": "errors",
+    "EvaluationSummary": "drivers.assembly.results",
     "Frontier": "rollout.admission",
     "FrontierFirst": "rollout.admission",
     "GenerationRequest": "contracts.engine",
@@ -68,9 +79,12 @@ _MODULES = {  # examples/nano.py has those that are not in __all__: some need to
     "TailraceError": "errors",
     "TorchTrainer": "drivers.trainer.trainer",
     "TrainingSample": "drivers.trainer.batch",
+    "compare": "api",
+    "evaluate": "api",
     "group_advantages": "algo.advantages",
     "load_config": "api",
     "require": "schedules.parameters",
+    "sft": "api",
     "simulate": "api",
     "train": "api",
 }

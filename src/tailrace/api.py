@@ -1,29 +1,36 @@
 """The Python API: what the command line does, as functions.
 
 Each function may be called where an asyncio loop runs already, for example in a notebook: it then works in a
-thread of its own.
+thread of its own. There an interrupt waits until `evaluate` or `compare` is done.
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
+
+import tomli_w
 
 from tailrace import config as configs
 from tailrace.config import RunConfig
 from tailrace.controller.interruption import Interruption
 from tailrace.drivers.assembly.folder import RunFolder, recorder_of
+from tailrace.drivers.assembly.results import ComparisonSummary, EvaluationSummary
 from tailrace.drivers.assembly.schedule import BoundSchedule, bind, resolve, with_published_defaults
 from tailrace.drivers.data.rows import json_lines
 from tailrace.drivers.data.settings import RowsSettings
 from tailrace.errors import ConfigError
+from tailrace.importing import import_function
 from tailrace.record.events import Event
-from tailrace.record.summary import RunSummary, Summary
+from tailrace.record.summary import FirstLast, RunSummary, Summary
 from tailrace.schedules import Schedule
 
 T = TypeVar("T")
@@ -140,6 +147,100 @@ def simulate(config: RunConfig, *, schedule: Schedule | None = None) -> RunSumma
     return _outside_of_loops(work)
 
 
+def evaluate(
+    source: RunConfig | str | Path,
+    *,
+    model: str | Path | None = None,
+    checkpoint: str = "newest",
+    base: bool = False,
+    prompts: int | None = None,
+    samples: int | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> EvaluationSummary:
+    """Score held-out prompts and print the numbers, as `tailrace eval` does. Raises a ConfigError if there is
+    no such run or checkpoint, or the config cannot work.
+
+    Args:
+        source: a config, a TOML file, or the output directory of a run.
+        model: a Hugging Face folder or a run with the weights, in place of a checkpoint or model.path.
+        checkpoint: of a run: "newest", "best" (of its evaluations), "base", or a name.
+        base: evaluate the base, too.
+        prompts: in place of run.eval_prompts.
+        samples: of each prompt, in place of run.eval_samples.
+        overrides: values by dotted key.
+    """
+    with ExitStack() as files:
+        work = partial(
+            _command("drivers.commands.evaluate:run"),
+            _path_of(source, files),
+            model=Path(model) if model else None,
+            checkpoint=checkpoint,
+            base=base,
+            prompts=prompts,
+            samples=samples,
+            overrides=overrides or {},
+        )
+        result: EvaluationSummary = _outside_of_loops(work)
+    return result
+
+
+def compare(
+    *sources: RunConfig | str | Path,
+    schedules: Sequence[str] = (),
+    vary: Mapping[str, Sequence[object]] | None = None,
+    repeats: int | None = None,
+    virtual: bool = False,
+    output_dir: str | Path | None = None,
+) -> ComparisonSummary:
+    """Race schedules or values of settings, or compare finished runs, and print the numbers, as `tailrace
+    compare` does. Raises a ConfigError if a candidate cannot work, or a folder holds no run.
+
+    Args:
+        sources: one config or TOML file; or the output directories of runs.
+        schedules: names, in place of compare.schedules.
+        vary: values by dotted key, for example `{"trainer.learning_rate": [1e-6, 1e-5]}`: all combinations.
+        repeats: in place of compare.repeats.
+        virtual: race in virtual time, as without [model].
+        output_dir: for the files of each candidate and compare.json.
+    """
+    with ExitStack() as files:
+        work = partial(
+            _command("drivers.commands.compare:compare"),
+            *(_path_of(source, files) for source in sources),
+            schedules=",".join(schedules) or None,
+            vary=[f"{key}={','.join(map(_text, values))}" for key, values in (vary or {}).items()],
+            repeats=None if repeats is None else str(repeats),
+            virtual=virtual,
+            output_dir=Path(output_dir) if output_dir else None,
+            overrides={},
+        )
+        result: ComparisonSummary = _outside_of_loops(work)
+    return result
+
+
+def sft(config: RunConfig, output_dir: str | Path, *, resume: bool = False) -> FirstLast | None:
+    """Fine-tune a model on the responses of [data], as `tailrace sft` does. Signals, and the interrupt of a
+    notebook, end it as they end `train`.
+
+    Args:
+        config: from `load_config`. [sft] has the steps, [trainer] the learning rate.
+        output_dir: for all files of the run. `{"model.path": output_dir}` trains on from its model.
+        resume: continue the run in the folder, if one has begun there.
+
+    Returns:
+        The first and the last held-out loss, in nats a token; None: `sft.eval_every` is 0.
+
+    Raises:
+        ConfigError: the config cannot work, or the folder holds a run and `resume` is false.
+        Interrupted: the run was ended in order before its last step; it can be resumed.
+    """
+    interruption = Interruption()
+    tuned = _command("extras.sft.command:fine_tune")
+    work = partial(tuned, config, Path(output_dir), resume=resume, interruption=interruption)
+    loss: FirstLast | None = _outside_of_loops(work, lambda: interruption.request(SIGINT))
+    return loss
+
+
 def with_path(config: RunConfig, path: Path) -> RunConfig:
     """The config with rows of a file. Raises a ConfigError if its data are not rows."""
     data = config.data or RowsSettings(path=path)
@@ -160,6 +261,26 @@ def _named(config: RunConfig, schedule: Schedule | None) -> tuple[RunConfig, Bou
     named = configs.with_schedule(config.changed(schedules={}), name, schedule=schedule)
     parameters = {key: value for key, value in named.schedule.items() if key != "name"}
     return named, bind(schedule, parameters, config)
+
+
+def _command(place: str) -> Callable[..., Any]:
+    """A function of a command, by name: this room imports no command."""
+    function: Callable[..., Any] = import_function(f"tailrace.{place}", "command")
+    return function
+
+
+def _path_of(source: RunConfig | str | Path, files: ExitStack) -> Path:
+    """A path; of a config that of a file, which has what it sets until `files` are closed."""
+    if not isinstance(source, RunConfig):
+        return Path(source)
+    path = Path(files.enter_context(TemporaryDirectory())) / "config.toml"
+    tree = source.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    path.write_text(tomli_w.dumps(tree), encoding="utf-8")
+    return path
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _outside_of_loops(work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:

@@ -17,6 +17,7 @@ import pytest
 
 import tailrace
 from helpers.small_run import trained_prompts, write_small_run
+from tailrace.cli import main
 from tailrace.drivers.data.settings import MixtureSettings
 from tailrace.importing import import_function
 from tailrace.ledger.base import LifeRow
@@ -48,6 +49,44 @@ def config(tmp_path: Path) -> tailrace.RunConfig:
     path = tmp_path / "sim.toml"
     path.write_text(SIMULATED)
     return tailrace.load_config(str(path), {"run.seed": 3})
+
+
+def test_an_evaluation_returns_the_numbers_that_the_command_prints_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, numbers = write_small_run(tmp_path), tmp_path / "eval.json"
+    words = ("--prompts", "4", "--samples", "2", "--base", "--json", str(numbers))
+    assert main(["eval", str(path), *words]) == 0
+    printed = capsys.readouterr().out
+
+    async def cell() -> tailrace.EvaluationSummary:
+        return tailrace.evaluate(tailrace.load_config(path), prompts=4, samples=2, base=True)
+
+    result = asyncio.run(cell())
+    assert json.loads(msgspec.json.encode(result)) == json.loads(numbers.read_text())
+    assert (result.num_samples, result.greedy, result.base) == (8, False, result.reward)
+    assert capsys.readouterr().out == printed and f"reward    {result.reward:.4f} over 4" in printed
+    with pytest.raises(tailrace.ConfigError, match="there is no run in it; name the output directory"):
+        tailrace.evaluate(str(tmp_path))
+
+
+def test_a_comparison_returns_the_numbers_of_the_command(
+    config: tailrace.RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers, vary = tmp_path / "numbers.json", "--vary=schedule.groups_per_step=1,2"
+    words = ("--run.seed", "3", "--schedules", "serial,april", "--repeats", "2", "--virtual", vary)
+    assert main(["compare", str(tmp_path / "sim.toml"), *words, "--json", str(numbers)]) == 0
+    printed, folder = capsys.readouterr().out, tmp_path / "race"
+    given: dict[str, Any] = {"schedules": ["serial", "april"], "vary": {"schedule.groups_per_step": [1, 2]}}
+    raced = tailrace.compare(config, **given, repeats=2, virtual=True, output_dir=folder)
+    assert msgspec.to_builtins(raced) == {**json.loads(numbers.read_text()), "runs": {}}
+    assert len(raced.schedules) == 4 and len(raced.schedules["april groups_per_step=1"]["laps"]) == 2
+    assert capsys.readouterr().out.startswith(printed) and printed.startswith(raced.verdict)
+    folders = [folder / "serial groups_per_step=1", folder / "serial groups_per_step=2"]
+    assert main(["compare", *map(str, folders), "--json", str(numbers)]) == 0
+    finished = tailrace.compare(*folders)
+    assert {"verdict": finished.verdict, "runs": finished.runs} == json.loads(numbers.read_text())
+    assert (finished.schedules, finished.bound_s, len(finished.runs)) == ({}, None, 2)
 
 
 def test_a_config_is_loaded_with_values_in_place_of_its_own(config: tailrace.RunConfig) -> None:

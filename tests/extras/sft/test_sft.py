@@ -1,5 +1,6 @@
 """Supervised fine-tuning: its loss is transformers' own, and a killed run ends as one that was not."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+import tailrace
 from helpers.processes import worker_of
 from helpers.small_run import EXAMPLES, train_here, write_small_run
 from tailrace.cli import main
@@ -29,6 +31,7 @@ from tailrace.drivers.trainer.trainer import TorchTrainer
 from tailrace.extras.sft.command import CROSS_ENTROPY
 from tailrace.extras.sft.rows import ResponseRows
 from tailrace.model_folder import end_of_text_ids
+from tailrace.record.summary import FirstLast
 from tailrace.types import Sample
 
 TEMPLATE = (
@@ -379,3 +382,21 @@ def test_runs_are_compared_by_their_losses(config: Path, capsys: pytest.CaptureF
     (low, lowest), (high, highest) = sorted(losses.items(), key=lambda each: each[1])
     said = f"{low} has the lower held-out loss: {lowest:.4f}, {high} {highest:.4f}"
     assert said in capsys.readouterr().out
+
+
+def test_python_gets_the_held_out_loss_that_the_command_prints(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft(config) == 0
+    printed = capsys.readouterr().out
+
+    async def cell() -> FirstLast | None:
+        return tailrace.sft(tailrace.load_config(config), config.parent / "python")
+
+    loss = asyncio.run(cell())
+    assert loss and 0 < loss.last < loss.first
+    assert f"held-out loss {loss.first:.4f} -> {loss.last:.4f} in 4 steps" in printed
+    assert metrics(config, "python") == metrics(config)
+    with pytest.raises(tailrace.ConfigError, match="--resume"):
+        tailrace.sft(tailrace.load_config(config), config.parent / "python")
+    assert tailrace.sft(tailrace.load_config(config), config.parent / "python", resume=True) == loss

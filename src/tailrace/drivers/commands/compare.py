@@ -28,6 +28,7 @@ from tailrace import clock
 from tailrace.config import PolicyConfig, RunConfig, load_config, translated_parameters
 from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
+from tailrace.drivers.assembly.results import ComparisonSummary
 from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import (
     check_parameter_names,
@@ -67,7 +68,7 @@ def compare(
     output_dir: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
     overrides: Mapping[str, str],
-) -> None:
+) -> ComparisonSummary:
     """Race schedules, or values of settings, and say which is faster; or compare finished runs.
 
     Args:
@@ -133,9 +134,11 @@ def compare(
         console.print(sources(loaded), soft_wrap=False)
     if folder:
         console.print(f"files     {folder}/*/  (tailrace view {folder})")
+    numbers = comparison.numbers()
     for path in (json_path, folder and folder / "compare.json"):
         if path:
-            path.write_text(json.dumps(comparison.numbers(), indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return ComparisonSummary(**numbers)
 
 
 # -- the comparison --------------------------------------------------------------------------------
@@ -149,7 +152,9 @@ def _values(text: str) -> list[tuple[str, str]]:
     return [(key, value) for value in values.split(",")]
 
 
-def _compare_runs(console: Console, folders: Mapping[str, RunFolder], json_path: Path | None) -> None:
+def _compare_runs(
+    console: Console, folders: Mapping[str, RunFolder], json_path: Path | None
+) -> ComparisonSummary:
     if not all(folder.command == "sft" for folder in folders.values()):
         for folder in folders.values():  # losses and rewards are not compared
             folder.check_wrote("rewards", "train", "simulate", "compare")
@@ -159,6 +164,7 @@ def _compare_runs(console: Console, folders: Mapping[str, RunFolder], json_path:
     print_table(console, table_of(folders, runs))
     if json_path:
         json_path.write_text(json.dumps({"verdict": said, "runs": runs}, indent=2) + "\n", encoding="utf-8")
+    return ComparisonSummary(said, runs=runs)
 
 
 def _candidates(config: RunConfig, names: Sequence[str]) -> dict[str, BoundRun]:
@@ -252,7 +258,7 @@ class Comparison:
         """The bound on the main time of a round; None if serial did not run."""
         return self._median(BASELINE, "bound_s") if BASELINE in self.trials else None
 
-    def numbers(self) -> dict[str, object]:
+    def numbers(self) -> dict[str, Any]:
         """Medians of all figures, the range of the main time, and every trial."""
         schedules = {name: self._numbers(name) for name in self.trials}
         return {"schedules": schedules, "bound_s": self.bound_s, "verdict": self.verdict()}

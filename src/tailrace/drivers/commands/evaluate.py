@@ -7,6 +7,7 @@ gain is taken prompt by prompt.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from tailrace.drivers.assembly.check import begin_start, check_live
 from tailrace.drivers.assembly.display import sample_line
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.open import open_parts
+from tailrace.drivers.assembly.results import EvaluationSummary
 from tailrace.drivers.assembly.resumption import best_evaluation, changed_files, inputs_of
 from tailrace.drivers.assembly.schedule import check_parameter_names
 from tailrace.drivers.commands.intervals import by_prompt, estimate_of, half_width
@@ -46,7 +48,7 @@ def run(
     samples: int | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
     overrides: Mapping[str, str],
-) -> None:
+) -> EvaluationSummary:
     """Print the mean reward of held-out prompts with its 95% interval, and the first samples.
 
     Args:
@@ -82,19 +84,20 @@ def run(
         mine = result[number]
         theirs = "".join(f" | Base {other[number].text!r}" for other in others)
         console.print(sample_line(mine.prompt, mine.text, mine.reward) + theirs, soft_wrap=False)
+    summary = EvaluationSummary(
+        reward=estimate.mean,
+        solved=solved,
+        interval=estimate.interval,
+        base=estimate_of(rewards_of(others[0])).mean if others else None,
+        num_samples=n,
+        num_tokens=num_tokens,
+        model=str(config.model.path),
+        greedy=config.run.eval_greedy,
+        sets=sets,
+    )
     if json_path:
-        numbers = {
-            "reward": estimate.mean,
-            "solved": solved,
-            "interval": estimate.interval,
-            "base": estimate_of(rewards_of(others[0])).mean if others else None,
-            "num_samples": n,
-            "num_tokens": num_tokens,
-            "model": str(config.model.path),
-            "greedy": config.run.eval_greedy,
-            "sets": sets,
-        }
-        json_path.write_text(json.dumps(numbers) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps(asdict(summary)) + "\n", encoding="utf-8")
+    return summary
 
 
 def _result(config: LiveConfig) -> list[EvaluatedSample]:

@@ -46,6 +46,7 @@ from tailrace.model_folder import end_texts_with
 from tailrace.record.events import RoundEnded, RoundStarted, Row
 from tailrace.record.figures import steps_of
 from tailrace.record.metrics import MetricsWriter, read_rows
+from tailrace.record.summary import FirstLast
 from tailrace.types import Sample
 
 CROSS_ENTROPY = AlgorithmSettings(loss="reinforce", normalize="token_mean", old_policy="recorded")
@@ -71,12 +72,18 @@ def sft(
     """
     if verbose:
         overrides = {**overrides, "record.verbose": "true"}
+    fine_tune(load_config(config, overrides), output_dir, resume=resume, interruption=Interruption())
+
+
+def fine_tune(
+    loaded: RunConfig, output_dir: Path, *, resume: bool, interruption: Interruption
+) -> FirstLast | None:
+    """Fine-tune as `sft`. Return the held-out loss. `interruption`: ends it in order."""
     folder = RunFolder(output_dir)
     folder.claim("sft", only_check=True)
     if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
         problem, remedy = "it has no {} to go on from", f"begin another with --model.path {output_dir}"
         raise ConfigError("--output-dir", str(output_dir), problem.format(LEDGER_FILE), remedy)
-    loaded, interruption = load_config(config, overrides), Interruption()
     loaded = as_begun(loaded, folder) if resume else loaded
     check_own_trainer(at_work := _at_work(loaded))
     at_work = dated(at_work, folder if resume else None)
@@ -104,9 +111,11 @@ def sft(
         said = saved if newest else "before the first step: there are no weights to save; start it again"
         raise Interrupted(f"{interruption.name}: {said}", signal)
     losses = [row["eval/loss"] for row in read_rows(folder.metrics) if "eval/loss" in row]
-    if losses:
-        print(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f} in {loaded.sft.steps} steps")
+    loss = FirstLast(losses[0], losses[-1]) if losses else None
+    if loss:
+        print(f"held-out loss {loss.first:.4f} -> {loss.last:.4f} in {loaded.sft.steps} steps")
     print(f"metrics   {folder.metrics}\nmodel     {folder.model}")
+    return loss
 
 
 def _at_work(config: RunConfig, longest: int = 1) -> LiveConfig:
