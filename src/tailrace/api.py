@@ -186,7 +186,7 @@ def evaluate(
 
 def compare(
     *sources: RunConfig | str | Path,
-    schedules: Sequence[str] = (),
+    schedules: str | Sequence[str] = (),
     vary: Mapping[str, Sequence[object]] | None = None,
     repeats: int | None = None,
     virtual: bool = False,
@@ -197,7 +197,7 @@ def compare(
 
     Args:
         sources: one config or TOML file; or the output directories of runs.
-        schedules: names, in place of compare.schedules.
+        schedules: names, or one text of names with commas, in place of compare.schedules.
         vary: values by dotted key, for example `{"trainer.learning_rate": [1e-6, 1e-5]}`: all combinations.
         repeats: in place of compare.repeats.
         virtual: race in virtual time, as without [model].
@@ -207,7 +207,7 @@ def compare(
         work = partial(
             _command("drivers.commands.compare:compare"),
             *(_path_of(source, files) for source in sources),
-            schedules=",".join(schedules) or None,
+            schedules=(schedules if isinstance(schedules, str) else ",".join(schedules)) or None,
             vary=[f"{key}={','.join(map(_text, values))}" for key, values in (vary or {}).items()],
             repeats=None if repeats is None else str(repeats),
             virtual=virtual,

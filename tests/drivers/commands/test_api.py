@@ -82,6 +82,8 @@ def test_a_comparison_returns_the_numbers_of_the_command(
     assert msgspec.to_builtins(raced) == {**json.loads(numbers.read_text()), "runs": {}}
     assert len(raced.schedules) == 4 and len(raced.schedules["april groups_per_step=1"]["laps"]) == 2
     assert capsys.readouterr().out.startswith(printed) and printed.startswith(raced.verdict)
+    given["schedules"] = "serial,april"
+    assert tailrace.compare(config, **given, repeats=2, virtual=True) == raced
     folders = [folder / "serial groups_per_step=1", folder / "serial groups_per_step=2"]
     assert main(["compare", *map(str, folders), "--json", str(numbers)]) == 0
     finished = tailrace.compare(*folders)
