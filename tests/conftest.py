@@ -58,7 +58,7 @@ SLOW = (
     "extras/serve/test_generate_route.py::test_256_streams_at_once_get_all_their_tokens",
     "extras/serve/test_served_contract.py",
     "extras/sft/test_sft.py::test_the_model_ends_its_texts_with_what_it_was_taught",
-    "extras/trackers/test_trackers.py::test_wandb_stores_every_figure_offline",
+    "extras/trackers/test_trackers.py::test_wandb_stores_every_figure_and_the_samples_that_it_may_have_offline",
     "reproductions/",
     "schedules/test_every_schedule.py::test_the_same_seed_gives_the_same_bytes_of_the_run_log",
     "schedules/test_masked.py::test_groups_whose_tokens_are_all_masked_are_data",

@@ -644,7 +644,8 @@ def _toml_or_text(text: str) -> Any:
 
 def _takes_list(parts: Sequence[str], text: str) -> bool:
     """Whether a key takes a list, and not this text."""
-    if not (fields := _fields(sections_at(parts[:-1]), parts[-1])):
+    fields = _fields(sections_at(parts[:-1]), parts[-1])
+    if not fields and parts[0] != "schedule":  # whose keys are parameters of a function
         import_all()  # the command line may name a kind that the file does not
         fields = _fields(sections_at(parts[:-1]), parts[-1])
     for field in fields:

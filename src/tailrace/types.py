@@ -392,7 +392,7 @@ class Group:
     """Versions that have changed a member when they verified it, without the first after a restart."""
     last_cut: int | None = None
     """The last of these versions."""
-    on_verified: Callable[[Sample, int], None] | None = None
+    on_verified: Callable[[Sample, int], None] | None = field(default=None, repr=False)
     """Called after the verification of a member, with the tokens that it has lost. The pool sets it."""
     has_rules: bool | None = None
     """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
