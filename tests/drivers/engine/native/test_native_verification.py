@@ -81,7 +81,7 @@ def test_what_is_in_flight_is_verified_by_the_load_that_makes_it_too_old(make_en
     new.load_state_dict(updated(new.state_dict()))
     for id, sample in had.items():
         submit(engine, id, sample)
-    for _ in range(40):
+    while engine.usage().num_counted < 30 * len(had):
         assert engine.step() == []
     num_gained = take(engine.load(new.state_dict(), version=1, kv="recompute"), had)
     old = {id: list(sample.completion_ids) for id, sample in had.items()}
@@ -128,13 +128,14 @@ def test_a_bound_leaves_tokens_until_they_are_older(make_engine):
     had["17"].max_age = 1
     submit(engine, "17", had["17"])
     for version in (1, 2):
-        for _ in range(10):
+        for _ in range(3):  # as drafts may be right, some tokens a step
             engine.step()
         take(engine.load(old.state_dict(), version=version, kv="recompute"), had)
-        assert [(*span,) for span in had["17"].spans] == [(number, 10) for number in range(version)]
+        assert [span.version for span in had["17"].spans] == [*range(version)]
+    had_before = had["17"].num_tokens
     engine.step()
     take(engine.report(), had)
-    assert [(*span,) for span in had["17"].spans] == [(2, 21)]
+    assert [span.version for span in had["17"].spans] == [2] and had["17"].num_tokens > had_before
 
 
 @pytest.mark.parametrize("drafts", ["off", "auto"])
