@@ -108,7 +108,7 @@ def train(
 
     def work() -> RunSummary:
         folder, rows = Path(output_dir), None if data is None else json_lines(data)
-        given = config if rows is None else with_path(config, RunFolder(folder).rows.resolve())
+        given = config if rows is None else _with_path(config, RunFolder(folder).rows.resolve())
         named, bound = _named(given, schedule)
         return running.train(
             named,
@@ -241,7 +241,7 @@ def sft(config: RunConfig, output_dir: str | Path, *, resume: bool = False) -> F
     return loss
 
 
-def with_path(config: RunConfig, path: Path) -> RunConfig:
+def _with_path(config: RunConfig, path: Path) -> RunConfig:
     """The config with rows of a file. Raises a ConfigError if its data are not rows."""
     data = config.data or RowsSettings(path=path)
     if "path" not in type(data).model_fields:
