@@ -13,6 +13,7 @@ import pytest
 
 from helpers.small_run import train_here, wait_for_steps, write_small_run
 from helpers.tiny_models import save_tiny_model
+from tailrace import ConfigError, load_config, train
 from tailrace.cli import main
 from tailrace.contracts.mark import MARK
 from tailrace.drivers.assembly.folder import WRITTEN, RunFolder, earlier_run
@@ -114,6 +115,16 @@ def test_a_name_that_a_command_would_write_is_refused_before_anything_else(
     assert digests(project) == before
 
 
+@pytest.mark.parametrize("name", ["reward.pkl", "rows.jsonl"])
+def test_what_a_script_gives_replaces_no_file_of_the_user(project: Path, name: str) -> None:
+    given = {"reward": lambda completion: 1.0} if name == "reward.pkl" else {"data": [{"prompt": "A"}]}
+    Path("there").mkdir()
+    Path("there", name).write_text("mine")
+    with pytest.raises(ConfigError, match=SAID + name):
+        train(load_config("run.toml"), "there", **given)
+    assert [path.name for path in Path("there").iterdir()] == [name]
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "simulate", "replay"])
 def test_the_folder_of_the_config_and_the_model_is_refused(
     project: Path, command: str, capsys: pytest.CaptureFixture[str]
@@ -123,7 +134,7 @@ def test_the_folder_of_the_config_and_the_model_is_refused(
     words = ["config.toml" if word == "run.toml" else word for word in COMMANDS[command]]
     assert main([*words, "--output-dir", ".", "--sft.response_column", "answer"]) == 2
     names = {"simulate": "config.toml", "sft": "config.toml, model"}
-    assert f"{SAID}{names.get(command, 'config.toml, model, rows.jsonl')};" in capsys.readouterr().err
+    assert f"{SAID}{names.get(command, 'config.toml, model')};" in capsys.readouterr().err
     assert digests(project) == before
 
 
@@ -203,6 +214,7 @@ def test_training_leaves_what_is_there(project: Path, command: str) -> None:
         assert run("train", "recorded", "--ledger.keep_tokens", "true") == 0
     Path("lost+found").mkdir()
     Path("slurm-7.out").write_text("mine")
+    Path("reward.pkl").write_text("mine")
     before = digests(project)
     assert run(command, ".") == 0
     assert Path("model/model.safetensors").exists() and are_as_before(before, project)

@@ -50,9 +50,11 @@ _SIMULATION = (*_EACH, "events.jsonl")
 _MODEL = ("model", "model.partial", "model.old.partial")
 _LEDGER = (LEDGER_FILE, f"{LEDGER_FILE}-wal", f"{LEDGER_FILE}-shm")
 _SFT = (*_EACH, "metrics.partial", "checkpoints", *_MODEL, *_LEDGER, "logs", "lock")
-_RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER, "reward.pkl", "rows.jsonl")
+_RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER)
 WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
-"""The names that each command writes into the folder of a run. Trackers and sinks have names of their own."""
+"""The names that each command writes into the folder of a run. Trackers and sinks have names of their own.
+A reward function and rows that a script gives are files, too."""
+_REWARD, _ROWS = "reward.pkl", "rows.jsonl"
 _ALIAS = "quickstart", "train"
 COMPARED = ("compare.json", "logs", "start", "start.partial", "start.old.partial")
 """The names that a comparison writes beside the folders of its candidates."""
@@ -65,11 +67,11 @@ def earlier_run(path: Path) -> tuple[str, Collection[str]]:
     is_sealed = any(folder.checkpoints.glob(f"round_*/{CHECKSUMS_FILE}"))
     if folder.lock.exists() and (is_sealed or (path / LEDGER_FILE).exists()):
         is_sft = not folder.events.exists() and not (path / LEDGER_FILE).exists()
-        return "sft" if is_sft else "train", _RUN
+        return "sft" if is_sft else "train", (*_RUN, _REWARD, _ROWS)
     with suppress(OSError, msgspec.MsgspecError), folder.events.open("rb") as file:
         msgspec.json.decode(file.readline(), type=RunStarted)
         if folder.lock.exists():
-            return "train", _RUN
+            return "train", (*_RUN, _REWARD, _ROWS)
         return "compare" if (path.parent / "compare.json").exists() else "simulate", _SIMULATION
     with suppress(OSError, KeyError, msgspec.MsgspecError):
         msgspec.json.decode((path / "compare.json").read_bytes(), type=dict[str, object])["schedules"]
@@ -90,8 +92,10 @@ def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tup
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_reward: bool = False, has_rows: bool = False) -> None:
+        """`has_reward`, `has_rows`: a script gives these, and the folder gets them."""
         self.path = path
+        self.given = (*(_REWARD,) * has_reward, *(_ROWS,) * has_rows)
         self.config = path / "config.toml"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
@@ -102,8 +106,8 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.counts = path / COUNTS_FOLDER
         self.lock = path / "lock"
-        self.reward = path / "reward.pkl"
-        self.rows = path / "rows.jsonl"
+        self.reward = path / _REWARD
+        self.rows = path / _ROWS
 
     @property
     def version(self) -> str:
@@ -162,10 +166,10 @@ class RunFolder:
         if (held := self.command) and command not in (held, held.replace(*_ALIAS)):
             problem = f"it holds a run of tailrace {held}"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
-        names, earlier = names or WRITTEN[command], earlier_run(self.path)[1]
+        names, earlier = names or (*WRITTEN[command], *self.given), earlier_run(self.path)[1]
         return claim(self.path, command, names, earlier, only_check=only_check, version=__version__)
 
-    def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", "reward.pkl")) -> None:
+    def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", _REWARD)) -> None:
         """Delete what the mark owns, such as what a run that trained nothing left behind."""
         mark = read_mark(self.path)
         for path in mark.owned_in(self.path) if mark else ():
