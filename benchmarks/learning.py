@@ -15,6 +15,7 @@ rollpacker  serial against tail batching that races prompts, or prompts and resp
 rates       in-flight updates and G = 8, 16, 32, 64 at equal mean lags, at three learning rates
 lagcurve    accuracy and reward after equal samples over the mean lag, of fifteen schedules
 masked      a bound on lag that masks stale tokens, beside one that waits, and none
+verified    pipelinerl that verifies stale tokens, with three bounds, beside pipelinerl without one and serial
 kv          pipelinerl with the KV cache kept, recomputed at each publication, or recomputed on drift
 critic      pipelinerl with the group's mean against a learned value function as its baseline
 distillation  a model that GRPO has trained teaches a fresh one, against GRPO

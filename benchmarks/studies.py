@@ -101,6 +101,11 @@ def masked(staleness: int, times: int = 1) -> Parameters:
     return {**window("tailrace", staleness, times), "stale": "mask"}
 
 
+def verified(staleness: int) -> Parameters:
+    """pipelinerl that verifies what is too old."""
+    return {**IN_FLIGHT, **BLOCK, "kv": "recompute", "staleness": staleness, "stale": "verify"}
+
+
 AT_RATES, OWN_RATES = at_rates("5e-5", "1e-4", "2e-4")
 
 STUDIES = {
@@ -220,6 +225,19 @@ STUDIES = {
             "pipelinerl, 8 masked": "pipelinerl",
         },
         margin_named="after the runs",
+    ),
+    "verified": Study(
+        "Updates in flight whose stale tokens are verified learn as much from as many samples as training on "
+        "policy does",
+        REINFORCE,
+        {
+            "serial": {"name": "serial", "groups_per_round": 2, "groups_per_step": 2},
+            "pipelinerl": {**IN_FLIGHT, **BLOCK},
+        }
+        | {f"pipelinerl, {k} verified": verified(k) for k in (0, 1, 4)},
+        samples=4096,
+        evaluations=2,
+        against={f"pipelinerl, {k} verified": "pipelinerl" for k in (0, 1, 4)},
     ),
     "kv": Study(
         "PipelineRL, 5.1: a stale cache does no harm",
