@@ -58,7 +58,7 @@ ABOVE: Mapping[str, set[str]] = {
     "drivers.assembly": PARTS,
     "drivers.commands": PARTS | {"drivers.assembly"},
     "api": PARTS | {"drivers.assembly"},
-    "cli": {"drivers.assembly"},
+    "cli": {"drivers.assembly", "config"},
 }
 """The same of what makes a run out of the parts."""
 EXTRAS: Mapping[str, set[str]] = {

@@ -154,10 +154,10 @@ def _run(argv: Sequence[str]) -> None:
     try:
         function, bound, not_parsed = app.parse_args(words, print_error=False, exit_on_error=False)
     except CycloptsError as why:
-        if isinstance(why.__cause__, pydantic.ValidationError):  # of a section whose keys are options
-            detail, *_ = why.__cause__.errors()
-            option = "--" + str(detail["loc"][0]).replace("_", "-")
-            raise ConfigError(option, detail["input"], detail["msg"], "see tailrace serve --help") from why
+        if why.argument and isinstance(why.__cause__, pydantic.ValidationError):  # of keys as options
+            from tailrace.config import wrong_options
+
+            raise wrong_options(why.__cause__, why.argument.hint) from why
         problem = re.sub(r"(?<!\.)\.$", "", str(why))
         raise ConfigError("arguments", " ".join(words), problem, "see tailrace COMMAND --help") from why
     if "overrides" in not_parsed:

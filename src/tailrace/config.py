@@ -67,10 +67,13 @@ PROBLEMS: Mapping[str, tuple[str, str]] = {
     "date": ("it is no day", "write YYYY-MM-DD"),
     "dict_type": SECTION,
     "finite_number": ("it is not finite", "write a finite number"),
+    "float_parsing": ("it is no number", "write one"),
     "float_type": ("it is no number", "write one, without quotes"),
     "greater_than": ("it must be above {gt:.10g}", "raise it"),
     "greater_than_equal": ("it must be at least {ge:.10g}", "raise it"),
     "int_from_float": WHOLE,
+    "int_parsing": ("it is no whole number", "write one"),
+    "int_parsing_size": ("it has too many digits", "write a smaller one"),
     "int_type": WHOLE,
     "less_than": ("it must be below {lt:.10g}", "lower it"),
     "less_than_equal": ("it must be at most {le:.10g}", "lower it"),
@@ -552,6 +555,14 @@ def _joined(errors: Sequence[ConfigError]) -> ConfigError:
     return errors[0]
 
 
+def wrong_options(why: ValidationError, section: type[Settings]) -> ConfigError:
+    """The error of a section whose keys are options of a command; it names all that are wrong."""
+    errors = [_explained(dict(detail), "", [section]) for detail in why.errors()]
+    names = [f"--{each.key.replace('_', '-')}" for each in errors]
+    pairs = zip(names, errors, strict=True)
+    return _joined([ConfigError(name, each.value, each.problem, each.remedy) for name, each in pairs])
+
+
 def _explained(detail: Mapping[str, Any], prefix: str, sections: Sequence[type[Settings]]) -> ConfigError:
     parts = [*prefix.split("."), *_without_tags(detail["loc"], sections)]
     key = ".".join(part for part in parts if part)
@@ -566,7 +577,7 @@ def _explained(detail: Mapping[str, Any], prefix: str, sections: Sequence[type[S
     if fault in PROBLEMS:
         message, remedy = (each.format(**detail.get("ctx", {})) for each in PROBLEMS[fault])
     *places, name = [part for part in parts if part and not part.isdigit()] or [""]
-    if fault.startswith(("greater", "less")) and (fields := _fields(sections_at(places), name)):
+    if fault.startswith(("greater", "less")) and (fields := _fields(sections_at(places, sections), name)):
         remedy += f": {' '.join((fields[0].description or '').split())}"  # it says how "off" is written
     return ConfigError(key, value, message[0].lower() + message[1:], remedy)
 
@@ -605,9 +616,11 @@ def _suggest(parts: Sequence[str]) -> str:
     return did_you_mean(parts[-1], dict.fromkeys(known))
 
 
-def sections_at(parts: Sequence[str]) -> list[type[Settings]]:
-    """Return the sections that may stand at a dotted key, without the numbers of arrays, as `sections_in`."""
-    sections: list[type[Settings]] = [RunConfig]
+def sections_at(
+    parts: Sequence[str], sections: Sequence[type[Settings]] = (RunConfig,)
+) -> Sequence[type[Settings]]:
+    """Return the sections that may stand at a dotted key of some, without the numbers of arrays, as
+    `sections_in`."""
     for part in parts:
         sections = [inner for field in _fields(sections, part) for inner in sections_in(field)]
     return sections

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import pickle
+import re
 import socket
 import stat
 from contextlib import suppress
@@ -399,9 +400,16 @@ def test_without_a_weights_folder_no_file_is_read(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--port", "99999"], "--port = '99999': Input should be less than or equal to 65535"),
-        (["--dtype", "int8"], "--dtype = 'int8'"),
-        (["--device", "tpu"], "--device = 'tpu'"),
+        (["--port", "99999"], "--port = '99999': it must be at most 65535; lower it: 0 to 65,535. 0: a"),
+        (
+            ["--dtype", "int8"],
+            "--dtype = 'int8': there is no such choice; choose from 'float32' or",
+        ),
+        (["--device", "tpu"], """--device = 'tpu': a device is "cpu", "cuda" or "cuda:N"; correct it"""),
+        (
+            ["--threads", "0", "--drafts", "on"],
+            "--drafts = 'on': there is no such choice; choose from 'off'",
+        ),
         (["--weights-folder", "/nowhere"], "--weights-folder = '/nowhere': there is no such folder"),
         (["--run.rounds", "3"], "--run.rounds = '3': serve has no config to override"),
         (["--host", "192.0.2.1"], "--host, --port = '192.0.2.1:8000': the server cannot listen there"),
@@ -413,6 +421,21 @@ def test_options_that_cannot_work_are_refused_before_the_model_is_loaded(
     monkeypatch.setenv("TAILRACE_TOKEN", TOKEN)
     assert main(["serve", str(folder / "model"), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_message_of_an_option_is_in_the_words_of_pydantic(capsys):
+    names = {*ServeSettings.model_fields, *NativeEngineSettings.model_fields}
+    refused = 0
+    for name in sorted(names - {"kind", "replicas", "recovery_timeout_s", "own_stable_reinforce"}):
+        option = "--" + name.replace("_", "-")
+        for text in ("x", "0.5", "-1000000000", "9" * 5000):
+            assert main(["serve", "/nowhere", f"{option}={text}"]) == 2
+            message = capsys.readouterr().err
+            if not message.startswith("tailrace: model.path = '/nowhere': "):  # the option is right
+                assert message.startswith(f"tailrace: {option} = {text!r}: ")
+                assert not re.search(r"[Ii]nput |[Ss]hould |Value error", message)
+                refused += 1
+    assert refused > 40
 
 
 def test_a_weak_token_is_refused_and_not_shown(folder, capsys, monkeypatch):
