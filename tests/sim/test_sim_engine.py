@@ -213,6 +213,24 @@ async def test_a_request_that_continues_costs_a_prefill_of_what_the_cache_does_n
     assert engine.usage().num_prefilled == prefilled
 
 
+@pytest.mark.parametrize(("survival", "drawn", "rest_s"), [(1.0, 600, 0.0), (0.0, 256, 600.0)])
+async def test_a_verification_costs_a_prefill_and_half_a_position_of_it_for_each_token_drawn_again(
+    survival: float, drawn: int, rest_s: float
+) -> None:
+    """600 tokens after a prompt of 40 positions, at 160 positions a second: 4 s, and half a position a token.
+    The first chunk of 256 ends where the first token differs; then all 600 are generated anew."""
+    cost = change(TEN, prefill_tokens_per_s=160.0, verify_positions=0.5, survival=survival, kv_tokens=2000)
+    engine, one = engine_of(cost, length=600), sample(0, 40)
+    one.max_age = 0
+    one.grow(600, 0)
+    await engine.load(Weights(1), kv="recompute")
+    await engine.generate(one)
+    assert clock.now() == 4.0 + drawn / 320 + rest_s
+    sums = engine.usage().decoded
+    assert (sums.prefilled, sums.verified, sums.prefill_s) == (640, drawn, 4.0 + drawn / 320)
+    assert one.spans == [Span(1, 600)]
+
+
 @pytest.mark.parametrize(("length", "reason"), [(9, "stop"), (10, "length")])
 async def test_a_response_as_long_as_the_limit_is_cut_off(length: int, reason: str) -> None:
     engine, one = SimEngine("engine-0", TEN, lambda _: length, max_tokens=10), sample()

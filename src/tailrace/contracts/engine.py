@@ -25,6 +25,9 @@ from tailrace.types import KV, FinishReason, Sample, SamplingParams
 EngineState = Literal["open", "asleep", "dead"]
 """open: serves requests. asleep: its device is lent. dead: it does not answer; it may come back."""
 
+VERIFIED_ROWS = 256
+"""Tokens that a verification draws at a time, whose logits are in memory together."""
+
 
 class GenerationRequest(msgspec.Struct, frozen=True):
     """Start a completion, or continue one.
@@ -87,6 +90,7 @@ class DecodeSums(msgspec.Struct, frozen=True):
         positions: of each step, those in the KV cache when it begins.
         seconds: of the steps, with the engine's own work between two of them.
         prefilled: context positions that were computed in prefill_s.
+        verified: tokens that were drawn again in prefill_s; the first that differs ends the last chunk.
         drafted: drafts of requests of a step. An engine may count drafts, checked and accepted alone.
         checked, accepted: drafted tokens that the steps computed, and those of them that requests gained.
     """
@@ -100,6 +104,7 @@ class DecodeSums(msgspec.Struct, frozen=True):
     checked: int = 0
     accepted: int = 0
     drafted: int = 0
+    verified: int = 0
 
     @property
     def generated(self) -> int:

@@ -4,8 +4,9 @@ A decode step reads the weights once (base_s) and the KV cache (context_s), or c
 bounds it, and all-reduces twice a layer over the devices of the engine. Prefill and training are bound by
 arithmetic: 2 FLOPs a parameter and token forward, 4 backward (Kaplan et al., 2020, section 2.1), and in
 training for attention, too: a token meets half of its sequence on average, with 4 FLOPs a layer and dimension
-of the queries (the same section). Left out are attention and communication of a prefill, and activations in
-memory.
+of the queries (the same section). A prefill counts the projection to the vocabulary at each position; so a
+verification adds only the draw, which is bound by memory. Left out are attention and communication of a
+prefill, and activations in memory.
 """
 
 from collections.abc import Mapping
@@ -52,6 +53,9 @@ ALL_REDUCES = 2
 OPTIMIZER_BYTES = 30
 """Bytes that a step of Adam reads and writes for each parameter: weight, momentum and variance in float32
 (24), the gradient (4) and the weight in bfloat16 (2)."""
+DRAW_BYTES = 20
+"""Bytes that a draw reads and writes for each token of the vocabulary: its logit in bfloat16 (4) and float32
+(8), its probability (8; sampler.py of the embedded engine)."""
 UPDATE_S = 0.19e-9
 """Seconds of an optimizer step for each parameter (`SimClusterSettings.update_s`)."""
 RESTART_S = 10.0
@@ -192,6 +196,7 @@ class _Setup:
         size = cluster.tensor_parallel
         memory = size * device.bytes_per_s * cluster.bandwidth_efficiency
         arithmetic_s = 2 * self.multiplied / (size * device.flops)
+        prefilled_per_s = cluster.prefill_efficiency / arithmetic_s
         all_reduces = ALL_REDUCES * model.num_layers
         hop_s = all_reduces * device.link_latency_s
         reduced = all_reduces * BYTES_PER_WEIGHT * model.hidden_size * 2
@@ -210,7 +215,8 @@ class _Setup:
             "communication_s": hop_s,
             "kv_tokens": int((self.engine_memory - self.weight_bytes) / kv_bytes),
             "weight_tokens": int(self.weight_bytes / kv_bytes),
-            "prefill_tokens_per_s": cluster.prefill_efficiency / arithmetic_s,
+            "prefill_tokens_per_s": prefilled_per_s,
+            "verify_positions": DRAW_BYTES * model.vocabulary / memory * prefilled_per_s,
             "regroup_s": RESTART_S + reload_s,
             **self._switch_s(),
         }

@@ -21,7 +21,9 @@ Drafted tokens (`acceptance` of `SimEngineSettings`) are further rows of a step,
 Here time goes by in steps of one token for each request: such a step has its share of the seconds.
 
 A sample that is too old (`Sample.max_age`) is verified when it is admitted, again after a load. Its seed, the
-place and the update decide whether a token changes (`survival`). A new end is as long as the old one.
+place and the update decide whether a token changes (`survival`). A new end is as long as the old one. A pass
+over its context costs a prefill of all of it, and the projection to the vocabulary and a draw at each token
+that it had, in chunks, up to the first that changes (`verify_positions`).
 
 Engines that were joined to one tensor-parallel group divide all but the overheads, and communicate: see
 `communication_s` and `reduce_s` of `SimEngineSettings`.
@@ -41,6 +43,7 @@ from typing import NamedTuple
 
 from tailrace.clock import now
 from tailrace.contracts.engine import (
+    VERIFIED_ROWS,
     Arrival,
     Capabilities,
     DecodeSums,
@@ -182,7 +185,7 @@ class SimEngine:
         self._length_of, self._max_tokens = length_of, max_tokens
         self._running: dict[Sample, _Running] = {}
         self._queue: dict[Sample, asyncio.Future[None]] = {}
-        self._generated = self._prefilled = self._preempted = 0
+        self._generated = self._prefilled = self._verified = self._preempted = 0
         # Sums over the decode steps, as the next one (DecodeSums).
         self._num_steps = self._num_requests = self._positions = self._drafted = self._checked = 0.0
         self._decode_s = 0.0
@@ -294,10 +297,11 @@ class SimEngine:
                 positions=round(self._positions),
                 seconds=self._decode_s,
                 prefilled=self._prefilled,
-                prefill_s=self._prefill_s(self._prefilled),
+                prefill_s=self._prefill_s(self._prefilled, self._verified),
                 checked=round(self._checked),
                 accepted=self._generated - num_requests,
                 drafted=round(self._drafted),
+                verified=self._verified,
             ),
         )
 
@@ -445,20 +449,27 @@ class SimEngine:
             context = sample.num_context_tokens
             if self._running and self._kv_tokens + context > self._kv_capacity:
                 return
-            if is_old := self._is_too_old(sample):
-                sample.verify(self._num_kept(sample), self.version)
+            is_old = self._is_too_old(sample)
+            num_drawn = self._verify(sample) if is_old else 0
             self._kv_base += sample.num_context_tokens - self._steps
             base, length = sample.num_tokens - self._steps, self._length_of(sample)
             self._running[sample] = _Running(self._queue.pop(sample), base, length)
             heapq.heappush(self._ends, (length - base, next(self._ties), sample))
             computed = max(self._num_uncached(sample, context), context if is_old else 0)
             self._prefilled += computed
-            self._delay(self._prefill_s(computed))
+            self._verified += num_drawn
+            self._delay(self._prefill_s(computed, num_drawn))
 
     def _is_too_old(self, sample: Sample) -> bool:
         if sample.max_age is None or not sample.spans:
             return False
         return sample.oldest_version < self.version - sample.max_age
+
+    def _verify(self, sample: Sample) -> int:
+        """Keep the tokens of a sample before the first that is another one now. Returns those drawn again."""
+        num_tokens, num_kept = sample.num_tokens, self._num_kept(sample)
+        sample.verify(num_kept, self.version)
+        return min(num_tokens, (num_kept // VERIFIED_ROWS + 1) * VERIFIED_ROWS)
 
     def _num_kept(self, sample: Sample) -> int:
         """Tokens of a sample before the first that an update since it was drawn has changed."""
@@ -470,9 +481,10 @@ class SimEngine:
                 kept = min(kept, first)
         return kept
 
-    def _prefill_s(self, positions: int) -> float:
-        """Seconds to prefill; a tensor-parallel group divides the work."""
-        return positions / (self._cost.prefill_tokens_per_s * max(self.width, 1))
+    def _prefill_s(self, positions: int, num_drawn: int = 0) -> float:
+        """Seconds to prefill, and to draw so many tokens again; a tensor-parallel group divides the work."""
+        as_many = positions + self._cost.verify_positions * num_drawn
+        return as_many / (self._cost.prefill_tokens_per_s * max(self.width, 1))
 
     def _num_uncached(self, sample: Sample, context: int) -> int:
         if self._suspended.forget(sample) == context:

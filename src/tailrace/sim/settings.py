@@ -46,6 +46,9 @@ class SimEngineSettings(Settings):
     """Positions of the KV cache of one engine."""
     prefill_tokens_per_s: float = Field(default=100_000.0, gt=0)
     """Positions of a prefill in a second."""
+    verify_positions: float = Field(default=0.13, ge=0)
+    """Positions of a prefill that take as long as the projection to the vocabulary and the draw of one token
+    that is verified. Default: Qwen2.5-7B on an H100; projection 0.083 (FLOPs), draw 0.049 (memory)."""
     abort_s: float = Field(default=0.05, ge=0)
     """Seconds from cancelling a request until the engine stops working on it."""
     load_s: float = Field(default=1.0, ge=0)
@@ -64,7 +67,7 @@ class SimEngineSettings(Settings):
     joined engines add 1 - 1/w."""
     survival: float = Field(default=1.0, ge=0, le=1)
     """Share of tokens that new weights draw again with the same noise, after the same tokens before, when a
-    schedule verifies them; the others change. Values: results/survival-quickstart.json (benchmarks)."""
+    schedule verifies them; the others change. Values: results/survival-*.json (benchmarks)."""
     regroup_s: float = Field(default=10.0, ge=0)
     """Seconds in which engines are restarted with another tensor-parallel size."""
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()

@@ -190,6 +190,15 @@ def test_drafts_of_a_run_are_fitted_by_their_mean_depth_and_gain(serial: Path, t
     assert fitted_run(serial).sim.engines.acceptance == ()
 
 
+def test_the_cost_of_a_verification_is_fitted_beside_that_of_its_prefill(tmp_path: Path) -> None:
+    schedule = {"name": "tailrace", "groups_per_step": 8, "groups_in_flight": 24, "staleness": 0}
+    engines = ENGINES | {"verify_positions": 0.7, "survival": 0.999}
+    config = run_config(schedule | {"stale": "verify"}, engines=engines)
+    found = fitted_run(write_run(tmp_path / "verified", config)).sim.engines
+    assert found.verify_positions == pytest.approx(0.7, rel=0.01)
+    assert found.prefill_tokens_per_s == pytest.approx(ENGINES["prefill_tokens_per_s"], rel=0.01)
+
+
 @pytest.mark.parametrize("recorded", [r"(?m)^.*\"event\":\"Decoded\".*\n", r'(?<="steps":)\d+'])
 def test_of_engines_that_record_no_steps_the_mean_step_is_fitted(
     serial: Path, tmp_path: Path, recorded: str

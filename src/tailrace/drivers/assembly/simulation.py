@@ -27,7 +27,7 @@ from tailrace.sim.world import law_of
 OF_DEVICES = {
     "engines": (
         *("count", "base_s", "slope_s", "context_s", "compute_s", "kv_tokens", "prefill_tokens_per_s"),
-        "overhead_per_request_s",
+        *("verify_positions", "overhead_per_request_s"),
     ),
     "trainer": ("tokens_per_s", "attention_s", "step_s", "swap_s", "early_swap_s"),
 }

@@ -244,7 +244,12 @@ def fit_engines(run: Sequence[Timeline], prompt_tokens: float) -> FitPart:
     cost = dict.fromkeys(columns, 0.0) | solution.coefficients
     cost["base_s"] = cost["base_s"] or 1e-9
     values: dict[str, object] = {f"sim.engines.{name}": value for name, value in cost.items()}
-    values["sim.engines.prefill_tokens_per_s"] = rate(sums["prefilled"].sum(), sums["prefill_s"].sum())
+    read = {name: sums[name] for name in ("prefilled", "verified")}
+    prefill = non_negative(read, sums["prefill_s"], np.maximum(1.0, sums["prefilled"]))
+    position_s, verified_s = (prefill.coefficients.get(name, 0.0) for name in ("prefilled", "verified"))
+    values["sim.engines.prefill_tokens_per_s"] = rate(1.0, position_s)
+    if position_s and verified_s:
+        values["sim.engines.verify_positions"] = verified_s / position_s
     notes = [
         f"{name} cannot be told apart from the other costs of a decode step: the batches of this run were "
         "too much alike. It is left out"

@@ -116,6 +116,7 @@ def test_what_has_ended_is_verified_in_one_pass_and_ends_again(make_engine):
     first = engine.step()
     take(first, had)
     assert first and all(sample.num_changed == 0 for sample in (had[output.id] for output in first))
+    assert engine.usage().decoded.verified == LIMIT * len(had), "a chunk has room for all of a sample"
     while not engine.idle:
         take(engine.step(), had)
     assert any(sample.num_changed for sample in had.values())

@@ -34,7 +34,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tailrace.contracts.engine import DecodeSums, GenerationOutput, GenerationRequest, Usage
+from tailrace.contracts.engine import VERIFIED_ROWS, DecodeSums, GenerationOutput, GenerationRequest, Usage
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.devices import attention_kernels
 from tailrace.drivers.engine.native.cache import Cache, Sequence
@@ -87,9 +87,6 @@ class StopConditions:
     def _decode(self) -> abc.Callable[[abc.Sequence[int]], str]:
         return partial(Tokenizer.from_file(str(self._tokenizer_file)).decode, skip_special_tokens=False)
 
-
-VERIFIED_ROWS = 256
-"""Tokens that a verification draws at a time, whose logits are in memory together."""
 
 DeviceTime = float | torch.cuda.Event
 """A time in seconds; on a GPU that at which it has done what was launched before."""
@@ -401,6 +398,7 @@ class NativeEngine:
             places = range(place, min(part.stop, place + VERIFIED_ROWS))
             logits = self._model.logits(x[places.start - part.start : places.stop - part.start])
             drawn = draw(logits, *self._draws([(sequence, each) for each in places]))
+            self._decoded += DecodeSums(verified=len(places))
             had = sequence.tokens[place + 1 : places.stop + 1]
             for id, logprob, old in zip(*(x.tolist() for x in drawn), had, strict=True):
                 if id != old:
