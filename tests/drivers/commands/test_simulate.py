@@ -12,6 +12,7 @@ from tailrace.config import RunConfig, config_of
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.drivers.assembly.simulation import sim_settings, sources
 from tailrace.drivers.commands import simulate
+from tailrace.record.figures import TRIAL_FIGURES
 from tailrace.record.timeline import RunTimelines
 from tailrace.schedules import SCHEDULES
 
@@ -54,7 +55,7 @@ def test_the_cluster_runs_every_schedule(
         str(tmp_path),
     ]
     small = ["--run.rounds", "1", "--run.group_size", "2", "--sim.engines.count", "8"]
-    assert main([*words, *small]) == 0
+    assert main([*words, *small, "--all"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "reward" in row]
     assert steps == list(range(1, len(steps) + 1)) and steps
@@ -68,6 +69,29 @@ def test_the_cluster_runs_every_schedule(
         assert figure in out
     for figure in ("carried samples", "length, mean", "length, max", "truncated samples", "samples/s"):
         assert figure in out
+
+
+def test_five_figures_are_printed_and_the_others_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", str(EXAMPLES / "rolloutpipe.toml"), "--run.rounds", "2", "--run.group_size", "2"]
+    tables = {}
+    for more in ((), ("--all",)):
+        assert main([*words, *more]) == 0
+        cells = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+        tables[more] = {label.strip(): value.strip() for _, label, value, _ in cells}
+    few, every = tables.values()
+    assert [*few] == [
+        "whole run",
+        "samples/s",
+        "waiting ratio",
+        "lag, mean (optimizer steps)",
+        "wasted tokens",
+    ]
+    assert few.items() < every.items() and "reward" not in every
+    labels = {figure.printed[0] for figure in TRIAL_FIGURES.values()} - {""}
+    assert {"main time a round", "bound of its own rounds", "effective sample size"} < labels & every.keys()
+    own = [f"{key}, median of rounds" for key in ("wait_s", "start_ratio", "publish_s")]
+    own += ["generated_tokens_per_s, median of rounds", "tokens trained", "tokens masked"]
+    assert [*every] == [*few, *(label for label in every if label in labels and label not in few), *own]
 
 
 def test_a_simulation_has_the_trackers_of_a_run(tmp_path: Path) -> None:

@@ -21,10 +21,13 @@ from tailrace.drivers.kinds.tracker import TrackedRun, check_trackers, open_trac
 from tailrace.errors import ConfigError
 from tailrace.kinds import kind_of
 from tailrace.record.events import Row, Sink
-from tailrace.record.figures import BIASES, COSTS, QUALITIES
+from tailrace.record.figures import BIASES, COSTS, QUALITIES, TIMES
 from tailrace.record.sinks import open_sinks
 from tailrace.record.summary import RunSummary, Summary
 from tailrace.sim.world import Lengths
+
+FIRST = ("samples_per_s", "waiting_ratio", "lag_mean", "waste_share")
+"""The figures that are printed without --all, with the time of the whole run."""
 
 
 def simulate(
@@ -34,6 +37,7 @@ def simulate(
     output_dir: Path | None = None,
     like: Path | None = None,
     json_path: Annotated[Path | None, Parameter("--json")] = None,
+    every_figure: Annotated[bool, Parameter("--all")] = False,
     overrides: Mapping[str, str],
 ) -> None:
     """Run the schedule on simulated parts and print its figures.
@@ -43,6 +47,7 @@ def simulate(
         output_dir: for metrics, summary and events. Without it the config's sinks and trackers are not used.
         like: a run whose costs and lengths are taken instead of [sim].
         json_path: another file for the summary.
+        every_figure: print all figures, not only the five that say most.
     """
     if json_path:
         with writing("--json", json_path):
@@ -75,7 +80,7 @@ def simulate(
     setup = f"virtual time: {sim.engines.count} engines of {sim.engines.slots} slots; responses of "
     setup += f"{median_tokens:,.0f} tokens in the median, {max_tokens:,} at most. {sources(loaded, like)}"
     console.print(setup, soft_wrap=False)
-    print_table(console, _table(name, seconds, totals, summary.figures()))
+    print_table(console, _table(name, seconds, totals, summary.figures(), every_figure=every_figure))
     if totals.bound:
         console.print(f"bound     {totals.bound.line}", soft_wrap=False)
     if prices and totals.cost is not None:
@@ -84,17 +89,22 @@ def simulate(
         console.print(f"files     {output_dir}")
 
 
-def _table(name: str, seconds: float, summary: RunSummary, figures: Row) -> Table:
+def _table(name: str, seconds: float, summary: RunSummary, figures: Row, *, every_figure: bool) -> Table:
     table = Table("figure", Column(name, justify="right"))
     table.add_row("whole run", f"{seconds:,.1f} s, {summary.rounds} rounds, {summary.steps} steps")
-    for key, value in summary.round.items():
-        table.add_row(f"{key}, median of rounds", "-" if value is None else f"{value:,.3f}")
-    table.add_row("samples/s", f"{figures['samples_per_s']:,.2f}")
-    table.add_row("seconds per 1,000 samples", f"{1000 / figures['samples_per_s']:,.1f}")
-    table.add_row("tokens/s", f"{figures['tokens_per_s']:,.0f}")
-    for key, (label, form) in {**COSTS, **QUALITIES, **BIASES}.items():
-        if key in figures:
+    printed = {**TIMES, **COSTS, **QUALITIES, **BIASES}
+    absent = {key for key, value in summary.round.items() if value is None}
+    others = [key for key in printed if key not in FIRST and key != "reward"]  # which no simulation earns
+    for key in (*FIRST, *others) if every_figure else FIRST:
+        if key in figures and key not in absent:
+            label, form = printed[key]
             table.add_row(label, form.format(figures[key]))
+    if not every_figure:
+        table.caption, table.caption_justify = "--all prints every figure", "left"
+        return table
+    for key, value in summary.round.items():
+        if key not in printed and value is not None:
+            table.add_row(f"{key}, median of rounds", f"{value:,.3f}")
     table.add_row("tokens trained", f"{summary.tokens.trained:,}")
     table.add_row("tokens masked", f"{summary.tokens.masked:,}")
     for reason, tokens in summary.tokens.wasted.items():
