@@ -8,7 +8,8 @@
 One setting, in which engines and trainer have devices of their own: 64 groups of 8 samples a step, 512
 prompts that are repeated every epoch. The first two epochs (16 rounds) are not counted, because length
 histories fill and the population in flight settles in them. The length bias is the mean trained length over
-the mean length of all responses to the same prompts, minus 1.
+the mean length of all responses to the same prompts, minus 1. The two columns after it are `bias/length`, the
+run's own estimate, and `bias/delay`, the rounds by which long responses are trained later.
 
 --equal-devices gives every schedule the same eight H100 and Qwen2.5-7B ([sim.cluster]). Schedules that stop
 and go have all devices in turn, at the cost of a switch. Those that generate while they train divide them,
@@ -49,7 +50,7 @@ from common import run
 from tailrace.controller.base import RunSettings
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.candidates import Candidate, Work
-from tailrace.extras.plan.plan import Measured, Problem, measure
+from tailrace.extras.plan.plan import METERED, Measured, Problem, measure
 from tailrace.extras.plan.search import search
 from tailrace.rollout.placement import DeviceSharing, Kind
 from tailrace.schedules import SCHEDULES, Schedule
@@ -144,7 +145,7 @@ def words(sim: SimSettings) -> str:
 
 def table(candidates: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
     """Run and print all; return their samples a second."""
-    head = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "deferred")
+    head = ("samples/s", "of the 1st", "lag", "max", "wasted", "bias", "metered", "delay", "deferred")
     print(f"{'':46}" + "".join(f"{word:>11}" for word in head))
     rates: dict[str, float] = {}
     for name, (schedule, sim, kind) in candidates.items():
@@ -160,7 +161,8 @@ def table(candidates: Mapping[str, Fixed], rounds: int) -> dict[str, float]:
         print(
             f"{name:46}{rates[name]:11.2f}{rates[name] / next(iter(rates.values())):11.2f}"
             f"{found['lag_mean']:11.2f}{found['lag_max']:11.0f}{found['waste_share']:11.1%}"
-            f"{found['length_bias']:+11.1%}{found['deferrals_max']:11.0f}",
+            f"{found['length_bias']:+11.1%}{found['bias/length']:+11.1%}{found['bias/delay']:11.2f}"
+            f"{found['deferrals_max']:11.0f}",
             flush=True,
         )
     return rates
@@ -308,7 +310,7 @@ def classes(problem: Problem, measured: Iterable[Measured]) -> dict[str, Class]:
     return found
 
 
-FIGURES = ("step_s", "lag_mean", "waste_share", "masked_share", "length_bias")
+FIGURES = ("step_s", "lag_mean", "waste_share", "masked_share", "length_bias", *METERED)
 
 
 def ours_over_theirs(of_class: Class) -> float:
@@ -356,6 +358,15 @@ def against_exhaustive(number: int, seed: int, path: Path) -> None:
     print(f"processor time of the exhaustive search over that of the planner: {times:.1f}")
 
 
+def metered_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The medians of the bias meter. Rows of an earlier release have none."""
+    found = [[row[name] for row in rows if name in row] for name in METERED]
+    return "".join(
+        f"{median(each):{form}}" if each else f"{'-':>9}"
+        for each, form in zip(found, ("+9.1%", "9.2f"), strict=True)
+    )
+
+
 def print_class(name: str, races: Sequence[Class]) -> None:
     print(f"\n{name} at most: time of a step over that of the fastest schedule")
     head = (
@@ -370,6 +381,8 @@ def print_class(name: str, races: Sequence[Class]) -> None:
         "masked",
         "a token",
         "bias",
+        "metered",
+        "delay",
     )
     print(f"{'':24}" + "".join(f"{word:>9}" for word in head))
     for schedule in sorted({schedule for of_class in races for schedule in of_class}):
@@ -386,7 +399,7 @@ def print_class(name: str, races: Sequence[Class]) -> None:
             f"{fmean(each['lag_mean'] for each in mine):9.2f}"
             f"{fmean(each['waste_share'] for each in mine):9.1%}"
             f"{fmean(each['masked_share'] for each in mine):9.1%}{median(a_token):9.2f}"
-            f"{median(each['length_bias'] for each in mine):+9.1%}"
+            f"{median(each['length_bias'] for each in mine):+9.1%}" + metered_words(mine)
         )
     ratios = [ratio for of_class in races if not math.isnan(ratio := ours_over_theirs(of_class))]
     if not ratios:

@@ -17,7 +17,7 @@ from typing import Any
 
 from common import run, write
 from tailrace.controller.base import RunSettings
-from tailrace.extras.plan.plan import measure
+from tailrace.extras.plan.plan import METERED, measure
 from tailrace.schedules import SCHEDULES, Schedule
 from tailrace.sim.settings import SimEngineSettings, SimLengthSettings, SimSettings
 
@@ -61,7 +61,7 @@ def row(name: str, schedule: Schedule, survival: float, rounds: int, seed: int) 
         RunSettings(rounds=rounds, group_size=8, seed=seed),
         warm_up_rounds=rounds // 3,
     )
-    keys = ("samples_per_s", "waste_share", "masked_share", "lag_max", "length_bias")
+    keys = ("samples_per_s", "waste_share", "masked_share", "lag_max", "length_bias", *METERED)
     return {"schedule": name, "survival": survival, **{key: found[key] for key in keys}}
 
 
@@ -86,7 +86,8 @@ def main(rounds: int = 24, groups: int = 16, seed: int = 0, json: Path | None = 
             over = trained_rate(each) / trained_rate(best)
             print(
                 f"{each['schedule']:28}{each['survival']:8g}{over:8.2f}{each['waste_share']:8.1%} wasted"
-                f"{each['masked_share']:8.1%} masked{each['length_bias']:+8.1%} bias",
+                f"{each['masked_share']:8.1%} masked{each['length_bias']:+8.1%} bias"
+                f"{each['bias/length']:+8.1%} metered{each['bias/delay']:6.2f} rounds of delay",
                 flush=True,
             )
     if json:

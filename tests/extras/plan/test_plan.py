@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, Signals
 
@@ -11,9 +12,13 @@ import pytest
 
 from tailrace.cli import main
 from tailrace.config import config_of, load_config
+from tailrace.controller.base import RunSettings
+from tailrace.drivers.assembly.simulation import simulate
 from tailrace.errors import ConfigError
 from tailrace.extras.plan.command import present_setting, problem_of, with_lengths
-from tailrace.sim.settings import EmpiricalSettings, TableSettings
+from tailrace.extras.plan.plan import METERED, measure
+from tailrace.schedules import SCHEDULES
+from tailrace.sim.settings import EmpiricalSettings, SimLengthSettings, SimSettings, TableSettings
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "cluster_plan.toml"
 SMALL = {
@@ -143,3 +148,15 @@ def test_transfers_to_each_engine_weigh_on_a_division_into_many_engines() -> Non
     one, each = loads
     assert {count for count, _ in one} == {1, 2, 3}
     assert each == [(count, pytest.approx((count or 0) * load_s)) for count, load_s in one]
+
+
+def test_a_measured_schedule_has_the_bias_that_the_meter_has_after_its_last_step() -> None:
+    """April parks the long responses, so they are trained later; serial has no bias."""
+    sim = SimSettings(lengths=SimLengthSettings(median_tokens=300, sigma=1.0, max_tokens=4096))
+    run = RunSettings(rounds=8, group_size=2)
+    april = partial(SCHEDULES["april"], groups_per_round=2, groups_launched=4)
+    found, last = measure(april, sim, run), simulate(april, sim, run).steps[-1]
+    assert {name: found[name] for name in METERED} == {name: last[name] for name in METERED}
+    assert found["bias/delay"] > 0.2
+    serial = measure(partial(SCHEDULES["serial"], groups_per_round=2, groups_per_step=2), sim, run)
+    assert (serial["bias/length"], serial["bias/delay"]) == (0.0, 0.0)

@@ -148,6 +148,10 @@ class TrainedLengths:
         pass  # nothing is pending
 
 
+METERED = ("bias/length", "bias/delay")
+"""Figures of a run's last step: the bias until then (record/bias.py)."""
+
+
 def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **options: Any) -> Row:
     """Run a schedule in virtual time.
 
@@ -157,7 +161,8 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
 
     Returns:
         The figures after the warm-up, and of the whole run: length_bias, without the prompts that
-        are in flight at its end, because they would be trained later; step_spread, the standard deviation of
+        are in flight at its end, because they would be trained later; bias/length and bias/delay, which a run
+        estimates without the lengths of what is cut off; step_spread, the standard deviation of
         the mean lengths of the optimizer steps as a share of their mean; and over_bound.
     """
     lengths = TrainedLengths()
@@ -165,8 +170,10 @@ def measure(schedule: Schedule, sim: SimSettings, settings: RunSettings, **optio
     lengths_of_all = response_lengths(sim, settings.group_size, lengths.ended, settings.seed)
     bias = fmean(chain.from_iterable(lengths.steps)) / fmean(chain.from_iterable(lengths_of_all)) - 1.0
     means = [fmean(step) for step in lengths.steps]
+    last = simulated.steps[-1]
     return simulated.figures | {
         "length_bias": bias,
+        **{name: last[name] for name in METERED},
         "step_spread": pstdev(means) / fmean(means),
         "over_bound": simulated.over_bound,
     }
