@@ -35,6 +35,7 @@ COMMANDS = {
     "sft": ("sft", "run.toml"),
     "simulate": ("simulate", "run.toml"),
     "compare": ("compare", "run.toml", "--virtual", "--schedules", "serial,dora", "--compare.repeats", "1"),
+    "race": ("compare", "run.toml", "--schedules", "serial,dora", "--compare.repeats", "1"),
     "replay": ("train", "run.toml", "--replay", "recorded"),
 }
 SAID = "this command would replace what tailrace did not write there: "
@@ -97,8 +98,12 @@ def unpacked(name: str, folder: Path) -> Path:
         for name in sorted({*WRITTEN.get(command, WRITTEN["train"])})
     ]
     + [
-        ("compare", name)
-        for name in ("compare.json", "logs", "start", "serial/config.toml", "dora/events.jsonl")
+        (command, name)
+        for command, names in {
+            "compare": ("compare.json", "serial/config.toml", "dora/events.jsonl"),
+            "race": ("compare.json", "logs", "start", "dora/events.jsonl"),
+        }.items()
+        for name in names
     ],
 )
 def test_a_name_that_a_command_would_write_is_refused_before_anything_else(
@@ -123,6 +128,20 @@ def test_what_a_script_gives_replaces_no_file_of_the_user(project: Path, name: s
     with pytest.raises(ConfigError, match=SAID + name):
         train(load_config("run.toml"), "there", **given)
     assert [path.name for path in Path("there").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_run_whose_ledger_is_in_memory_owns_no_file_of_its_name(
+    project: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is refused for another reason, which is found later."""
+    Path("there").mkdir()
+    Path("there/ledger.sqlite").write_text("mine")
+    assert run(command, "there", "--ledger.kind", "memory", "--model.path", "nowhere") == 2
+    assert "model.path = " in capsys.readouterr().err
+    assert run(command, "there", "--model.path", "nowhere") == 2
+    assert f"{SAID}ledger.sqlite;" in capsys.readouterr().err
+    assert [*digests(Path("there"))] == ["ledger.sqlite"]
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "simulate", "replay"])
@@ -195,6 +214,9 @@ def test_an_output_file_of_the_same_command_is_replaced(project: Path, words: tu
 def test_a_simulation_leaves_what_is_there_and_can_be_repeated(
     project: Path, command: str, place: str
 ) -> None:
+    for name in ("logs", "start", "ledger.sqlite", "wandb"):  # which commands that train write
+        (project / place / name).mkdir(parents=True)
+        (project / place / name / "mine").write_text("mine")
     before = digests(project)
     for _ in range(2):
         assert run(command, place) == 0
@@ -265,7 +287,7 @@ def test_a_folder_of_an_earlier_release_is_known_by_what_it_holds(tmp_path: Path
         ("memory", {"train", "sft", "simulate", "compare"}),
         ("sft", {"train", "sft", "simulate", "compare"}),
         ("killed", {"sft", "simulate", "compare"}),
-        ("killed_sft", {"train", "sft", "simulate", "compare"}),
+        ("killed_sft", {"train", "sft", "simulate"}),
         ("simulate", {"train", "sft", "compare"}),
         ("compare", {"train", "sft", "simulate"}),
         ("race", {"train", "sft", "simulate"}),

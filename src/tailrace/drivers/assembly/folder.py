@@ -53,10 +53,11 @@ _SFT = (*_EACH, "metrics.partial", "checkpoints", *_MODEL, *_LEDGER, "logs", "lo
 _RUN = (*_SFT, "events.jsonl", "samples", COUNTS_FOLDER)
 WRITTEN = {"train": _RUN, "quickstart": _RUN, "sft": _SFT, "simulate": _SIMULATION, "compare": _SIMULATION}
 """The names that each command writes into the folder of a run. Trackers and sinks have names of their own.
-A reward function and rows that a script gives are files, too."""
+A reward function and rows that a script gives are files, too; a ledger in memory is none."""
 _REWARD, _ROWS = "reward.pkl", "rows.jsonl"
 _ALIAS = "quickstart", "train"
-COMPARED = ("compare.json", "logs", "start", "start.partial", "start.old.partial")
+COMPARED_VIRTUALLY = ("compare.json",)
+COMPARED = (*COMPARED_VIRTUALLY, "logs", "start", "start.partial", "start.old.partial")
 """The names that a comparison writes beside the folders of its candidates."""
 
 
@@ -92,9 +93,12 @@ def runs_in(folders: Sequence[Path], is_run: Callable[[Path], bool]) -> list[tup
 
 
 class RunFolder:
-    def __init__(self, path: Path, *, has_reward: bool = False, has_rows: bool = False) -> None:
-        """`has_reward`, `has_rows`: a script gives these, and the folder gets them."""
-        self.path = path
+    def __init__(
+        self, path: Path, *, has_reward: bool = False, has_rows: bool = False, has_ledger: bool = True
+    ) -> None:
+        """`has_reward`, `has_rows`: a script gives these, and the folder gets them. `has_ledger`: the folder
+        gets one."""
+        self.path, self.not_written = path, () if has_ledger else _LEDGER
         self.given = (*(_REWARD,) * has_reward, *(_ROWS,) * has_rows)
         self.config = path / "config.toml"
         self.checkpoints = path / "checkpoints"
@@ -166,7 +170,8 @@ class RunFolder:
         if (held := self.command) and command not in (held, held.replace(*_ALIAS)):
             problem = f"it holds a run of tailrace {held}"
             raise ConfigError("--output-dir", str(self.path), problem, "choose another")
-        names, earlier = names or (*WRITTEN[command], *self.given), earlier_run(self.path)[1]
+        written = (*(name for name in WRITTEN[command] if name not in self.not_written), *self.given)
+        names, earlier = names or written, earlier_run(self.path)[1]
         return claim(self.path, command, names, earlier, only_check=only_check, version=__version__)
 
     def clear(self, *, keep: Collection[str] = (*_LEDGER, "logs", "lock", _REWARD)) -> None:

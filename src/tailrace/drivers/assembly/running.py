@@ -83,7 +83,12 @@ def train(
         interruption: lets another thread end the run in order.
         command: the one that the user gave. Another than `train` replaces its own earlier run.
     """
-    folder = RunFolder(output_dir, has_reward=reward is not None, has_rows=rows is not None)
+    folder = RunFolder(
+        output_dir,
+        has_reward=reward is not None,
+        has_rows=rows is not None,
+        has_ledger=config.ledger.is_stored,
+    )
     interruption = interruption or Interruption()
     folder.claim(command, only_check=True)
     config.weights.in_run_folder(output_dir)  # raises if versions of others are there

@@ -27,7 +27,7 @@ from rich.table import Table
 from tailrace import clock
 from tailrace.config import PolicyConfig, RunConfig, load_config, translated_parameters
 from tailrace.drivers.assembly.check import begin_start, check_live
-from tailrace.drivers.assembly.folder import COMPARED, RunFolder, recorder_of
+from tailrace.drivers.assembly.folder import COMPARED, COMPARED_VIRTUALLY, RunFolder, recorder_of
 from tailrace.drivers.assembly.results import ComparisonSummary
 from tailrace.drivers.assembly.resumption import dated
 from tailrace.drivers.assembly.schedule import (
@@ -83,8 +83,6 @@ def compare(
     """
     check_output("--json", json_path, r'\A{\s*"(schedules|verdict)": ')
     console, folder = open_console(), output_dir
-    if folder:
-        RunFolder(folder).claim("compare", names=COMPARED, only_check=True)
     if configs and all(path.is_dir() for path in configs):
         return _compare_runs(console, folders_of(configs), json_path)
     if len(configs) != 1:
@@ -108,9 +106,11 @@ def compare(
         console.print("the config has no [model]: the comparison is in virtual time")
         virtual = True
     if folder:
+        written = COMPARED_VIRTUALLY if virtual else COMPARED
+        RunFolder(folder).claim("compare", names=written, only_check=True)
         for name in candidates:
             _folder_of(name, folder).claim("compare", only_check=True)
-        RunFolder(folder).claim("compare", names=COMPARED)
+        RunFolder(folder).claim("compare", names=written)
     if virtual:
         comparison = compare_virtual(candidates, loaded.compare.repeats, folder)
     else:

@@ -79,7 +79,7 @@ def fine_tune(
     loaded: RunConfig, output_dir: Path, *, resume: bool, interruption: Interruption
 ) -> FirstLast | None:
     """Fine-tune as `sft`. Return the held-out loss. `interruption`: ends it in order."""
-    folder = RunFolder(output_dir)
+    folder = RunFolder(output_dir, has_ledger=loaded.ledger.is_stored)
     folder.claim("sft", only_check=True)
     if resume and folder.newest_checkpoint() and not (folder.path / LEDGER_FILE).exists():
         problem, remedy = "it has no {} to go on from", f"begin another with --model.path {output_dir}"
