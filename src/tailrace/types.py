@@ -389,7 +389,8 @@ class Group:
     on_older: Callable[[int | None, int], None] | None = None
     """Called after a change of `oldest_version`, with the one before and the new one. The pool sets it."""
     cuts: int = 0
-    """Versions that have changed a member when they verified it, without the first after a restart."""
+    """Versions that have changed a member when they verified it, without the first after a restart. Of two
+    that engines have at the same time the older one does not count after the newer one."""
     last_cut: int | None = None
     """The last of these versions."""
     on_verified: Callable[[Sample, int], None] | None = field(default=None, repr=False)
@@ -415,9 +416,8 @@ class Group:
         self.oldest_version = min(others, default=version)
         if self.on_older and self.oldest_version != before:
             self.on_older(before, self.oldest_version)
-        if num_changed:
-            self.cuts += self.last_cut != version
-            self.last_cut = version
+        if num_changed and sample in self.samples and (self.last_cut is None or version > self.last_cut):
+            self.cuts, self.last_cut = self.cuts + 1, version  # engines load a version one after another
         if self.on_verified:
             self.on_verified(sample, num_changed)
 

@@ -137,6 +137,26 @@ async def test_tokens_of_a_verified_sample_are_written_anew_and_those_that_chang
 
 
 @pytest.mark.virtual
+async def test_a_sample_that_is_verified_after_its_group_discarded_it_is_written_anew_too(
+    tmp_path: Path,
+) -> None:
+    """Its abort is under way. Else a kill would leave its old length and the tokens that it has lost."""
+    store = Store.create(tmp_path / "ledger.sqlite")
+    store.commit(first_life().opening)
+    journal, ledger = followed(store)
+    sample = drawn(ledger)
+    sample.group.on_verified = ledger.verify
+    sample.extend([5, 6, 7, 8], [-0.5] * 4, 0)
+    await journal.finish()
+    sample.group.samples.remove(sample)
+    sample.verify(1, 1, [-1.0])
+    await journal.finish()
+    books = read_ledger(store)
+    assert (totals_of(books).num_known_tokens, books.held_tokens) == (3, 1)
+    assert [array("i", tokens.ids).tolist() for tokens in books.tokens[sample.id]] == [[5]]
+
+
+@pytest.mark.virtual
 async def test_what_was_trained_is_not_kept_in_memory_and_two_marks_later_not_in_the_store(
     tmp_path: Path,
 ) -> None:

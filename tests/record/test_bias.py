@@ -53,6 +53,14 @@ def test_a_schedule_that_trains_all_that_it_drew_has_no_bias() -> None:
     assert figures == {"bias/length": 0.0, "bias/reward": 0.0, "bias/delay": 0.0}
 
 
+def test_a_response_that_a_verification_has_cut_counts_as_it_is_in_the_end() -> None:
+    group, id = drawn(0), SampleId(0, 0, 0)
+    events = [GroupDrawn(0.0, group), scored(0, 0, 100, 1.0), TokensWasted(0.0, id, 90, "changed")]
+    ended = left(0, 0, 40), scored(0, 0, 40, 0.0), TokensWasted(0.0, SampleId(7, 0, 0), 5, "changed")
+    figures = meter_of(*events, *ended, *trained(make_group(0, [40], [0.0])).events).figures()
+    assert figures == {"bias/length": 0.0, "bias/reward": 0.0, "bias/delay": 0.0}
+
+
 def test_a_response_that_is_not_complete_is_longer_than_it_is() -> None:
     """Responses of 4 and 8 tokens are complete; two are under way, with 4 and 6. At 4 one of four ends: a
     quarter of the mass. At 8 the only one that is left has the rest. So the mean is 4 / 4 + 8 * 3 / 4 = 7."""

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -40,8 +41,8 @@ def broken_row() -> RunComponents:
 async def defect_in_the_pool(parts: RunComponents, run: Run) -> None:
     finished = run.pool.progress.keep_finished
 
-    def keep_finished(group: Group) -> None:
-        finished(group)
+    def keep_finished(group: Group, is_too_old: Callable[[Sample], bool]) -> None:
+        finished(group, is_too_old)
         if asyncio.current_task() is None and group.kept:  # in a callback
             raise LedgerError("a response")
 

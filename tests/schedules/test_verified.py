@@ -1,25 +1,33 @@
 """Schedules with stale = "verify": tokens that would be too old are verified, or generated anew."""
 
+import asyncio
 import json
 import random
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.small_run import train_here, write_small_run
-from helpers.virtual import EXACT, Book, change, simulate
+from helpers.virtual import EXACT, Book, Outcome, change, simulate, worlds
+from tailrace.clock import now
 from tailrace.config import load_config
-from tailrace.controller.base import RunSettings
+from tailrace.contracts.weights import Weights
+from tailrace.controller.base import RunComponents, RunSettings
+from tailrace.controller.run import Run
 from tailrace.drivers.assembly.schedule import resolve
+from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.environments.settings import PythonSettings
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, ScheduleError
 from tailrace.kinds import kind_of
 from tailrace.ledger.recovery import totals_of
 from tailrace.ledger.store import Store, read_ledger
-from tailrace.record.events import Published, RequestEnded, SampleScored, Stepped, TokensWasted
+from tailrace.record.events import Event, Published, RequestEnded, SampleScored, Stepped, TokensWasted
 from tailrace.schedules import SCHEDULES
+from tailrace.schedules.window import VerifiedWindow
+from tailrace.sim.engine import SimEngine
 from tailrace.sim.settings import (
     SimEngineSettings,
     SimLengthSettings,
@@ -27,7 +35,7 @@ from tailrace.sim.settings import (
     SimSettings,
     SimTrainerSettings,
 )
-from tailrace.types import SampleId
+from tailrace.types import KV, Group, Prompt, Sample, SampleId
 
 SURVIVALS = (0.0, 0.5, 0.95, 0.99, 1.0)
 
@@ -155,6 +163,102 @@ def test_a_response_that_changes_loses_its_end_its_reward_and_a_scoring_under_wa
             case Stepped():
                 assert {state[sample.id] for sample in event.samples} == {"scored"}
     assert num_lost_rewards > 0 < num_lost_scorings
+
+
+class LateEngine(SimEngine):
+    """Loads weights after some seconds, as a live engine: until then requests in flight go on with the old
+    ones, and new requests wait."""
+
+    delay_s = open_s = 0.0
+
+    async def generate(self, sample: Sample) -> None:
+        await asyncio.sleep(self.open_s - now())
+        await super().generate(sample)
+
+    async def load(self, weights: Weights, *, kv: KV) -> None:
+        self.open_s = now() + self.delay_s
+        await asyncio.sleep(self.delay_s)
+        await super().load(weights, kv=kv)
+
+
+def late(parts: RunComponents, *delays_s: float) -> RunComponents:
+    """Parts whose engines take so long to load."""
+    for engine, delay_s in zip(parts.engines, delays_s, strict=True):
+        engine.__class__, engine.delay_s = LateEngine, delay_s
+    return parts
+
+
+class Members(Outcome):
+    """Looks at the finished members after each event."""
+
+    def on(self, event: Event) -> None:
+        super().on(event)
+        for group in self.run.pool.groups if hasattr(self, "run") else ():
+            assert all(sample.ended for sample in group.kept if sample.fate is None)
+
+
+@pytest.mark.parametrize("seed", [12, 43])
+def test_a_response_that_ends_after_a_publication_with_older_tokens_is_no_finished_member(seed: int) -> None:
+    """Nor where another one of its group ends in the same instant. Its group could be complete, as its reward
+    is of an earlier verification, and be trained while an engine verifies it."""
+    schedule, run, world = random_run(seed)
+
+    def parts() -> RunComponents:
+        return late(simulated_parts(world, run.seed), 0.0, 2.0)
+
+    outcome = simulate(schedule, change(run, rounds=6), world, parts=parts, into=Members())
+    steps = outcome.of(Stepped)
+    assert max(max(step.lags.publications) for step in steps) <= schedule.keywords["staleness"]
+
+
+def test_a_verification_that_changes_nothing_wakes_a_trainer_that_waited_for_its_answer() -> None:
+    """Group 1 has 1000 tokens, the others have 10. Its engine loads in 15 s, so the second publication is at
+    25 s. Then group 1 may be cut, and is due. Its answer comes at 40 s; group 3 is complete at 35 s."""
+    sim = change(
+        EXACT, engines=change(EXACT.engines, slots=1), trainer=change(EXACT.trainer, tokens_per_s=1e9)
+    )
+    parts = worlds(sim, lambda sample: 1000 if sample.id.prompt == 1 else 10, count=2)
+    few = {"groups_per_step": 1, "groups_in_flight": 2, "verify_max_cuts": 1}
+    schedule = partial(SCHEDULES["tailrace"], **few, staleness=1, stale="verify")
+    run = RunSettings(rounds=3, group_size=1)
+    outcome = simulate(schedule, run, sim, parts=lambda: late(parts(), 0.0, 15.0))
+    steps = [(round(step.end_s), step.samples[0].id.prompt) for step in outcome.of(Stepped)]
+    assert steps == [(10, 0), (20, 2), (40, 3)]
+
+
+def test_each_version_counts_as_one_cut_and_a_group_that_is_due_is_never_refused() -> None:
+    """Engines load a version one after another, so a member may be cut by an older one after another member
+    was by a newer one. A member that its group has discarded cuts it no more."""
+    groups = [Group(Prompt(number, [1]), 2, []) for number in range(3)]
+    for group in groups:
+        group.samples = [Sample(SampleId(group.prompt.index, 0, number), group) for number in range(2)]
+        for sample in group.samples:
+            sample.grow(10, 0)
+    first, second = groups[0].samples
+    first.verify(5, 2)
+    second.verify(5, 1)
+    second.verify(3, 2)
+    assert (groups[0].cuts, groups[0].last_cut) == (1, 2)
+    groups[0].samples.remove(second)
+    second.verify(1, 3)
+    assert groups[0].cuts == 1
+    for group in groups:
+        group.cuts = 4
+    pool = SimpleNamespace(groups=groups)
+    run = SimpleNamespace(pool=pool, staleness=lambda group: 0, declared=0, version=3)
+    assert VerifiedWindow(run, 1, 4, 3).select(groups, 1) == groups[:1]
+
+
+def test_weights_for_some_engines_only_are_refused() -> None:
+    """An engine that lacks them could not verify, and a finished response would be generated on."""
+
+    async def schedule(run: Run) -> None:
+        run.declare(staleness=0, stale="verify")
+        async for _ in run.rounds():
+            await run.publish(to=run.engines[:1])
+
+    with pytest.raises(ScheduleError, match="each engine needs the newest weights"):
+        simulate(schedule, RunSettings(rounds=1, group_size=1), EXACT)
 
 
 def test_a_resumed_run_verifies_all_that_it_had(tmp_path: Path) -> None:

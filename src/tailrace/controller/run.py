@@ -466,6 +466,9 @@ class Run:
         """
         if to is not None and not to:
             raise ScheduleError('publish(to=...) names no engine; name one, or write to="idle"')
+        if self.verifies and to is not None:
+            problem = 'with stale = "verify" each engine needs the newest weights'
+            raise ScheduleError(f"publish(to=...): {problem}; leave `to` out")
         version = self.version + 1
         start_s = clock.now()
         weights = await self._parts.components.trainer.publish(version)

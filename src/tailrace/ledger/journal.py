@@ -177,8 +177,8 @@ class Journal(NullJournal):
         while self._commit and not self._idle():
             await asyncio.wait([self._commit])
 
-    def _forget_verified(self) -> None:
-        """Let all tokens of verified samples be due to be written, and those that they lost be counted."""
+    def _rewrite_verified(self) -> None:
+        """Write all tokens of verified samples again, and count those that they lost."""
         verified, self._verified = self._verified, {}
         ids = {sample.id for sample in verified}
         self._rewritten += ids
@@ -188,10 +188,13 @@ class Journal(NullJournal):
             self._origins.pop(sample, None)
             if sample.num_changed:
                 self._rows.append(SampleRow.changed(sample.id, Origin(self._life, 0, sample.num_changed)))
+            if sample.fate is None:  # its group may have discarded it, while its engine does not know yet
+                self._rows += self._sample_rows(sample)
+                self._samples[sample] = _state_of(sample)
 
     def _collect_changes(self) -> None:
         if self._verified:
-            self._forget_verified()
+            self._rewrite_verified()
         totals = self._ledger.totals
         run = msgspec.structs.replace(
             self._run, num_drawn=totals.num_drawn, evaluated_tokens=totals.evaluated_tokens

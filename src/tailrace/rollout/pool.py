@@ -348,7 +348,7 @@ class Pool:
         if group.has_rules:
             self._rules.replace_failed(group)
         was_generated = group.serving_complete
-        self.progress.keep_finished(group)
+        self.progress.keep_finished(group, self._is_too_old)
         if group.serving_complete:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
@@ -404,6 +404,7 @@ class Pool:
 
     def _on_verified(self, sample: Sample, num_changed: int) -> None:
         self._ledger.verify(sample, num_changed)
+        self.ready.changed.fire()  # a selection that waited for the answer may hand out groups now
         if num_changed:
             self._samples.stop_scoring(sample)
 
@@ -581,7 +582,8 @@ class Pool:
         if aborting:
             await asyncio.wait(aborting)
         for group in groups:
-            self.progress.keep_finished(group)  # a sample that finished in the same instant counts
+            # A sample that finished in the same instant counts.
+            self.progress.keep_finished(group, self._is_too_old)
             group.deferrals += 1
         self._partial_rollouts.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -43,12 +43,12 @@ class RolloutProgress:
         """End the rollout after this number of groups."""
         self._limit, self._limit_groups = num_groups * group_size, num_groups
 
-    def keep_finished(self, group: Group) -> None:
-        """Keep the samples of a group that have ended, as many as it requires."""
+    def keep_finished(self, group: Group, is_too_old: Callable[[Sample], bool]) -> None:
+        """Keep the samples of a group that have ended, as many as it requires, but for those too old."""
         if group.serving_complete:
             return
-        for sample in group.samples:
-            if sample.ended and sample not in group.kept and not group.serving_complete:
+        for sample in [each for each in group.samples if each.ended and not is_too_old(each)]:
+            if sample not in group.kept and not group.serving_complete:
                 group.kept.append(sample)
                 self.num_finished += 1
                 self.lengths.add(sample.num_tokens)

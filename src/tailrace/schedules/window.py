@@ -140,10 +140,10 @@ class VerifiedWindow:
         chosen: list[Group] = []
         for group in ready:
             room, due = wanted - len(chosen) - 1, self.due(group)
-            after = [n - (k >= due) for k, n in enumerate(due_within)]
-            if room >= 0 and all(n <= k * self._groups_per_step + room for k, n in enumerate(after)):
+            before = enumerate(due_within[:due])  # one that is due is never refused: all might wait for ever
+            if room >= 0 and all(n <= k * self._groups_per_step + room for k, n in before):
                 chosen.append(group)
-                due_within = after
+                due_within = [n - (k >= due) for k, n in enumerate(due_within)]
         return chosen
 
 
