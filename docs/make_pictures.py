@@ -96,6 +96,7 @@ PARAMETERS: Mapping[str, Mapping[str, Any]] = {
     "streamrl_async": {"groups_per_round": N},
     "seer": {"groups_per_round": 2 * N, "groups_per_step": N},
     "sortedrl": {"groups_per_round": 4 * N, "groups_per_step": N},
+    "bubblespec": {"groups_per_round": N, "groups_per_step": N},
     "windowed_fifo": {"groups_per_step": N, "groups_in_flight": 3 * N, "window": N},
     "tailrace": {"groups_per_step": N, "groups_in_flight": 2 * N, "staleness": 3},
     "tailrace_on_policy": {"groups_per_round": N},

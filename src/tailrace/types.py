@@ -395,6 +395,9 @@ class Group:
     """The last of these versions."""
     on_verified: Callable[[Sample, int], None] | None = field(default=None, repr=False)
     """Called after the verification of a member, with the tokens that it has lost. The pool sets it."""
+    drafted_before: float = 0.0
+    """Tokens of versions before this one are drafts, which are verified before they are trained. Infinite
+    until a group that the pool drafts is launched."""
     has_rules: bool | None = None
     """Whether the rules of [run.groups] apply to it; False: a control group. None: there are no rules."""
     round_drawn: int = 0
@@ -426,6 +429,12 @@ class Group:
         for sample in [each for each in self.samples if each.num_tokens]:
             sample.spans = [Span(version, sample.num_tokens)]
             self.oldest_version, self.cuts = version, -1
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether some of its tokens are drafts."""
+        spans = (span for sample in self.samples for span in sample.spans)
+        return any(span.version < self.drafted_before for span in spans)
 
     @property
     def serving_complete(self) -> bool:

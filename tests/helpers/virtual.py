@@ -118,6 +118,7 @@ SCHEDULES_BY_NAME: dict[str, Callable[[Run], Awaitable[None]]] = {
     "seer": partial(SCHEDULES["seer"], groups_per_round=14, groups_per_step=7),
     "sortedrl": partial(SCHEDULES["sortedrl"], groups_per_round=16, groups_per_step=8),
     "sortedrl_on_policy": partial(SCHEDULES["sortedrl_on_policy"], groups_per_round=16, groups_per_step=8),
+    "bubblespec": partial(SCHEDULES["bubblespec"], groups_per_round=16, groups_per_step=8),
     "windowed_fifo": partial(SCHEDULES["windowed_fifo"], groups_per_step=8, groups_in_flight=20, window=6),
     "dora": partial(SCHEDULES["dora"], groups_per_step=8, groups_in_flight=16, staleness=2),
     "laminar": partial(SCHEDULES["laminar"], groups_per_step=8, groups_in_flight=16, staleness=2),
@@ -184,6 +185,7 @@ ON_POLICY = (
     "streamrl",
     "seer",
     "sortedrl_on_policy",
+    "bubblespec",
     "tailrace_on_policy",
 )
 

@@ -224,11 +224,11 @@ def test_huge_rewards_have_finite_means_or_null(tmp_path: Path) -> None:
     assert math.isfinite(rows[2]["round/reward"])
 
 
-def test_what_is_parked_at_the_end_is_in_the_last_row(tmp_path: Path) -> None:
+def test_what_is_parked_or_drafted_at_the_end_is_in_the_last_row(tmp_path: Path) -> None:
     story = pipelined_round()
-    story.tell(BooksClosed(31.0, 3, 70))
+    story.tell(BooksClosed(31.0, 3, 70, 20))
     after = write(story, tmp_path / "metrics.jsonl")[-1]
-    assert (after["groups/parked"], after["tokens/parked"]) == (3, 70)
+    assert (after["groups/parked"], after["tokens/parked"], after["tokens/drafted"]) == (3, 70, 20)
 
 
 def test_the_means_of_functions_and_of_sources_are_in_a_steps_row(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ EXPECTED = RunSummary(
         reasons={"filtered/zero_variance": 1, "dropped/no_reward": 1},
         parked=0,
     ),
-    tokens=TokenCounts(generated=40, trained=40, masked=0, parked=0, wasted={"no_reward": 5}),
+    tokens=TokenCounts(generated=40, trained=40, masked=0, parked=0, drafted=0, wasted={"no_reward": 5}),
     failures={"timeout": 1},
     rows_skipped={"no_prompt": 1},
     ages=dict(
@@ -123,6 +123,7 @@ def test_the_file_says_the_same(tmp_path: Path) -> None:
         "trained": 40,
         "masked": 0,
         "parked": 0,
+        "drafted": 0,
         "wasted": {"no_reward": 5},
     }
     assert written["round"]["waiting_ratio"] == 8 / 14

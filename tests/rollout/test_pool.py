@@ -23,7 +23,7 @@ from helpers.virtual import (
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
 from tailrace.drivers.assembly.simulated import simulated_parts
-from tailrace.errors import NeverComes, RewardFailed, StalenessError
+from tailrace.errors import NeverComes, RewardFailed, ScheduleError, StalenessError
 from tailrace.record.events import GroupEnded, GroupReady, RequestEnded, RequestStarted, SampleScored
 from tailrace.rollout.admission import AtMost, Frontier
 from tailrace.schedules import SCHEDULES
@@ -238,6 +238,63 @@ def test_a_group_restarted_while_it_is_scored_gets_nothing_from_its_former_life(
     outcome = simulate(schedule, ONE_ROUND, sim)
     assert outcome.totals.wasted_tokens == {"deferred": 40}
     assert [event.time_s for event in outcome.of(GroupReady)] == [26, 26]
+
+
+def test_a_drafted_request_gives_its_slot_up_to_a_launched_one_and_is_not_handed_out() -> None:
+    """The engine has four slots. The two samples of the drafted group stop when a second group is launched at
+    5 s, and go on when that has ended at 15 s. They are launched at 60 s, when 50 of 100 tokens are there."""
+    sim = change(EXACT, engines=change(EXACT.engines, slots=4))
+    lengths = {0: 50, 1: 100, 2: 10}
+
+    async def schedule(run: Run) -> None:
+        run.declare(staleness=0, stale="verify")
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            run.pool.draft(run.prompts(1))
+            await asyncio.sleep(5)
+            run.pool.launch(run.prompts(1))
+            assert (len(run.pool), prompts_of(run.pool.drafted)) == (2, [1])
+            with pytest.raises(NeverComes, match="3 groups are wanted, 0 are ready and 2 in flight"):
+                await run.pool.take(3)
+            groups = await run.pool.take(2)
+            assert prompts_of(groups) == [2, 0] and run.pool.is_idle and not run.pool.is_serving
+            await asyncio.sleep(10)
+            assert [group.is_drafted for group in (*run.pool.drafted, *groups)] == [True, False, False]
+            run.pool.launch(run.pool.drafted)
+            assert (len(run.pool), run.pool.drafted, run.pool.is_idle) == (1, [], False)
+            await run.train([*groups, *await run.pool.take(1)])
+
+    outcome = simulate(schedule, ONE_ROUND, sim, parts=worlds(sim, lambda each: lengths[each.prompt.index]))
+    starts = [(each.time_s, each.sample.prompt, each.num_tokens) for each in outcome.of(RequestStarted)]
+    assert starts[::2] == [(0, 0, 0), (0, 1, 0), (5, 2, 0), (15, 1, 5)]
+    assert {event.prompt: event.time_s for event in outcome.of(GroupReady)} == {2: 15, 0: 50, 1: 110}
+
+
+def test_drafted_requests_leave_slots_that_died_to_launched_ones() -> None:
+    """Two engines of two slots serve the launched group 0 on one and the drafted group 1 on the other, or a
+    member of each. When one dies at 5 s, both members of group 0 end on the other as they would have."""
+    sim = change(EXACT, engines=change(EXACT.engines, slots=2))
+
+    async def schedule(run: Run) -> None:
+        run.declare(staleness=0, stale="verify")
+        async for _ in run.rounds():
+            run.pool.launch(run.prompts(1))
+            run.pool.draft(run.prompts(1))
+            await run.train(await run.pool.take(1))
+
+    parts = worlds(sim, lambda each: 50, count=2)
+    outcome = simulate(schedule, ONE_ROUND, sim, parts=parts, beside=dying(Death(5, 0, 1000)))
+    assert {event.prompt: event.time_s for event in outcome.of(GroupReady)} == {0: 50}
+
+
+def test_a_schedule_that_does_not_verify_may_not_draft() -> None:
+    async def schedule(run: Run) -> None:
+        run.declare(staleness=0)
+        async for _ in run.rounds():
+            run.pool.draft(run.prompts(1))
+
+    with pytest.raises(ScheduleError, match=r'run.pool.draft: .* declare stale="verify"'):
+        simulate(schedule, ONE_ROUND, EXACT)
 
 
 class OddRewards:

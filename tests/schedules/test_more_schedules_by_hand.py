@@ -10,9 +10,10 @@ import pytest
 
 from helpers.virtual import EXACT, ZERO_VARIANCE, Outcome, change, simulate, worlds
 from tailrace.controller.base import RunComponents, RunSettings
-from tailrace.record.events import Accumulated, GroupReady, Published, RequestStarted, Stepped
+from tailrace.record.events import Accumulated, BooksClosed, GroupReady, Published, RequestStarted, Stepped
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.april import april, april_dapo
+from tailrace.schedules.bubblespec import bubblespec
 from tailrace.schedules.conventional import conventional
 from tailrace.schedules.one_step_off import one_step_off
 from tailrace.schedules.rolloutpipe import periodic_asynchrony
@@ -217,6 +218,18 @@ def test_sortedrl_on_policy_starts_the_other_again() -> None:
     assert started(outcome) == [(0, 0, 0), (0, 1, 0), (32, 0, 0)]
     assert published(outcome) == [32, 124]
     assert outcome.totals.wasted_tokens == {"deferred": 20}
+
+
+def test_bubblespec_drafts_the_next_group_in_free_slots_and_trains_what_the_next_weights_draw_again() -> None:
+    """Group 1 has 10 tokens at 10 s; with two slots it starts when group 0 ends at 30 s, and has them at
+    40 s, while group 0 trains 62 s. No token changes, so group 1 is ready when version 1 is published."""
+    for slots, at_s in ((4, 0), (2, 30)):
+        outcome = run(partial(bubblespec, groups_per_round=1, groups_per_step=1), {0: 30}, slots=slots)
+        assert started(outcome)[:3] == [(0, 0, 0), (at_s, 1, 0), (92, 1, 10)]
+        assert ready(outcome) == {0: 30, 1: 92}
+        assert published(outcome) == [92, 114]
+        assert spans(outcome, 1) == [Span(1, 10)]
+        assert outcome.of(BooksClosed) == [BooksClosed(114, 1, 0, num_drafted_tokens=20)]
 
 
 def test_windowed_fifo_does_not_take_a_group_beyond_the_window() -> None:

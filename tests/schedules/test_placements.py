@@ -246,7 +246,7 @@ def test_a_schedule_that_never_stops_generating_is_refused(name: str, kind) -> N
 @KINDS
 def test_no_engine_generates_while_its_device_trains_and_bounds_are_kept(name: str, kind) -> None:  # type: ignore[no-untyped-def]
     outcome = simulate(SCHEDULES_BY_NAME[name], TWO_ROUNDS, SMALL, sharing=DeviceSharing(kind))
-    assert outcome.run.overtime and regenerated(outcome.events) == []
+    assert outcome.run.overtime and regenerated(outcome.events, verifies=outcome.run.verifies) == []
     if name in ON_POLICY:
         assert all(list(step.lags.publications) == [0] for step in outcome.of(Stepped))
     asleep: dict[str, float] = {}

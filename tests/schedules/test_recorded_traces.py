@@ -49,6 +49,7 @@ SMALL: dict[str, dict[str, object]] = {
     "seer": {"groups_per_round": 4, "groups_per_step": 2},
     "sortedrl": {"groups_per_round": 4, "groups_per_step": 2},
     "sortedrl_on_policy": {"groups_per_round": 4, "groups_per_step": 2},
+    "bubblespec": {"groups_per_round": 2, "groups_per_step": 2},
     "windowed_fifo": {"groups_per_step": 2, "groups_in_flight": 5, "window": 3},
     "dora": {"groups_per_step": 2, "groups_in_flight": 4, "staleness": 2},
     "laminar": {"groups_per_step": 2, "groups_in_flight": 4, "staleness": 2},
@@ -68,7 +69,7 @@ SMALL: dict[str, dict[str, object]] = {
     "tailrace verified": {"groups_per_step": 2, "groups_in_flight": 6, **VERIFIED},
 }
 """Parameters of each schedule, and of its variants."""
-ON_TWO_ENGINES = {*PINNED, "pipelinerl masked", "tailrace masked", "tailrace", "tinker_async"}
+ON_TWO_ENGINES = {*PINNED, "pipelinerl masked", "tailrace masked", "tailrace", "tinker_async", "bubblespec"}
 ON_TWO_ENGINES |= {name for name in SMALL if name.endswith("verified")}
 ROUNDS = RunSettings(rounds=2, group_size=2)
 MORE_ROUNDS = RunSettings(rounds=4, group_size=2)

@@ -48,6 +48,7 @@ def random_run(seed: int):
     name, parameters = chance.choice(
         [
             ("tailrace", {"groups_per_step": U, "groups_in_flight": many}),
+            ("bubblespec", {"groups_per_step": U, "groups_per_round": U * chance.randint(1, 3)}),
             ("april", {"groups_per_round": U, "groups_launched": many}),
             (
                 "pipelinerl",
@@ -81,6 +82,7 @@ def random_run(seed: int):
     )
     run = RunSettings(rounds=4, group_size=chance.randint(2, 3), seed=seed)
     bound = {"staleness": chance.choice([0, 1, 3]), "stale": "verify", "verify_max_cuts": max_cuts}
+    bound = {} if name == "bubblespec" else bound
     return partial(SCHEDULES[name], **parameters, **bound), run, world
 
 
@@ -89,7 +91,8 @@ def test_in_200_worlds_each_trained_token_is_within_its_bound_and_each_sample_en
     for seed in range(200):
         schedule, run, world = random_run(seed)
         outcome = simulate(schedule, run, world)
-        bound, max_cuts = schedule.keywords["staleness"], schedule.keywords["verify_max_cuts"]
+        words = {"staleness": 0, "verify_max_cuts": 1} | schedule.keywords
+        bound, max_cuts = words["staleness"], words["verify_max_cuts"]
         for step in outcome.of(Stepped):
             assert max(step.lags.publications, default=0) <= bound
             for sample in step.samples:
@@ -300,6 +303,7 @@ def test_parameters_that_could_cut_a_response_for_ever_are_refused(
 def test_engines_that_draw_no_token_again_and_episodes_are_refused(tmp_path: Path) -> None:
     words = {"name": "tailrace", "groups_per_step": 2, "groups_in_flight": 4, "staleness": 0}
     config = load_config(write_small_run(tmp_path))
+    drafting = {"name": "bubblespec", "groups_per_step": 2, "groups_per_round": 2}
     verified = config.model_copy(update={"schedule": {**words, "stale": "verify"}})
     resolve(verified)
     others = {
@@ -309,6 +313,8 @@ def test_engines_that_draw_no_token_again_and_episodes_are_refused(tmp_path: Pat
     for key, section in others.items():
         with pytest.raises(ConfigError, match=r"schedule.stale = 'verify': an e.* cannot draw"):
             resolve(verified.model_copy(update={key: section}))
+        with pytest.raises(ConfigError, match=r"schedule.name = 'bubblespec': an e.* cannot draw"):
+            resolve(verified.model_copy(update={key: section, "schedule": drafting}))
 
 
 @pytest.mark.parametrize(

@@ -203,12 +203,13 @@ MAX_NOT_FINITE = 3
 discarded, and a single one may be an overflow of bfloat16."""
 
 
-def check_verified(unable: str) -> None:
-    """Raise a ConfigError for stale = "verify" if a part of the run is unable to; empty: none is."""
+def check_verified(unable: str, key: str = "schedule.stale", value: object = "verify") -> None:
+    """Raise a ConfigError for stale = "verify", or what else asks for it, if a part of the run is unable to;
+    empty: none is."""
     if unable:
         problem = f"{unable} cannot draw its tokens again with the same noise"
         remedy = "write another one, or choose the embedded engine and an environment of one turn"
-        raise ConfigError("schedule.stale", "verify", problem, remedy)
+        raise ConfigError(key, value, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,6 +671,6 @@ class Run:
         self.router.check_counts()
         self._parts.cost.record()
         self._ledger.measure = lambda: None  # what the store gets now is what was paid
-        closed = events.BooksClosed(clock.now(), len(self._ledger.active), self._ledger.held_tokens)
-        self._recorder.emit(closed)
+        tokens = self._ledger.held_tokens, self._ledger.drafted_tokens
+        self._recorder.emit(events.BooksClosed(clock.now(), len(self._ledger.active), *tokens))
         await self._parts.journal.finish()

@@ -38,6 +38,10 @@ FORMAT = 11
 """Version of the row layout. A ledger of another format cannot be read."""
 
 
+DRAFTED = "drafted"
+"""Reason of a group without a fate that may not be trained as it is (`Group.is_drafted`)."""
+
+
 class LedgerSettings(Settings):
     """Storage of the run's ledger."""
 
@@ -140,7 +144,7 @@ class GroupRow(LedgerRow, frozen=True, array_like=True):
     fate: str | None
     """trained, filtered or dropped."""
     reason: str = ""
-    """Why it has that fate."""
+    """Why it has that fate. Without a fate: DRAFTED, or empty."""
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -295,8 +299,18 @@ class LedgerTables:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the samples without a fate."""
-        return sum(sample.num_tokens for sample in self.samples.values() if sample.fate is None)
+        """Tokens of the samples without a fate whose group is not drafted."""
+        return self._living_tokens(drafted=False)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens of the samples without a fate whose group is drafted."""
+        return self._living_tokens(drafted=True)
+
+    def _living_tokens(self, *, drafted: bool) -> int:
+        samples = [sample for sample in self.samples.values() if sample.fate is None]
+        chosen = [each for each in samples if (self.groups[each.prompt].reason == DRAFTED) == drafted]
+        return sum(sample.num_tokens for sample in chosen)
 
 
 def distance(lives: Mapping[int, LifeRow], one: tuple[int, int], other: tuple[int, int]) -> int:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from tailrace.clock import now, waiting
 from tailrace.contracts.engine import Arrival
 from tailrace.ledger.base import (
+    DRAFTED,
     CheckpointRow,
     GroupRow,
     LedgerRow,
@@ -209,7 +210,7 @@ class Journal(NullJournal):
             self._rows.append(born)
             self._born = born
         for group in self._ledger.active.values():
-            self._collect_group(group, "")
+            self._collect_group(group, DRAFTED if group.is_drafted else "")
             for sample in group.samples:
                 if sample.fate is None and self._samples.get(sample) != (state := _state_of(sample)):
                     self._rows += self._sample_rows(sample)

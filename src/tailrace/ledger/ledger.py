@@ -1,9 +1,10 @@
 """The ledger of a run: what became of each token and each prompt.
 
 Each sample ends with exactly one fate: trained, or wasted for a reason. A sample without a fate is held: it
-is parked or in flight. Of a trained sample, tokens may be masked out of the loss. Two balances must close.
+is parked or in flight. Of these, those of drafted groups (`Group.is_drafted`) may not be trained as they are.
+Of a trained sample, tokens may be masked out of the loss. Two balances must close.
 
-    tokens that samples gained     = trained + masked + held + wasted + evaluated
+    tokens that samples gained     = trained + masked + held + drafted + wasted + evaluated
     prompts drawn                  = trained + filtered + dropped + held
 
 Each fate is reported to the journal, which stores it (journal.py).
@@ -126,21 +127,31 @@ class Ledger:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the samples without a fate."""
-        samples = (sample for group in self.active.values() for sample in group.samples)
+        """Tokens of the samples without a fate whose group is not drafted."""
+        return self._living_tokens(drafted=False)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens of the samples without a fate whose group is drafted."""
+        return self._living_tokens(drafted=True)
+
+    def _living_tokens(self, *, drafted: bool) -> int:
+        groups = [group for group in self.active.values() if group.is_drafted == drafted]
+        samples = (sample for group in groups for sample in group.samples)
         return sum(sample.num_tokens for sample in samples if sample.fate is None)
 
     def check(self, num_generated: int) -> None:
         """Check that both balances close. Raises a LedgerError if tokens or prompts are unaccounted for.
         `num_generated`: tokens that samples gained, as counted when they arrived (contracts/engine.py)."""
         totals = self.totals
-        held = self.held_tokens
-        known = totals.num_known_tokens + held
+        held, drafted = self.held_tokens, self.drafted_tokens
+        known = totals.num_known_tokens + held + drafted
         if num_generated != known:
             raise LedgerError(
                 f"samples gained {num_generated} tokens, the ledger knows {known}: "
                 f"trained {totals.trained_tokens}, masked {totals.masked_tokens}, held {held}, "
-                f"wasted {_by_reason(totals.wasted_tokens)}, evaluated {totals.evaluated_tokens}"
+                f"drafted {drafted}, wasted {_by_reason(totals.wasted_tokens)}, "
+                f"evaluated {totals.evaluated_tokens}"
             )
         if totals.num_drawn != totals.groups.total() + len(self.active):
             raise LedgerError(

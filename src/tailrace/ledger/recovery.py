@@ -108,7 +108,7 @@ def next_life(
     rows += _roll_back(tables, base, life)
     prompt_of = cache(prompt_of)
     rows += _drop_without_prompt(tables, prompt_of)
-    known = totals_of(tables).num_known_tokens + tables.held_tokens
+    known = totals_of(tables).num_known_tokens + tables.held_tokens + tables.drafted_tokens
     if known > num_generated:
         raise LedgerError(
             f"{tables.store} knows of {known} tokens and the engines counted {num_generated}: the counts "

@@ -237,6 +237,8 @@ class BooksClosed(Moment, frozen=True):
 
     num_parked_groups: int
     num_parked_tokens: int
+    num_drafted_tokens: int = 0
+    """Tokens that could not be trained as they are (`Group.is_drafted`); not among the parked ones."""
 
 
 class EvaluatedSample(msgspec.Struct, frozen=True):

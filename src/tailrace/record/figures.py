@@ -278,7 +278,9 @@ drafts/checked | tokens | summed | - | Drafted tokens that decode steps computed
 drafts/accepted | tokens | summed | - | Of these, tokens that samples gained, evaluations included.
 groups/parked | groups | summed | - | Neither trained nor given up at the end of the run; only in the last
     row.
-tokens/parked | tokens | summed | - | Tokens of these groups.
+tokens/parked | tokens | summed | - | Tokens of these groups, without drafted ones.
+tokens/drafted | tokens | summed | - | Tokens of these groups that were drawn for a later round, whose weights
+    had not verified them.
 # round
 round/end_s | s | - | - | End of the round on the run's clock.
 round/time_s | s | - | - | From its start to its end, publishing included.

@@ -291,6 +291,7 @@ class StepMeter:
             case events.BooksClosed():
                 counts["groups/parked"] = event.num_parked_groups
                 counts["tokens/parked"] = event.num_parked_tokens
+                counts["tokens/drafted"] = event.num_drafted_tokens
 
 
 def _reward_figures(samples: Sequence[Sample]) -> Row:

@@ -56,13 +56,15 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """generated = trained + masked + parked + wasted."""
+    """generated = trained + masked + parked + drafted + wasted."""
 
     generated: int
     trained: int
     masked: int
     """Tokens of trained samples that were too old for the loss."""
     parked: int
+    drafted: int
+    """Tokens that were drawn for a later round, whose weights had not verified them."""
     wasted: dict[str, int]
     """Tokens, by the reason of their waste."""
 
@@ -213,6 +215,7 @@ class Summary:
                 trained=int(summed(steps, "tokens/trained")),
                 masked=int(summed(steps, "tokens/masked")),
                 parked=counts.get("tokens/parked", 0),
+                drafted=counts.get("tokens/drafted", 0),
                 wasted=family(counts, "tail/wasted_tokens/"),
             ),
             failures=family(counts, "completions/failed/"),

@@ -99,6 +99,11 @@ class SamplesInFlight:
         if task := self._scoring.pop(sample, None):
             task.cancel()
 
+    def of(self, groups: Iterable[Group], *stages: Stage) -> list[Sample]:
+        """The samples of groups that are in one of these stages."""
+        samples = [(each, self._states.get(each)) for group in groups for each in group.samples]
+        return [sample for sample, state in samples if state is not None and state.stage in stages]
+
     def park(self, sample: Sample) -> asyncio.Task[None] | None:
         """Stop a sample. Returns the task of its abort, if an engine works on it. Scoring goes on."""
         state = self._states.get(sample)
@@ -147,6 +152,9 @@ class Ages:
         self._has_arrived: Callable[[], bool] = lambda: True
 
     def add(self, group: Group) -> None:
+        """Count a group. It may have been added before."""
+        if group.on_older is not None:
+            return
         group.on_older = partial(self._on_older, group)
         if group.oldest_version is None:
             self._without_tokens.add(group)

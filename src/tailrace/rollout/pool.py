@@ -1,6 +1,7 @@
 """Pool: the groups between the prompts and the trainer.
 
     stage      held in               the group goes on when
+    drafted    Pool._drafted         the schedule launches it
     waiting    SamplesInFlight       admission lets its first request in (`_dispatch`)
     serving    Pool._frontier        all required samples are generated
     held       Pool._held            `generated` has room; most groups skip this stage and the next one
@@ -10,9 +11,14 @@
     ready      Pool.ready            the schedule takes it
     parked     PartialRolloutBuffer  the schedule launches it again, from what it has
 
-A group may be parked or dropped at any stage. `Pool._in_flight` has the groups of the first five stages. A
+A group may be parked or dropped at any stage. `Pool._in_flight` has the groups from waiting to scoring. A
 group goes back to serving if a member that failed or is late is replaced. Finished samples of a group in
 service are scored early while no generated group waits.
+
+A drafted group is one of a later round (`draft`). Its requests are served, and nothing else is done with it:
+it is not counted, scored or handed out. They wait behind all others, and one that is served gives its slot up
+to another that waits. A KV cache that is full is not theirs either: an engine preempts the request that came
+last.
 
 With stale = "verify" an engine verifies what it serves (`GenerationRequest.max_age`). The pool sends back
 finished members, at once: a pass over one costs less than the decode steps of a rest that waits. A member
@@ -38,7 +44,7 @@ from typing import Literal, NamedTuple
 from tailrace.algo.advantages import ComputeAdvantages
 from tailrace.clock import Signal, now
 from tailrace.contracts.reward import Rewards
-from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed, TailraceError
+from tailrace.errors import AllDropped, AllFiltered, AllLate, RewardFailed, ScheduleError, TailraceError
 from tailrace.ledger.ledger import Fate, Ledger
 from tailrace.record.events import GroupReady, Recorder, SampleScored, StagesFilled
 from tailrace.rollout.admission import FIFO, Admission, Full, ReadyQueue, Select, StageQueue, earliest
@@ -152,6 +158,7 @@ class Pool:
             deadline_s, self._launch_member, self._remove_member, on_late=self._on_deadline
         )
         self._in_flight: dict[Group, None] = {}
+        self._drafted: dict[Group, None] = {}
         self._frontier: dict[Group, None] = {}  # groups in service that lack samples
         self._held: dict[Group, None] = {}  # generated ones that `generated` has no room for
         self._enter: dict[GroupStage, Callable[[Group], None]] = {
@@ -164,7 +171,7 @@ class Pool:
         self._most = inf
         self._race: Race | None = None
         self._parking: asyncio.Task[None] | None = None
-        self._samples = SamplesInFlight(lambda sample: self.order(sample), router.moves)
+        self._samples = SamplesInFlight(self._place, router.moves)
         self._orders = itertools.count()
         self._dispatching = self._shut = False
         self._oldest = -inf
@@ -187,6 +194,20 @@ class Pool:
             self._add(group)
         self._dispatch()
         self.on_launch()
+
+    def draft(self, groups: list[Group]) -> None:
+        """Generate for groups of a later round in slots that nothing else wants, until they are launched.
+
+        The next weights verify what today's have drawn, so tokens of these groups are drafts until then
+        (`Group.is_drafted`). Raises a ScheduleError if the schedule does not verify.
+        """
+        if self._oldest == -inf:
+            problem = "run.pool.draft: these weights may not train what they draw for a later round"
+            raise ScheduleError(f'{problem}; declare stale="verify", which lets the next ones verify it')
+        for group in groups:
+            self._drafted[group], group.drafted_before = None, inf
+            self._queue(group)
+        self._dispatch()
 
     def feed(self, source: Draw, *, room: float, full: Full, scoring: float = inf, most: float = inf) -> None:
         """Draw from the source whenever admission has room and no request waits, until the pool is parked.
@@ -258,7 +279,7 @@ class Pool:
         order of their launch. The pool is empty afterwards.
         """
         self._race = None
-        self._park([*self.ready.clear(), *self._in_flight])
+        self._park([*self.ready.clear(), *self._in_flight, *self._drafted])
         self.generated.room = self.scoring.room = self.ready.room = inf
         await self.settled()
 
@@ -288,13 +309,14 @@ class Pool:
 
     @property
     def is_idle(self) -> bool:
-        """No group lacks a response or a reward; a filter might replace it after the reward."""
-        return not self._in_flight and not self.num_requests
+        """No launched group lacks a response or a reward; a filter might replace it after the reward."""
+        return not self._in_flight and self.num_requests == self._num_drafting
 
     @property
     def is_serving(self) -> bool:
-        """Requests are served or wait."""
-        return self.num_requests > 0 or self._samples.first_waiting() is not None
+        """Requests of launched groups are served or wait."""
+        first = self._samples.first_waiting()
+        return self.num_requests > self._num_drafting or (first is not None and self._is_launched(first))
 
     @property
     def num_requests(self) -> int:
@@ -313,8 +335,13 @@ class Pool:
 
     @property
     def groups(self) -> list[Group]:
-        """All groups here: ready ones, then those in flight."""
+        """All launched groups here: ready ones, then those in flight."""
         return [*self.ready.groups, *self._in_flight]
+
+    @property
+    def drafted(self) -> list[Group]:
+        """The groups of a later round, in the order in which they were given to `draft`."""
+        return list(self._drafted)
 
     def release(self) -> None:
         """Serve again after a hold."""
@@ -327,19 +354,37 @@ class Pool:
         """Take a group into the pool. Its unfinished samples wait for an engine."""
         if not len(self):
             self.on_rollout()
-        group.order, group.predicted_tokens = next(self._orders), self._history.predicted(group.prompt)
-        group.earlier = self._history.last_responses(group.prompt)
+        self._drafted.pop(group, None)
+        group.drafted_before = self._oldest
         for sample in filter(self._is_too_old, group.samples):
             sample.to_verify = True
         group.kept = [sample for sample in group.kept if not sample.to_verify]
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
-        self.ages.add(group)
-        group.on_verified = self._on_verified
-        for sample in group.samples:
-            if not sample.ended:
-                self._samples.wait(sample)
+        self._queue(group)
+        if self._samples.of([group], Stage.SERVING):
+            self._begin(group)
         self._advance(group)
+
+    def _queue(self, group: Group) -> None:
+        """Let the unfinished samples of a group wait that have no request."""
+        group.order, group.predicted_tokens = next(self._orders), self._history.predicted(group.prompt)
+        group.earlier = self._history.last_responses(group.prompt)
+        group.on_verified = self._on_verified
+        self.ages.add(group)
+        served = self._samples.of([group], Stage.SERVING, Stage.ABORTING)
+        for sample in group.samples:
+            if not sample.ended and sample not in served:
+                self._samples.wait(sample)
+
+    def _place(self, sample: Sample) -> tuple[float, ...]:
+        """The place of a sample among those that wait: drafted ones are last."""
+        return (sample.group in self._drafted, *self.order(sample))
+
+    def _begin(self, group: Group) -> None:
+        """Count a launched group as in service."""
+        self._frontier[group] = None
+        self._rules.begin(group)
 
     def _advance(self, group: Group) -> None:
         """Move a group through its next stages as far as it can go now, and score its finished samples."""
@@ -436,7 +481,7 @@ class Pool:
 
     def _remove(self, group: Group) -> None:
         """Remove a group from every stage before `ready`."""
-        for stage in (self._in_flight, self._frontier, self._held):
+        for stage in (self._drafted, self._in_flight, self._frontier, self._held):
             stage.pop(group, None)
         self._rules.end(group)
         for queue in (self.generated, self.scoring):
@@ -496,13 +541,34 @@ class Pool:
                 break
             if not self._router.versions.has_room(sample, self.num_requests):
                 break
-            self._frontier[sample.group] = None
             task = self._tasks.create_task(self._router.serve(sample))
             self._samples.serve(sample, task)
-            self._rules.begin(sample.group)
+            if self._is_launched(sample):
+                self._begin(sample.group)
             # Not try/finally inside the task: a task cancelled before its first step never enters its body.
             task.add_done_callback(partial(self._on_request_ended, sample))
+        if self._drafted and not self.is_held:
+            self._give_up_slots(slots)
         self._dispatching = False
+
+    def _is_launched(self, sample: Sample) -> bool:
+        return sample.group not in self._drafted
+
+    @property
+    def _num_drafting(self) -> int:
+        """Requests of drafted groups that engines work on."""
+        return len(self._samples.of(self._drafted, Stage.SERVING, Stage.ABORTING))
+
+    def _give_up_slots(self, slots: int) -> None:
+        """Stop the drafted requests that came last, as many as requests of launched groups wait, or as there
+        are fewer slots than requests."""
+        first, excess = self._samples.first_waiting(), max(0, self.num_requests - slots)
+        if not excess and (first is None or not self._is_launched(first)):
+            return
+        num = excess + len(self._samples.of(self._in_flight, Stage.WAITING))
+        num -= len(self._samples.of(self._drafted, Stage.ABORTING))
+        for sample in self._samples.of(self._drafted, Stage.SERVING)[::-1][: max(0, num)]:
+            self._samples.park(sample)
 
     def _next_request(self, slots: int) -> Sample | None:
         """Return the first waiting sample. If none waits and a slot is free, draw a group from the source."""
@@ -533,9 +599,10 @@ class Pool:
         elif stage is Stage.SERVING and sample.finish_reason is None:
             self._discard(sample, "version gone")
             self._launch_member(sample.group, sample)
-        elif stage is Stage.SERVING and self._is_too_old(sample):  # there was a publication meanwhile
-            sample.to_verify = True
-            self._samples.wait(sample)
+        elif sample.group in self._in_flight or sample.group in self._drafted:
+            sample.to_verify |= self._is_too_old(sample)  # there was a publication meanwhile
+            if not sample.ended:  # or it gave its slot up
+                self._samples.wait(sample)
         self._advance(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)

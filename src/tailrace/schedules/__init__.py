@@ -33,6 +33,7 @@ FILES: Mapping[str, str] = {
     "seer": "seer",
     "sortedrl": "sortedrl",
     "sortedrl_on_policy": "sortedrl",
+    "bubblespec": "bubblespec",
     "windowed_fifo": "windowed_fifo",
     "dora": "dora",
     "laminar": "laminar",

@@ -65,7 +65,7 @@ def test_a_page_receives_the_totals_and_the_distance_to_the_bound(tmp_path: Path
     (tmp_path / "summary.json").write_text('{"bound": {"run_share": 0.5, "run_time_s": 12.0}}')
     _, record = read(write_run(tmp_path))
     assert (record["recorded_s"], record["run_bound"]) == (15.0, (6.0, 12.0))
-    tokens = {"generated": 40, "trained": 40, "masked": 0, "parked": 0, "wasted": {}}
+    tokens = {"generated": 40, "trained": 40, "masked": 0, "parked": 0, "drafted": 0, "wasted": {}}
     assert record["totals"]["tokens"] == tokens
     assert (record["totals"]["publications"], record["totals"]["probes"]) == (1, 0)
     shown = {each["key"]: (each["text"], each["better"]) for each in record["summary"]}

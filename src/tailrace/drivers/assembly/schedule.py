@@ -221,10 +221,12 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             remedy = "choose 'grpo', or a schedule without masks (schedule.stale, schedule.staleness)"
             raise ConfigError("algorithm.loss", "gspo", problem, remedy)
         if run.verifies:
-            check_verified("an episode" * config.environment.has_turns)
-            check_verified(
-                f"an engine of the kind {config.engine.kind!r}" * (not engine_kind(config).verifies)
-            )
+            asked = ("schedule.stale", "verify")
+            if "stale" not in schedule.keywords:
+                asked = ("schedule.name", config.schedule.get("name"))
+            check_verified("an episode" * config.environment.has_turns, *asked)
+            unable = f"an engine of the kind {config.engine.kind!r}"
+            check_verified(unable * (not engine_kind(config).verifies), *asked)
 
     async def two_rounds() -> None:
         parts = simulated_parts(short, settings.seed, replicas=replicas, sharing=sharing)

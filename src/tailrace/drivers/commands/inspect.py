@@ -66,7 +66,7 @@ def inspect(
 
 
 def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem]) -> dict[str, Any]:
-    totals, held = totals_of(tables), tables.held_tokens
+    totals, held, drafted = totals_of(tables), tables.held_tokens, tables.drafted_tokens
     living = [group for group in tables.groups.values() if group.fate is None]
     undone = [training for training in tables.trainings.values() if training.undone is not None]
     items = [{"what": item.what, "amount": item.amount, "price": item.price} for item in bill if item.price]
@@ -81,9 +81,10 @@ def _balance(tables: LedgerTables, num_generated: int, bill: Sequence[BillItem])
             "trained": totals.trained_tokens,
             "masked": totals.masked_tokens,
             "held": held,
+            "drafted": drafted,
             "wasted": dict(totals.wasted_tokens),
             "evaluated": totals.evaluated_tokens,
-            "unwritten": num_generated - totals.num_known_tokens - held,
+            "unwritten": num_generated - totals.num_known_tokens - held - drafted,
             "trained_again": totals.undone_tokens,
         },
         **({"cost": {"items": items, "total": total_cost(bill)}} if bill else {}),
@@ -165,6 +166,7 @@ def _balance_tables(balance: Mapping[str, Any]) -> list[Table]:
         ("= trained", prompts["trained"], tokens["trained"]),
         ("+ masked", None, tokens["masked"]),
         ("+ living, held", prompts["living"], tokens["held"]),
+        ("+ drafted", None, tokens["drafted"]),
         ("+ filtered", prompts["filtered"], None),
         ("+ dropped", prompts["dropped"], None),
         *((f"+ wasted: {reason}", None, wasted) for reason, wasted in tokens["wasted"].items()),

@@ -28,9 +28,10 @@ LEFT_OUT = {
     "rolloutpipe": "rolloutpipe_eager",  # which accumulates earlier what this trains
     "april_dapo": "april",
     "tailbatch_dapo": "tailbatch",
+    "bubblespec": "serial",
 }
 """Schedules that are not planned, and those that represent them. The `_dapo` ones filter groups, which no
-lengths of responses foretell."""
+lengths of responses foretell, and nothing foretells how many drafted tokens an update leaves."""
 MOVING = ("dora", "laminar")
 """Schedules that move requests to other engines. The more engines there are, the more requests share one: a
 step of `laminar` takes 25% longer on 104 engines than on 13 with the same load of each."""

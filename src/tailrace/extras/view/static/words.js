@@ -38,7 +38,7 @@ function accountsOf({ figures, record }) {
   const { totals } = record, section = (name) => record.summary.filter((each) => each.section === name).map((each) => [each.label, each.text, null]);
   if (!totals.tokens) return [];
   const { tokens, groups } = totals, wasted = Object.fromEntries(Object.entries(tokens.wasted).map(([why, number]) => [`wasted: ${spaced(why)}`, number]));
-  const ended = { trained: tokens.trained, "masked, because too old": tokens.masked, parked: tokens.parked, ...wasted };
+  const ended = { trained: tokens.trained, "masked, because too old": tokens.masked, parked: tokens.parked, drafted: tokens.drafted, ...wasted };
   const all = { ...ended, "still open": Math.max(0, tokens.generated - sumOf(ended)) }, of = Math.max(1, sumOf(all));
   const lost = sumOf(wasted) ? `${percent(sumOf(wasted) / of, 1)} wasted` : "none wasted";
   const reasons = Object.fromEntries(Object.entries(groups.reasons).map(([why, number]) => [spaced(why), number])), drawn = { trained: groups.trained, parked: groups.parked, ...reasons };
