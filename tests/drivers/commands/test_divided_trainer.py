@@ -9,9 +9,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from helpers.architectures import SHAPES, random_model
 from helpers.processes import worker_of
-from helpers.small_run import train_here, trained_prompts, wait_for_steps, write_small_run
+from helpers.small_run import EXAMPLES, train_here, trained_prompts, wait_for_steps, write_small_run
 from tailrace.contracts.engine import counted_tokens
 from tailrace.drivers.assembly.folder import RunFolder
 from tailrace.ledger.recovery import totals_of
@@ -39,14 +42,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def killed(config: Path) -> Path:
     """A run that has lost one of the two processes after its fifth step, two after a checkpoint."""
+    return train_and_kill(config, *KEPT)
+
+
+def train_and_kill(config: Path, *words: str) -> Path:
     folder = config.parent / "out"
 
     def kill_one() -> None:
         wait_for_steps(folder, 5)
         os.kill(worker_of(os.getpid(), "trainer-0-1"), signal.SIGKILL)
 
-    words = [*DIVIDED, *KEPT, "--trainer.restarts", "1", "--run.checkpoint_every", "2"]
-    assert train_here(config, *words, "--run.rounds", str(ROUNDS), meanwhile=kill_one) == 0
+    again = ["--trainer.restarts", "1", "--run.checkpoint_every", "2", "--run.rounds", str(ROUNDS)]
+    assert train_here(config, *DIVIDED, *words, *again, meanwhile=kill_one) == 0
     return folder.rename(config.parent / "killed")
 
 
@@ -120,3 +127,22 @@ def test_a_replica_of_two_processes_trains_on_the_devices_that_engines_have_lent
     began_s = [event.start_s for event in events(divided) if isinstance(event, Accumulated)]
     asleep = [sum(at < time_s for at in lent) - sum(at < time_s for at in back) for time_s in began_s]
     assert {*asleep} == {1, 2}, "it trained while one engine generated, and when none did"
+
+
+def test_experts_of_two_processes_one_of_which_was_killed_become_those_of_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    random_model("qwen3_moe", SHAPES["qwen3_moe"]).save_pretrained(tmp_path / "model")
+    for file in (EXAMPLES / "quickstart" / "model").glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path / "model")
+    config, words = write_small_run(tmp_path), ["--model.path", str(tmp_path / "model")]
+    killed = train_and_kill(config, *words)
+    assert "tailrace: restart 1 of 1" in capfd.readouterr().err
+    words += [*DIVIDED, "--trainer.tensor_parallel", "1", "--run.rounds", str(ROUNDS)]
+    assert train_here(config, *words) == 0
+    for ours, wanted in zip(steps(killed), steps(tmp_path / "out"), strict=True):
+        assert ours == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    found, wanted = (load_file(each / "model" / "model.safetensors") for each in (killed, tmp_path / "out"))
+    assert found.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-4, msg=name)

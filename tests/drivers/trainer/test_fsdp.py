@@ -66,11 +66,11 @@ class Layout(NamedTuple):
 FSDP, DIVIDED = Layout(2, 1), Layout(1, 1, 2)
 LAYOUTS: Mapping[Layout, Sequence[str]] = {
     FSDP: ["token means", "critic", "bfloat16", "experts", "low rank"],
-    DIVIDED: ["token means", "critic", "bfloat16", "low rank", "old policy", "adapter alone"],
+    DIVIDED: ["token means", "critic", "bfloat16", "experts", "low rank", "old policy", "adapter alone"],
     Layout(4, 1): ["sample means", "checkpointed, offloaded"],
     Layout(1, 2): ["token means", "old policy"],
     Layout(2, 2): ["token means", "sample means", "checkpointed, offloaded", "old policy", "adapter alone"],
-    Layout(2, 1, 2): ["token means", "checkpointed, offloaded", "critic", "bfloat16", "low rank"],
+    Layout(2, 1, 2): ["token means", "checkpointed, offloaded", "critic", "bfloat16", "experts", "low rank"],
     Layout(1, 2, 2): ["sample means", "adapter alone"],
 }
 """The cases of each layout."""
@@ -79,14 +79,18 @@ SLOW = tuple(layout for layout in LAYOUTS if layout.num_processes > 2)
 ON_DISK = dict.fromkeys(("weights", "gradients", "optimizer"), "disk")
 ALONE = Layout(1, 1)
 RESUMED = {
-    (ALONE, "2x1x1"),
-    (ALONE, "1x1x2"),
-    (FSDP, "alone"),
-    (DIVIDED, "2x1x1"),
-    (Layout(4, 1), "2x1x1"),
-    (Layout(2, 1, 2), "1x1x2"),
+    (ALONE, "2x1x1", "critic"),
+    (ALONE, "1x1x2", "critic"),
+    (ALONE, "1x1x2", "experts"),
+    (ALONE, "2x1x2", "experts"),
+    (FSDP, "alone", "critic"),
+    (DIVIDED, "2x1x1", "critic"),
+    (DIVIDED, "2x1x1", "experts"),
+    (Layout(4, 1), "2x1x1", "critic"),
+    (Layout(2, 1, 2), "1x1x2", "critic"),
+    (Layout(2, 1, 2), "2x1x2", "experts"),
 }
-"""Layouts, and whose checkpoint each resumes from."""
+"""Layouts, and whose checkpoint of which case each resumes from."""
 
 
 class Outcome(NamedTuple):
@@ -151,13 +155,13 @@ def work(number: int, ports: Mapping[Layout, int], models: Mapping[str, Path], f
             if layout in (FSDP, DIVIDED):
                 trainer = make(models, "token means", ranks, **sizes, offload=ON_DISK)
                 outcomes["slept"] = run(trainer, [0, 1], folder / f"{layout} slept", sleeps=True)
-            for saved in [saved for resuming, saved in RESUMED if resuming == layout]:
-                trainer = make(models, "critic", ranks, **sizes)
+            for saved, case in [own for resuming, *own in sorted(RESUMED) if resuming == layout]:
+                trainer = make(models, case, ranks, **sizes)
                 with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
                     trainer.restore(folder / "nowhere")
                 with pytest.raises(ScheduleError, match="nothing was accumulated"):
                     trainer.step()
-                outcomes["resumed"] = resume(trainer, folder / f"{saved} critic")
+                outcomes[f"{case} resumed"] = resume(trainer, folder / f"{saved} {case}")
         torch.save(outcomes, folder / f"{layout} {number}.pt")
 
 
@@ -202,7 +206,7 @@ Together = Mapping[Layout, list[dict[str, Outcome]]]
 
 @pytest.fixture(scope="module")
 def together(models: dict[str, Path], alone: Alone, folder: Path) -> Together:
-    alone("critic")
+    assert alone("critic") and alone("experts")
     return outcomes_of([layout for layout in LAYOUTS if layout not in SLOW], models, folder)
 
 
@@ -235,7 +239,7 @@ def outcomes_of(layouts: Sequence[Layout], models: dict[str, Path], folder: Path
 
 def marked(layout: Layout, *others: object) -> Any:
     """A parameter of a test, slow where the layout is, with the fixture that has its outcomes."""
-    slow = layout in SLOW
+    slow = layout in SLOW or not {*map(str, SLOW)}.isdisjoint(others)
     fixture = "slowly" if slow else "together"
     return pytest.param(fixture, layout, *others, marks=[pytest.mark.slow] if slow else [])
 
@@ -282,7 +286,7 @@ def test_weights_are_published_with_the_names_of_the_files(
     assert load_file(folder / f"{FSDP} {case}" / "model.safetensors").keys() == names
 
 
-@pytest.mark.parametrize(("fixture", "layout", "saved"), [marked(*each) for each in sorted(RESUMED)])
+@pytest.mark.parametrize(("fixture", "layout", "saved", "case"), [marked(*each) for each in sorted(RESUMED)])
 def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
     request: pytest.FixtureRequest,
     models: dict[str, Path],
@@ -290,13 +294,14 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
     fixture: str,
     layout: Layout,
     saved: str,
+    case: str,
 ) -> None:
     together = request.getfixturevalue(fixture)
-    wanted = resume(make(models, "critic"), folder / "alone critic")
+    wanted = resume(make(models, case), folder / f"alone {case}")
     if layout == ALONE:
-        got = [resume(make(models, "critic"), folder / f"{saved} critic")]
+        got = [resume(make(models, case), folder / f"{saved} {case}")]
     else:
-        got = [outcomes["resumed"] for outcomes in together[layout]]
+        got = [outcomes[f"{case} resumed"] for outcomes in together[layout]]
     for outcome in got:
         assert_equal(outcome, wanted, 1e-5)
 

@@ -32,8 +32,19 @@ from tailrace.errors import ConfigError
 from tailrace.types import SampleId
 
 HOST = "127.0.0.1"
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mistral", "olmo2", "phi3", "cohere")
-"""Scaled logits, biases, norms of heads and of all heads, packed matrices, tied embeddings."""
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "cohere",
+    "qwen3_moe",
+    "mixtral",
+)
+"""Scaled logits, biases, norms of heads and of all heads, packed matrices, tied embeddings, experts."""
 ADAM = AdamStep(learning_rate=1e-3, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.1, max_grad_norm=1.0)
 """Its epsilon is above the rounding of gradients that are nearly zero."""
 
@@ -174,8 +185,10 @@ def test_an_architecture_without_a_plan_is_refused_by_name(tmp_path: Path, kind:
     check_tensor_parallel(folder_of(tmp_path, kind), 1)
 
 
-@pytest.mark.parametrize(("kind", "style"), [("qwen3_moe", "moe_tp_experts"), ("mixtral", "packed_colwise")])
-def test_experts_are_refused_by_the_name_of_their_style(tmp_path: Path, kind: str, style: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "style"), [("deepseek_v2", "mla_kv_a_proj"), ("llama4_text", "packed_rowwise")]
+)
+def test_styles_that_are_not_tested_are_refused_by_name(tmp_path: Path, kind: str, style: str) -> None:
     with pytest.raises(ConfigError, match=f"of type '{kind}' has layers .*{style}"):
         check_tensor_parallel(folder_of(tmp_path, kind), 2)
 
@@ -187,6 +200,7 @@ def test_experts_are_refused_by_the_name_of_their_style(tmp_path: Path, kind: st
         (3, {}, "it does not divide num_key_value_heads = 4; choose from 1, 2, 4"),
         (4, {"vocab_size": 6}, "vocab_size = 6 leaves a process without a part"),
         (4, {"intermediate_size": 50}, "it does not divide intermediate_size = 50; choose from 1, 2"),
+        (4, {"moe_intermediate_size": 6}, "it does not divide moe_intermediate_size = 6; choose from 1, 2"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
@@ -201,3 +215,12 @@ def test_an_older_transformers_is_refused_by_version(tmp_path: Path, monkeypatch
     monkeypatch.setattr(plans, "version", lambda name: "5.18.1")
     with pytest.raises(ConfigError, match=r"transformers 5\.18\.1 has plans of another form"):
         check_tensor_parallel(folder_of(tmp_path, "llama"), 2)
+
+
+def test_experts_are_refused_where_torch_does_not_gather_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "version", {"transformers": "5.19.0", "torch": "2.11.0+cpu"}.__getitem__)
+    check_tensor_parallel(folder_of(tmp_path, "qwen3"), 2)
+    with pytest.raises(ConfigError, match=r"torch 2\.11\.0\+cpu does not gather the packed matrices"):
+        check_tensor_parallel(folder_of(tmp_path, "qwen3_moe"), 2)

@@ -126,26 +126,28 @@ def test_processes_that_divide_layers_share_the_devices_of_a_replica(cluster: Pa
 
 
 @pytest.mark.parametrize(
-    ("longest", "given", "found"),
+    ("model", "num", "longest", "given", "found"),
     [
-        (16_384, {}, 1),
-        (32_000, {}, 2),
-        (32_000, {"trainer": {"tensor_parallel": 1}}, 1),
-        (32_000, {"trainer": {"lora": {}}}, 1),
+        ("Qwen2.5-7B", 4, 16_384, {}, 1),
+        ("Qwen2.5-7B", 4, 32_000, {}, 2),
+        ("Qwen2.5-7B", 4, 32_000, {"trainer": {"tensor_parallel": 1}}, 1),
+        ("Qwen2.5-7B", 4, 32_000, {"trainer": {"lora": {}}}, 1),
+        ("Qwen3-30B-A3B", 16, 16_384, {}, 1),
+        ("Qwen3-30B-A3B", 16, 32_000, {}, 2),
     ],
 )
 def test_layers_are_divided_where_shards_alone_do_not_fit(
-    longest: int, given: dict[str, Any], found: int
+    model: str, num: int, longest: int, given: dict[str, Any], found: int
 ) -> None:
-    """Four H100 train Qwen2.5-7B: 30.5 GB of state each, and what a pass over the longest sample takes."""
-    devices = {"device": "H100", "devices": 8, "model": "Qwen2.5-7B", "rollout_devices": 4}
+    """Of so many H100 each has 30.5 GB of state, and what a pass over the longest sample takes."""
+    devices = {"device": "H100", "devices": 2 * num, "model": model, "rollout_devices": num}
     sections = {key: value for key, value in tomllib.loads(CLUSTER).items() if key in ("run", "schedule")}
     sections["sim"] = {"cluster": devices, "lengths": {"max_tokens": longest}}
     config, same = (config_of(sections | each) for each in (given, {"trainer": {"tensor_parallel": found}}))
     assert config.sim.cluster
     made = on_cluster(config, config.sim.cluster, "disaggregated")["trainer"]
-    assert (made["ranks"], made.get("tensor_parallel", 1)) == (4 // found, found)
-    candidate = Candidate(Work("serial", {}), "disaggregated", 4, 1)
+    assert (made["ranks"], made.get("tensor_parallel", 1)) == (num // found, found)
+    candidate = Candidate(Work("serial", {}), "disaggregated", num, 1)
     predicted, written = (problem_of(each).sim_of(candidate).trainer for each in (config, same))
     assert predicted == written
     assert (predicted.tokens_per_s < rates(config.sim).trainer.tokens_per_s) == (found > 1)

@@ -33,13 +33,15 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import GenerationConfig
 
 from tailrace.contracts.trainer import FILE_BYTES
 from tailrace.drivers.models.causal_lm import read_model
 from tailrace.drivers.trainer import checksums
 from tailrace.drivers.trainer.checksums import STATE_FOLDER, remedy
-from tailrace.drivers.trainer.distributed import Ranks, gather, scatter
+from tailrace.drivers.trainer.distributed import Ranks, gather, local, scatter
 from tailrace.drivers.trainer.model import PolicyModel
 from tailrace.errors import CheckpointError, ConfigError, disk_remedy
 from tailrace.model_folder import INDEX, folder_error, tensor_headers, weight_files
@@ -47,6 +49,8 @@ from tailrace.model_folder import INDEX, folder_error, tensor_headers, weight_fi
 V = TypeVar("V")
 Shapes = Mapping[str, tuple[int, ...]]
 Files = Mapping[str, Path]
+Owners = Mapping[str, Mapping[str, Tensor]]
+"""Parameters of the policy, and of a critic."""
 
 State = Mapping[str, Tensor]
 """State in a checkpoint besides the model. Tensors of a sharded model are DTensors.
@@ -74,7 +78,12 @@ def _writing_state(folder: Path, state: State, ranks: Ranks, *, copied: bool) ->
         state = {name: each for name, each in state.items() if not name.endswith(".counts")}
     files = _files_of(state, ranks)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-    kept = writer.stage(dict(state)) if copied else dict(state)
+    kept: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        part = tensor.detach()
+        if isinstance(part, DTensor):
+            part = part.redistribute(placements=_in_files(part))
+        kept |= writer.stage({name: part}) if copied else {name: part}
 
     def write() -> None:
         group = ranks.writers
@@ -82,6 +91,13 @@ def _writing_state(folder: Path, state: State, ranks: Ranks, *, copied: bool) ->
             state_dict_saver.save(kept, storage_writer=writer, process_group=group, no_dist=group is None)
 
     return write
+
+
+def _in_files(tensor: DTensor) -> list[Placement]:
+    """The placements of a tensor in files, where a rank has one part of it. In memory it has a part of each
+    of the matrices that are packed in one tensor and divided (`_StridedShard`): torch does not write it."""
+    is_packed = isinstance(tensor.placements[-1], _StridedShard)  # FSDP's own are before the last
+    return [Shard(p.dim) if is_packed and isinstance(p, _StridedShard) else p for p in tensor.placements]
 
 
 def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
@@ -94,8 +110,8 @@ def _files_of(tensors: State, ranks: Ranks) -> dict[str, int]:
     return files | {f"random.{kind}.{rank}": 1 for kind in kinds for rank in range(ranks.num_ranks)}
 
 
-def _read_state(folder: Path, owners: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> State:
-    """Read this rank's part of a state. `owners`: parameters of the policy, and of a critic."""
+def _read_state(folder: Path, owners: Owners, ranks: Ranks) -> dict[str, Tensor]:
+    """Read this rank's part of a state."""
     try:
         found = _shapes_in(folder)
         wanted: dict[str, Tensor] = {}
@@ -161,7 +177,16 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 def _like(prefix: str, folder: Path, found: Shapes, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Empty tensors of the parameters' shapes, which must be the stored ones."""
     _must_match(folder, section(prefix, found), _shapes_of(parameters))
-    return {prefix + name: torch.empty_like(each, requires_grad=False) for name, each in parameters.items()}
+    return {prefix + name: _empty(each) for name, each in parameters.items()}
+
+
+def _empty(parameter: Tensor) -> Tensor:
+    """A tensor of a parameter's shape, with the placements of files. No rank waits for another."""
+    part = torch.empty_like(local(parameter))
+    if not isinstance(parameter, DTensor):
+        return part
+    sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(part, parameter.device_mesh, _in_files(parameter), run_check=False, **sizes)
 
 
 ADAPTER_FOLDER = "adapter"
@@ -257,15 +282,27 @@ def read(folder: Path, policy: PolicyModel, critic: Mapping[str, Tensor] | None,
 
     owners = {"policy": parameters} | ({"critic": critic} if critic else {})
 
-    def prepare() -> tuple[Mapping[str, Tensor] | None, State]:
+    def prepare() -> tuple[Mapping[str, Tensor] | None, dict[str, Tensor]]:
         weights = _read_weights(folder, policy) if ranks.rank == 0 else None
         return weights, _read_state(folder / STATE_FOLDER, owners, ranks)
 
     weights, state = ranks.together(prepare)
+    for name, tensor in state.items():
+        state[name] = _placed(name, tensor, owners)
     scatter(weights, parameters, ranks)
     if critic is not None:
         scatter(section("critic.weight.", state), critic, ranks)
     return state
+
+
+def _placed(name: str, tensor: Tensor, owners: Owners) -> Tensor:
+    """A tensor of a state with the placements of its parameter. All ranks call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    owner, _, of = name.split(".", 2)
+    parameter = owners[owner][of]
+    assert isinstance(parameter, DTensor)
+    return tensor.redistribute(placements=parameter.placements)
 
 
 @contextmanager

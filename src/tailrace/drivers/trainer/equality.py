@@ -19,7 +19,7 @@ from tailrace.drivers.models.causal_lm import FILES_ALONE
 from tailrace.drivers.trainer.batch import TrainingSample
 from tailrace.drivers.trainer.distributed import Ranks, gather
 from tailrace.drivers.trainer.model import PolicyModel
-from tailrace.drivers.trainer.plans import KEY
+from tailrace.drivers.trainer.plans import KEY, OF_EXPERTS
 from tailrace.errors import ConfigError
 from tailrace.types import SampleId
 
@@ -73,6 +73,7 @@ def small_copy(config: PreTrainedConfig, num: int) -> PreTrainedModel:
         "num_key_value_heads": num,
         "hidden_size": num * (1 + grouped) * head_size,
         "intermediate_size": 16 * num,
+        **{name: 4 * num for name in OF_EXPERTS if hasattr(config, name)},
         "vocab_size": VOCABULARY * num,
         "num_hidden_layers": len(types) or 2,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),

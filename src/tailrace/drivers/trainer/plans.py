@@ -10,7 +10,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
-from typing import Any
 
 from tailrace.errors import ConfigError
 from tailrace.model_folder import read_config
@@ -18,25 +17,31 @@ from tailrace.model_folder import read_config
 KEY = "trainer.tensor_parallel"
 SINCE = (5, 19)
 """The first version of transformers whose plans are followed."""
+PACKED, PACKED_SINCE = "packed_colwise", (2, 13)
+"""The style of experts' matrices that are packed in one tensor, and torch's version: 2.11 gathers none whose
+first dimension is sharded, too."""
 STYLES = {
     "colwise",
     "colwise_gather_output",
     "rowwise",
     "rowwise_split_input",
     "replicated_with_grad_allreduce",
+    PACKED,
+    "moe_tp_experts",
 }
-"""Styles that are followed. Others divide latent attention, the sequence, or experts, whose packed matrices
-have a placement that torch's checkpoints do not write."""
+"""Styles that are followed. Others divide latent attention or the sequence."""
+OF_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", *OF_EXPERTS)
+"""Keys of the sizes that are divided."""
 
 
 def check_tensor_parallel(model: Path, num: int) -> None:
     """Check that `num` processes can divide the layers of a Hugging Face folder. Raises a ConfigError if
-    transformers is too old or has no plan for the architecture that is followed here, or a size is not
-    divisible."""
+    transformers or torch is too old, transformers has no plan for the architecture that is followed here, or
+    a size is not divisible."""
     if num == 1:
         return
-    found = tuple(int(part) for part in version("transformers").split(".")[:2])
-    if found < SINCE:
+    if _release("transformers") < SINCE:
         problem = f"transformers {version('transformers')} has plans of another form"
         raise ConfigError(KEY, num, problem, "install transformers 5.19 or newer, or set it to 1")
     config = read_config(model)
@@ -48,7 +53,10 @@ def check_tensor_parallel(model: Path, num: int) -> None:
     if others := sorted({*plan.values()} - STYLES):
         problem = f"{of} has layers that are divided in ways that are not tested"
         raise ConfigError(KEY, num, f"{problem}: {', '.join(others)}", remedy)
-    sizes = {name: config[name] for name in _sizes(config)}
+    if PACKED in plan.values() and _release("torch") < PACKED_SINCE:
+        problem = f"torch {version('torch')} does not gather the packed matrices of experts"
+        raise ConfigError(KEY, num, problem, "install torch 2.13 or newer, or set it to 1")
+    sizes = {name: config[name] for name in SIZES if isinstance(config.get(name), int)}
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % num]:
         common = gcd(*sizes.values())
         choices = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
@@ -80,7 +88,5 @@ def plan_of(model_type: object) -> dict[str, str] | None:
     return None
 
 
-def _sizes(config: dict[str, Any]) -> list[str]:
-    """Keys of the sizes that are divided."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    return [name for name in names if isinstance(config.get(name), int)]
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])

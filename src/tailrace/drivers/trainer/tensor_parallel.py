@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
@@ -117,7 +118,10 @@ def divide(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 def _check_divisible(name: str, parameter: DTensor) -> None:
     num = parameter.device_mesh.size()
     for placement in parameter.placements:
-        if isinstance(placement, Shard) and (size := parameter.shape[placement.dim]) % num:
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        packed = getattr(placement, "split_factor", 1)
+        if (size := parameter.shape[placement.dim] // packed) % num:
             problem = f"{name} of shape {tuple(parameter.shape)} cannot be divided equally"
             raise ConfigError("trainer.tensor_parallel", num, problem, f"choose a divisor of {size}")
 

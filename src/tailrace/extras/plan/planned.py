@@ -15,7 +15,7 @@ from tailrace.errors import ConfigError
 from tailrace.extras.http.settings import VllmEngineSettings
 from tailrace.kinds import kind_of
 from tailrace.rollout.placement import DeviceSharing, Kind
-from tailrace.sim.cluster import model_of, multiplied_parameters
+from tailrace.sim.cluster import model_of
 from tailrace.sim.device_profiles import device_of
 from tailrace.sim.settings import SimClusterSettings
 
@@ -59,8 +59,6 @@ def least_tensor_parallel(config: RunConfig, cluster: SimClusterSettings) -> int
     shape, replicas = model_of("sim.cluster.model", name), cluster.trainer_replicas or 1
     longest = config.sim.lengths.prompt_tokens + sim_sampling(config).max_completion_tokens
     num = (training or generating) // replicas
-    if shape.block_parameters > 2 * multiplied_parameters(shape):  # experts
-        return given
     sizes = gcd(num, cluster.devices_per_node, shape.num_heads, shape.num_kv_heads, shape.mlp_size)
     for size in (each for each in range(1, sizes + 1) if sizes % each == 0):
         with suppress(ConfigError, ImportError):  # no plan, or no transformers to tell
