@@ -9,7 +9,8 @@ step: the total variation of the distributions; the share of tokens that are oth
 the inverse of the cumulative distribution in the order of the vocabulary; the share of tokens before the
 first other one of their response, which a verification would keep. The JSON file has the same by place and by
 entropy of the distribution. results/survival-quickstart.json: --model examples/quickstart/model --groups 4
---steps 4 --max-tokens 24 --rates 1e-5 --rates 1e-4 --rates 1e-3.
+--steps 4 --max-tokens 24 --rates 1e-5 --rates 1e-4 --rates 1e-3. results/survival-135M.json: --model
+models/SmolLM2-135M-Instruct --groups 1 --steps 4 --max-tokens 48.
 """
 
 import random
