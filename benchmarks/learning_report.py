@@ -21,7 +21,7 @@ PAGE = RESULTS.with_suffix(".md")
 FIGURES = EXAMPLES.parent / "docs" / "images"
 PAGES = EXAMPLES.parent / "docs" / "why"
 MARKS = ("<!-- made by benchmarks/learning.py --report -->\n", "<!-- end -->\n")
-"""Between them the report writes a table: verdicts on claims (results.md), what lag costs (staleness.md)."""
+"""Between them the report writes a table of a page: one of `TABLES`, in their order."""
 LAGS = {"lag up to 1": 1.0, "lag up to 4": 4.0, "longer lag": inf}
 """Largest mean lags of the schedules that are shown together."""
 MODELS = {"quickstart": "live, 0.4M", "tools": "live, 0.2M", "long_tail": "live, 135M, one CPU core"}
@@ -266,7 +266,7 @@ def conditions(runs: Sequence[Result], samples: int) -> str:
         rate = settings.get("trainer.learning_rate", task["trainer"]["learning_rate"])
         rates.append(f"{float(schedule.get('learning_rate', rate)):.0e}".replace("e-0", "e-"))
     step, rate = (" and ".join(dict.fromkeys(each)) for each in (steps, rates))
-    return f"{samples:,} samples in {step} steps at {rate}"
+    return f"{samples:,} samples in {step} optimizer steps at a learning rate of {rate}"
 
 
 def best_of(runs: dict[str, Runs]) -> dict[str, float]:
@@ -296,22 +296,53 @@ def verdicts(name: str, runs: Runs, best: dict[str, float]) -> str:
 
 
 def answers(runs: dict[str, Runs]) -> str:
-    """The table of the claims of claims.py whose runs are there."""
-    rows = []
+    """The table of the claims of claims.py whose runs are there, and the conditions of their studies."""
+    rows: list[list[str]] = []
+    seeds: dict[str, set[int]] = {}
+    compared: dict[str, list[Result]] = {}
     for claim in CLAIMS:
         study, found = STUDIES[claim.study], runs_of(runs, claim.study)
         if not {claim.schedule, claim.against} <= found.keys():
             continue
-        two = [found[claim.schedule][0], found[claim.against][0]]
+        compared.setdefault(claim.study, []).extend(
+            found[each][0] for each in (claim.schedule, claim.against)
+        )
         values = paired(figures_of(found), claim.schedule, claim.against, claim.figure)
+        seeds.setdefault(claim.study, set()).add(len(values))
         margin = study.margin if claim.figure in COMPARED else 0.0
-        regime = conditions(two, samples_of(found))
-        measured = f"{MODELS[study.config.stem]}, {len(values)} seeds, {regime}"
         figure = f"{COMPARED.get(claim.figure, claim.figure)}: `{claim.schedule}` less `{claim.against}`"
-        answer = [figure, shown(values, sign=True), verdict(values, margin), measured]
+        answer = [figure, shown(values, sign=True), verdict(values, margin), MODELS[study.config.stem]]
         rows.append([claim.words, *answer, f"`python benchmarks/learning.py {claim.study}`"])
+    lines = []
+    for name, found_of in compared.items():
+        number = " to ".join(map(str, sorted(seeds[name])))
+        margin_of = f"margin {STUDIES[name].margin}, chosen {STUDIES[name].margin_named}"
+        regime = conditions(found_of, samples_of(runs_of(runs, name)))
+        lines.append(f"- `{name}`: {number} seeds, {regime}; {margin_of}.")
     columns = ["claim", "figure", "difference", "verdict", "measured", "command"]
-    return table(columns, rows) + "\n"
+    head = "\nConditions of the studies, which the commands name:\n"
+    return "\n".join([table(columns, rows), head, *lines, ""])
+
+
+def verification(runs: dict[str, Runs]) -> str:
+    """The table of what verified runs learn and waste, against `serial` and no bound; "": there are none."""
+    found = runs_of(runs, "verified")
+    others = ("serial", "pipelinerl")
+    if not {*others} <= found.keys():
+        return ""
+    figures, rows = figures_of(found), []
+    for name in (each for each in found if each != "serial"):
+        own = figures[name].values()
+        cells = [f"`{name}`", f"{fmean(row['lag, mean'] for row in own):.1f}"]
+        for column, other in (("all", "serial"), ("all", "pipelinerl"), ("accuracy", "serial")):
+            values = paired(figures, name, other, column) if name != other else []
+            cells.append(shown(values, sign=True))
+        rows.append([*cells, shown([row["wasted"] for row in own], share=True)])
+    study, number = STUDIES["verified"], " to ".join(map(str, sorted({len(each) for each in found.values()})))
+    regime = conditions([each[0] for each in found.values()], samples_of(found))
+    measured = f"L{MODELS[study.config.stem][1:]}, {number} seeds, {regime}. Differences are paired by seed:"
+    columns = ["schedule", "mean lag", "reward less `serial`", "less `pipelinerl`", "accuracy less `serial`"]
+    return f"{measured}\n\n{table([*columns, 'wasted tokens'], rows)}\n"
 
 
 def costs(runs: dict[str, Runs]) -> str:
@@ -351,16 +382,20 @@ def costs(runs: dict[str, Runs]) -> str:
     return table([*columns, "after 20,480"], rows) + "\n"
 
 
-TABLES = {"results.md": answers, "staleness.md": costs}
+TABLES = {"results.md": (answers,), "staleness.md": (costs, verification)}
+"""The tables of each page, in their order there."""
 
 
 def filled(page: Path, runs: dict[str, Runs]) -> str:
-    """The text of a page with its present table between the marks."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not end:
-        raise SystemExit(f"{page}: it has no place for a table; add the lines {' and '.join(MARKS)}")
-    return f"{before}{begin}\n{TABLES[page.name](runs)}\n{end}{after}"
+    """The text of a page with its present tables between the marks."""
+    text, rest = "", page.read_text(encoding="utf-8")
+    for made in TABLES[page.name]:
+        before, begin, rest = rest.partition(MARKS[0])
+        _, end, rest = rest.partition(MARKS[1])
+        if not end:
+            raise SystemExit(f"{page}: it has no place for a table; add the lines {' and '.join(MARKS)}")
+        text += f"{before}{begin}\n{made(runs)}\n{end}"
+    return text + rest
 
 
 def part(name: str, runs: Runs, best: dict[str, float]) -> str:

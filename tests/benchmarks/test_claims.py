@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import learning_report as report
-from claims import CLAIMS
 from kl_study import MAX_LAG, switch_positions
-from studies import STUDIES
 
 ROOT = report.RESULTS.parents[2]
 README, RESULTS = ROOT / "README.md", report.PAGES / "results.md"
@@ -45,8 +43,6 @@ def results() -> Iterator[str]:
     yield f"of the same mean lag lose {less('lag', 'G=16', 'G=1')[1:]} of accuracy"
     best = report.best_of(RUNS())[RUNS()["lag"]["G=1"][0]["config"]]
     yield f"whose best accuracy in any run is {best:.2f}"
-    ((margin, named),) = {(STUDIES[each.study].margin, STUDIES[each.study].margin_named) for each in CLAIMS}
-    yield f"a margin of {margin}, chosen {named}."
     lag, largest = (mean("lag", "pipelinerl", f"lag, {each}") for each in ("mean", "largest"))
     yield f"with in-flight updates the mean lag is {lag:.1f} steps, the largest {largest:.0f}."
     for name, words in (

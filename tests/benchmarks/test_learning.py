@@ -15,6 +15,7 @@ from tailrace.drivers.assembly.schedule import resolve
 
 STEP = {"loss": 0.1, "ess": 0.5, "mismatch_kl": 0.2, "lag/max": 3.0, "lag/mean": 1.5, "time/step": 1.0}
 MADE = {"made": {"commit": "abc"}, "machine": {"quiet": False, "others": 0.5}}
+IN_FLIGHT = ("pipelinerl", "pipelinerl, 0 verified")
 TAILRACE = [name for name, study in STUDIES.items() if study.runner == "tailrace"]
 
 
@@ -108,7 +109,8 @@ def test_every_run_of_a_study_has_a_verdict_also_when_seeds_are_missing(tmp_path
     page = learning_report.text(read_all(written(tmp_path, *whole, *others)))
     rows = [("tailrace 1 masked", "tailrace 1", "2"), ("pipelinerl, 8 masked", "tailrace 1", "0")]
     assert compared(page.partition("## masked")[2]) == rows
-    assert "64 samples in 4 steps at 2e-4; untuned; margin 0.02 chosen after the runs" in page
+    regime = "64 samples in 4 optimizer steps at a learning rate of 2e-4"
+    assert f"{regime}; untuned; margin 0.02 chosen after the runs" in page
 
 
 def test_runs_are_compared_at_equal_settings_and_at_equal_mean_lag(tmp_path: Path) -> None:
@@ -199,12 +201,21 @@ def test_a_report_has_a_section_for_each_study_with_results_and_the_figures_that
     runs = [result(*name, seed, [0.2, 0.4 + seed / 5]) for name in names for seed in (0, 1)]
     page, figures = tmp_path / "page.md", tmp_path / "figures"
     figures.mkdir()
-    for name in learning_report.TABLES:
-        (tmp_path / name).write_text("Before\n{}{}After\n".format(*learning_report.MARKS), encoding="utf-8")
+    runs += [result("verified", name, seed, [0.5, 0.6 + seed / 5]) for name in IN_FLIGHT for seed in (0, 1)]
+    runs += [result("verified", "serial", seed, [0.7, 0.9]) for seed in (0, 1)]
+    for name, tables in learning_report.TABLES.items():
+        marked = "Before\n{}{}After\n".format(*learning_report.MARKS) * len(tables)
+        (tmp_path / name).write_text(marked, encoding="utf-8")
     learning_report.write(written(tmp_path, *runs), page, figures, tmp_path)
     claims = (tmp_path / "results.md").read_text(encoding="utf-8")
     claim = "| RolloutPipe, 5.3: it converges as `serial` | accuracy: `rolloutpipe` less `serial` | +0.000"
     assert claim in claims
+    once = "- `verified`: 2 seeds, 128 samples in 8 optimizer steps at a learning rate of 2e-4; margin 0.02, "
+    assert claims.count(f"{once}chosen before the runs.\n") == 1
+    staleness = (tmp_path / "staleness.md").read_text(encoding="utf-8")
+    assert staleness.count("Before\n") == staleness.count("After\n") == 2
+    row = "| `pipelinerl, 0 verified` | 0.5 | -0.200 ±0.635 | +0.000 ±0.000 | +0.000 ±0.000 | 25% |"
+    assert row in staleness and "Live, 0.4M, 2 seeds, 128 samples" in staleness
     assert "## order\n" in page.read_text(encoding="utf-8") and "## april\n" not in page.read_text(
         encoding="utf-8"
     )
