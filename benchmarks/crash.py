@@ -127,6 +127,7 @@ VERIFIED: dict[str, dict[str, object]] = {
     "pipelinerl": {"groups_per_step": 8, "in_flight_per_engine": 96, "ring_groups": 16}
     | {"staleness": 1, "stale": "verify"},
     "april": {"groups_per_round": 8, "groups_launched": 16, "staleness": 0, "stale": "verify"},
+    "bubblespec": {"groups_per_round": 8, "groups_per_step": 8},
 }
 """Schedules that verify tokens, whose runs are killed."""
 REAL: dict[str, dict[str, object]] = {
@@ -287,7 +288,7 @@ class Victim:
     def audit(self) -> Found:
         """Compare the ledger with what it does not write itself."""
         books = self.books()
-        known = totals_of(books).num_known_tokens + books.held_tokens
+        known = totals_of(books).num_known_tokens + books.held_tokens + books.drafted_tokens
         trained = [str(training.id) for training in books.trainings.values() if training.undone is None]
         recorded = Counter(
             json.loads(line)["id"]

@@ -47,10 +47,18 @@ def others(bound: int, groups: int) -> dict[str, Schedule]:
     return found
 
 
-def verified(bound: int, groups: int, times: float) -> Schedule:
-    in_flight = int(times * groups)
-    limits = {"groups_in_flight": in_flight, "staleness": bound, "verify_max_cuts": MAX_CUTS}
-    return partial(SCHEDULES["tailrace"], groups_per_step=groups, stale="verify", **limits)
+def verified(bound: int, groups: int) -> dict[str, Schedule]:
+    """Schedules of a class that verify."""
+    found: dict[str, Schedule] = {}
+    if not bound:
+        found["bubblespec"] = partial(
+            SCHEDULES["bubblespec"], groups_per_round=groups, groups_per_step=groups
+        )
+    for times in (1.5, 2.0, 4.0):
+        limits = {"groups_in_flight": int(times * groups), "staleness": bound, "verify_max_cuts": MAX_CUTS}
+        schedule = partial(SCHEDULES["tailrace"], groups_per_step=groups, stale="verify", **limits)
+        found[f"tailrace, {times:g}x, verified"] = schedule
+    return found
 
 
 def row(name: str, schedule: Schedule, survival: float, rounds: int, seed: int) -> dict[str, Any]:
@@ -78,8 +86,7 @@ def main(rounds: int = 24, groups: int = 16, seed: int = 0, json: Path | None = 
             of_class.append(row(name, schedule, 1.0, rounds, seed))
         best = max(of_class, key=trained_rate)
         for survival in SURVIVALS:
-            for times in (1.5, 2.0, 4.0):
-                name, schedule = f"tailrace, {times:g}x, verified", verified(bound, groups, times)
+            for name, schedule in verified(bound, groups).items():
                 of_class.append(row(name, schedule, survival, rounds, seed))
         print(f"\nbound {bound}: the fastest without verification is {best['schedule']}")
         for each in of_class:

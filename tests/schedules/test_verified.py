@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.small_run import train_here, write_small_run
-from helpers.virtual import EXACT, Book, Outcome, change, simulate, worlds
+from helpers.virtual import EXACT, Book, Outcome, change, reporting, simulate, worlds
 from tailrace.clock import now
 from tailrace.config import load_config
 from tailrace.contracts.weights import Weights
@@ -22,6 +22,7 @@ from tailrace.drivers.assembly.simulated import simulated_parts
 from tailrace.drivers.environments.settings import PythonSettings
 from tailrace.errors import ConfigError, ScheduleError
 from tailrace.kinds import kind_of
+from tailrace.ledger.base import DRAFTED
 from tailrace.ledger.recovery import totals_of
 from tailrace.ledger.store import Store, read_ledger
 from tailrace.record.events import Event, Published, RequestEnded, SampleScored, Stepped, TokensWasted
@@ -348,3 +349,52 @@ def test_a_live_run_trains_no_older_token_and_its_books_close(name: str, bound: 
     for each in books.trainings.values():
         versions = [span.version for span in books.samples[each.id].spans]
         assert each.step - 1 - min(versions) <= bound and (bound or len({*versions}) == 1)
+
+
+@pytest.mark.slow
+def test_bubblespec_trains_the_samples_that_serial_does_although_updates_change_its_drafts(
+    tmp_path: Path,
+) -> None:
+    """Live, in float32, with a learning rate at which an update changes some tokens: ids and rewards."""
+    found = []
+    for name in ("serial", "bubblespec"):
+        (folder := tmp_path / name).mkdir()
+        path = write_small_run(folder)
+        path.write_text(
+            path.read_text().replace('"rolloutpipe"', f'"{name}"').replace("rounds = 3", "rounds = 6")
+        )
+        words = {"run.eval_every": "0", "ledger.keep_tokens": "true", "trainer.learning_rate": "1e-2"}
+        assert train_here(path, *(word for key, value in words.items() for word in (f"--{key}", value))) == 0
+        with closing(Store.open(folder / "out" / "ledger.sqlite", only_read=True)) as store:
+            books = read_ledger(store)
+        trained = {each.id: books.samples[each.id] for each in books.trainings.values()}
+        found.append(
+            {
+                id: (sample.reward, b"".join(row.ids for row in books.tokens[id]))
+                for id, sample in trained.items()
+            }
+        )
+        tokens = json.loads((folder / "out" / "summary.json").read_text())["tokens"]
+    assert found[0] == found[1] and len(found[0]) == 6 * 4 * 2
+    assert tokens["drafted"] > 0 < tokens["wasted"]["changed"]
+    kept = ("trained", "parked", "drafted")
+    assert tokens["generated"] == sum(tokens[state] for state in kept) + sum(tokens["wasted"].values())
+
+
+def test_drafted_tokens_of_a_killed_run_are_counted_and_the_next_life_verifies_them(tmp_path: Path) -> None:
+    schedule = partial(SCHEDULES["bubblespec"], groups_per_round=2, groups_per_step=2)
+    world = change(
+        EXACT, engines=change(EXACT.engines, survival=0.9), lengths=change(EXACT.lengths, sigma=1.0)
+    )
+    book, run = Book(flush_s=0.1), RunSettings(rounds=4, group_size=2, checkpoint_every=1)
+    simulate(schedule, run, world, folder=tmp_path, book=book, kill_at_s=30.0, beside=reporting)
+    books = read_ledger(book.store)
+    drafted = [group.prompt for group in books.groups.values() if group.reason == DRAFTED]
+    assert drafted == [2, 3]
+    tokens = sum(each.num_tokens for each in books.samples.values() if each.prompt in drafted)
+    assert books.drafted_tokens == tokens > 0
+    outcome = simulate(schedule, run, world, folder=tmp_path, book=book)
+    assert {2, 3} <= {*outcome.trained} and outcome.totals.wasted_tokens["changed"] > 0
+    assert all({*step.lags.publications} == {0} for step in outcome.of(Stepped))
+    known = outcome.totals.num_known_tokens + (books := read_ledger(book.store)).held_tokens
+    assert known + books.drafted_tokens == book.num_generated and books.drafted_tokens > 0
