@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--size 0.45M|25M] [--vllm-python PATH] [--repeats 3] [--core N] [--json FILE]
     python benchmarks/engine.py --model models/SmolLM2-135M-Instruct [--vllm-python PATH]
-    python benchmarks/engine.py --model models/SmolLM2-135M-Instruct --drafts   (drafts.py)
+    python benchmarks/engine.py --model models/SmolLM2-135M-Instruct --drafts --repeats 5   (drafts.py)
 
 Same model folders (random weights of a Qwen3 shape, in float32; or a real model, in bfloat16 and in float32,
 without servers), same requests, same lengths, one core and one thread for each engine. Lengths are lognormal
