@@ -24,7 +24,8 @@ alone or together with an engine. It starts again (`trainer.restarts`), and each
 starts again; the run then ends by itself, and is resumed. Needs `pip install tailrace[tinker]`.
 --task pinned: instead, trl_async, dora and laminar on two engines that serve the last versions as adapters of
 LoRA; each sample has one version.
---task verified: instead, tailrace, pipelinerl and april with stale = "verify" and bounds of 0 and 1.
+--task verified: instead, tailrace, pipelinerl and april with stale = "verify" and bounds of 0 and 1,
+and april on the example with tools.
 --task real: instead, april and pipelinerl on SmolLM2-135M and sums with a long tail of lengths.
 
 --freeze N: instead, N random pairs of faults in live runs of seven schedules with two engines, and, where
@@ -746,6 +747,12 @@ def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[
             schedules = {"real": REAL, "pinned": PINNED, "verified": VERIFIED}.get(task, KILLED)
             example = "smollm2/long_tail.toml" if task == "real" else EXAMPLE["native"]
             victims = [Victim(each, schedules[each], Path(name), options, example) for each in schedules]
+            if task == "verified":
+                (folder := Path(name, "episodes")).mkdir()
+                calculator = json.dumps([f"{EXAMPLES}/tools/calculator.py:calculator"])
+                harmless = options | {"environment.calls_have_effects": "false"}
+                harmless |= {"environment.functions": calculator}
+                victims.append(Victim("april", VERIFIED["april"], folder, harmless, "tools.toml"))
         for number in range(kills):
             victim = victims[number % len(victims)]
             victim.live_and_die(chance, life_s)

@@ -126,6 +126,50 @@ def test_the_first_turn_has_the_seed_of_the_sample_and_each_later_one_its_own() 
     assert len(set(seeds)) == 6 and all(0 <= seed < 2**63 for seed in seeds)
 
 
+def test_a_verified_turn_keeps_what_follows_it_unless_it_changes() -> None:
+    """Two turns of two tokens of the versions 0 and 1, and a third of version 2 that is generated."""
+    sample = group_of(1).samples[0]
+    sample.seed, sample.max_age, sample.in_episode = 5, 0, True
+    seeds = []
+    for version, ids in enumerate(([10, 11], [12, 13], [14])):
+        seeds.append(sample.turn_seed)
+        sample.extend(ids, [-0.5] * len(ids), version)
+        if version < 2:
+            sample.finish_reason = "stop"
+            answer(sample, [50 + version])
+    turns = sample.turns
+    sample.verified_turn, sample.to_verify = 0, True
+    assert (sample.turn_context_ids, sample.turn_ids, sample.turn_seed) == ([1, 2, 3], [10, 11], seeds[0])
+    assert (sample.num_context_tokens, sample.turn_version) == (5, 0)
+    sample.verify(2, 2, [-0.25, -0.25])
+    assert sample.spans == [Span(2, 2), Span(1, 2), Span(2, 1)] and sample.to_verify  # the second turn is old
+    assert sample.behavior_logprobs == [-0.25, -0.25, -0.5, -0.5, -0.5]
+    sample.verified_turn = 1
+    context = [1, 2, 3, 10, 11, 50]
+    assert (sample.turn_context_ids, sample.turn_ids, sample.turn_seed) == (context, [12, 13], seeds[1])
+    assert (sample.num_context_tokens, sample.turn_version) == (8, 1)
+    sample.end_turn("length")
+    assert sample.finish_reason is None  # of the third turn
+    sample.verify(1, 3, [-0.125])
+    assert sample.completion_ids == [10, 11, 12] and sample.num_changed == 2
+    assert sample.behavior_logprobs == [-0.25, -0.25, -0.125]
+    assert sample.spans == [Span(2, 2), Span(3, 1)] and sample.to_verify  # the first turn is too old for 3
+    assert sample.turns is turns and [turn.num_tokens for turn in turns] == [2]
+    assert (sample.verified_turn, sample.turn_ids, sample.turn_seed) == (None, [12], seeds[1])
+
+
+def test_an_episode_that_has_ended_goes_on_when_a_turn_changes() -> None:
+    sample = group_of(1).samples[0]
+    two_turns(sample, [10, 11], [50], [12])
+    sample.reward, sample.text, sample.verified_turn, sample.max_age = 1.0, "abc", 0, 0
+    sample.verify(2, 5, [-0.5, -0.5])
+    assert (sample.reward, sample.finish_reason, sample.in_episode) == (1.0, "stop", False)
+    sample.verified_turn = 1
+    sample.verify(0, 5)
+    assert (sample.reward, sample.finish_reason, sample.in_episode, sample.text) == (None, None, True, "")
+    assert (sample.turn_context_ids, sample.num_tokens, sample.to_verify) == ([1, 2, 3, 10, 11, 50], 2, False)
+
+
 def test_an_episode_has_ended_when_its_environment_says_so() -> None:
     sample = group_of(1).samples[0]
     sample.in_episode, sample.finish_reason = True, "stop"

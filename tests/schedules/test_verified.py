@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.played import Calls
+from helpers.played import world as played
 from helpers.small_run import train_here, write_small_run
 from helpers.virtual import EXACT, Book, Outcome, change, reporting, simulate, worlds
 from tailrace.clock import now
 from tailrace.config import load_config
+from tailrace.contracts import environments
+from tailrace.contracts.environments import Policy
 from tailrace.contracts.weights import Weights
 from tailrace.controller.base import RunComponents, RunSettings
 from tailrace.controller.run import Run
@@ -25,7 +30,15 @@ from tailrace.kinds import kind_of
 from tailrace.ledger.base import DRAFTED
 from tailrace.ledger.recovery import totals_of
 from tailrace.ledger.store import Store, read_ledger
-from tailrace.record.events import Event, Published, RequestEnded, SampleScored, Stepped, TokensWasted
+from tailrace.record.events import (
+    Event,
+    Published,
+    RequestEnded,
+    RequestStarted,
+    SampleScored,
+    Stepped,
+    TokensWasted,
+)
 from tailrace.schedules import SCHEDULES
 from tailrace.schedules.window import VerifiedWindow
 from tailrace.sim.engine import SimEngine
@@ -105,6 +118,56 @@ def test_in_200_worlds_each_trained_token_is_within_its_bound_and_each_sample_en
         assert wasted == 0 or world.engines.survival < 1
         changed += wasted
     assert changed > 10_000 and num_at_limit > 10 and cuts >= {0, 1, 2, 3}
+
+
+def test_in_100_worlds_episodes_are_trained_whole_within_their_bound() -> None:
+    """A call is made again only in an episode of which a turn has changed."""
+    changed = num_again = 0
+    for seed in range(100):
+        schedule, run, world = random_run(seed)
+        environment = Calls(turns=1 + seed % 4)
+        outcome = simulate(schedule, run, world, parts=played(environment, world))
+        words = {"staleness": 0, "verify_max_cuts": 1} | schedule.keywords
+        for step in outcome.of(Stepped):
+            assert max(step.lags.publications, default=0) <= words["staleness"]
+            for sample in step.samples:
+                assert sample.group.cuts <= words["verify_max_cuts"]
+                assert len(sample.turns) == environment.turns and not sample.in_episode
+                assert sample.turns[-1].num_tokens == sample.num_tokens
+        cut = {event.sample for event in outcome.of(TokensWasted) if event.reason == "changed"}
+        again = {sample for (sample, _, _), num in Counter(environment.answered).items() if num > 1}
+        assert again <= cut
+        changed, num_again = changed + len(cut), num_again + len(again)
+    assert changed > 200 and num_again > 100, (changed, num_again)
+
+
+@pytest.mark.parametrize("is_repeatable", [True, False])
+def test_an_ended_episode_that_does_not_change_keeps_its_reward_or_fails_if_it_is_not_repeated(
+    is_repeatable: bool,
+) -> None:
+    """Each is played again for each publication for which it waits, and would get another reward. An
+    environment that then ends after its first turn leaves turns that no engine has verified."""
+
+    class Again(Calls):
+        async def run(self, prompt: Prompt, policy: Policy) -> environments.Outcome:
+            is_again = (policy.id, 0, 0) in self.answered
+            self.turns = 1 if is_again and not is_repeatable else 3
+            await super().run(prompt, policy)
+            return environments.Outcome(0.75 if is_again else 0.5)
+
+    schedule = partial(
+        SCHEDULES["tailrace"], groups_per_step=1, groups_in_flight=4, staleness=0, stale="verify"
+    )
+    world = change(EXACT, engines=change(EXACT.engines, slots=8))
+    outcome = simulate(schedule, RunSettings(rounds=6, group_size=2), world, parts=played(Again(), world))
+    trained = [sample for step in outcome.of(Stepped) for sample in step.samples]
+    assert [(sample.reward, len(sample.turns)) for sample in trained] == [(0.5, 3)] * 12
+    scored = Counter((event.reward, event.failure) for event in outcome.of(SampleScored))
+    num_failed = scored.pop((None, "environment not repeatable"), 0)
+    assert [*scored] == [(0.5, None)] and (num_failed == 0) is is_repeatable
+    num_samples = len({event.sample for event in outcome.of(RequestStarted)})
+    assert scored[0.5, None] == num_samples
+    assert len(outcome.of(RequestStarted)) > 3 * num_samples
 
 
 def test_a_bound_of_0_waits_for_nothing_and_trains_tokens_of_the_published_weights_only() -> None:
@@ -301,21 +364,21 @@ def test_parameters_that_could_cut_a_response_for_ever_are_refused(
         resolve(config.model_copy(update={"schedule": {**words, **groups, "stale": "verify"}}))
 
 
-def test_engines_that_draw_no_token_again_and_episodes_are_refused(tmp_path: Path) -> None:
+def test_engines_that_draw_no_token_again_and_calls_with_effects_are_refused(tmp_path: Path) -> None:
     words = {"name": "tailrace", "groups_per_step": 2, "groups_in_flight": 4, "staleness": 0}
     config = load_config(write_small_run(tmp_path))
     drafting = {"name": "bubblespec", "groups_per_step": 2, "groups_per_round": 2}
     verified = config.model_copy(update={"schedule": {**words, "stale": "verify"}})
     resolve(verified)
-    others = {
-        "engine": kind_of("engine", "vllm").settings(),
-        "environment": PythonSettings(environment="a.py:A"),
-    }
-    for key, section in others.items():
-        with pytest.raises(ConfigError, match=r"schedule.stale = 'verify': an e.* cannot draw"):
-            resolve(verified.model_copy(update={key: section}))
-        with pytest.raises(ConfigError, match=r"schedule.name = 'bubblespec': an e.* cannot draw"):
-            resolve(verified.model_copy(update={key: section, "schedule": drafting}))
+    for words, schedule in (("stale = 'verify'", verified.schedule), ("name = 'bubblespec'", drafting)):
+        with pytest.raises(ConfigError, match=f"schedule.{words}: an engine .* cannot draw"):
+            changes = {"engine": kind_of("engine", "vllm").settings(), "schedule": schedule}
+            resolve(verified.model_copy(update=changes))
+        played = PythonSettings(environment="a.py:A")
+        with pytest.raises(ConfigError, match=r"environment.calls_have_effects = True: with schedule"):
+            resolve(verified.model_copy(update={"environment": played, "schedule": schedule}))
+        harmless = PythonSettings(environment="a.py:A", calls_have_effects=False)
+        resolve(verified.model_copy(update={"environment": harmless, "schedule": schedule}))
 
 
 @pytest.mark.parametrize(

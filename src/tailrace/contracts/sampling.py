@@ -28,6 +28,6 @@ class SamplingSettings(Settings):
     """Strings, not empty, that end a completion when they appear in its text."""
 
     def room(self, sample: Sample) -> int:
-        """Tokens that may still come in the turn of a sample that is generated now; not above 0: none."""
+        """Tokens that may still come in the turn of a sample in service; not above 0: none."""
         limit = (sample.sampling or self).max_completion_tokens
-        return int(min(limit, sample.turn_limit)) - sample.num_tokens
+        return int(min(limit, sample.turn_limit)) - sample.turn_end

@@ -204,11 +204,11 @@ discarded, and a single one may be an overflow of bfloat16."""
 
 
 def check_verified(unable: str, key: str = "schedule.stale", value: object = "verify") -> None:
-    """Raise a ConfigError for stale = "verify", or what else asks for it, if a part of the run is unable to;
-    empty: none is."""
+    """Raise a ConfigError for stale = "verify", or what else asks for it, if engines are unable to; empty:
+    none is."""
     if unable:
         problem = f"{unable} cannot draw its tokens again with the same noise"
-        remedy = "write another one, or choose the embedded engine and an environment of one turn"
+        remedy = "write another one, or choose the embedded engine"
         raise ConfigError(key, value, problem, remedy)
 
 
@@ -283,7 +283,7 @@ class Run:
 
         Raises:
             ScheduleError: an engine serves fewer versions at a time.
-            ConfigError: an engine cannot verify, or samples are episodes.
+            ConfigError: an engine cannot verify.
         """
         for engine in self.engines:
             if engine.versions < pinned:
@@ -299,12 +299,12 @@ class Run:
             self._begin_to_verify()
 
     def _begin_to_verify(self) -> None:
-        parts, oldest = self._parts.components, self.version - self._bound
+        oldest = self.version - self._bound
         if self._bound == inf:
             problem = 'with stale = "verify" tokens are verified when they are older than a bound'
             raise ConfigError("schedule.staleness", None, problem, "set it")
         unable = [engine.name for engine in self.engines if not engine.capabilities.verifies]
-        check_verified(", ".join(unable) or "an episode" * bool(parts.run_episode))
+        check_verified(", ".join(unable))
         self.router.max_age = int(self._bound)
         self.pool.verify(oldest)
         for group in [*self.parked.groups, *self._interrupted]:

@@ -80,7 +80,7 @@ class Episode(Policy):
             raise ValueError("the context of the first turn does not begin with the prompt")
         opening = turns[0].observation_ids if turns and not turns[0].num_tokens else []
         if turns and opening != ids:
-            raise _diverged()
+            raise diverged()
         if ids and not turns:
             self._check_room(len(prompt_ids))
             turns.append(Turn(0, "stop", observation_ids=ids))
@@ -101,13 +101,10 @@ class Episode(Policy):
             self._continue(turns[self._num_turns - 1], messages, context_ids)
         elif context_ids is not None:
             raise RuntimeError("the context of the first turn is set with Policy.open")
+        if self._num_turns < len(turns) and self._sample.to_verify:
+            await self._verify(max_tokens)
         if self._num_turns == len(turns):
-            self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
-            self._is_generating = True
-            try:
-                await self._serve(self._sample)
-            finally:
-                self._is_generating = False
+            await self._generate(max_tokens)
             assert self._sample.finish_reason is not None
             text = self._decode(self._sample.turn_ids)
             turns.append(Turn(self._sample.num_tokens, self._sample.finish_reason, text=text))
@@ -146,6 +143,23 @@ class Episode(Policy):
         await self._written()
         return result
 
+    async def _generate(self, max_tokens: int | None) -> None:
+        self._sample.turn_limit = self._sample.turn_start + (max_tokens or inf)
+        self._is_generating = True
+        try:
+            await self._serve(self._sample)
+        finally:
+            self._is_generating = False
+
+    async def _verify(self, max_tokens: int | None) -> None:
+        """Let an engine verify a recorded turn. If it changes, it is generated to its end, and the turns
+        after it are gone."""
+        self._sample.verified_turn = self._num_turns
+        try:
+            await self._generate(max_tokens)
+        finally:
+            self._sample.verified_turn = None
+
     def _branch(self, num_tokens: int) -> Branch:
         """The branch of the last turn that the environment has seen, up to a completion token."""
         before = self._sample.turns[: self._num_turns - 1]
@@ -163,7 +177,7 @@ class Episode(Policy):
         ids = self._observe(messages, last_id) if context_ids is None else list(context_ids)
         if last.observation_ids:
             if (last.observation_ids, last.begins_branch) != (ids, begins_branch):
-                raise _diverged()
+                raise diverged()
             return
         if begins_branch and len(sample.branches) >= self._max_branches:
             raise EpisodeOver
@@ -189,5 +203,6 @@ def _unicode(messages: Sequence[Message]) -> list[dict[str, object]]:
     return replaced
 
 
-def _diverged() -> EnvironmentFailed:
+def diverged() -> EnvironmentFailed:
+    """The failure of an environment that does not repeat what it said before."""
     return EnvironmentFailed("not repeatable", "after an interruption it said something else than before")

@@ -12,7 +12,7 @@ from tailrace.contracts.environments import Environment, EpisodeOver, Outcome
 from tailrace.contracts.trainer import Reference
 from tailrace.errors import EnvironmentBroken, EnvironmentFailed
 from tailrace.record.events import Recorder, SampleScored
-from tailrace.rollout.episode import Decode, Episode, Rewritten
+from tailrace.rollout.episode import Decode, Episode, Rewritten, diverged
 from tailrace.rollout.router import Serve, Written, not_written
 from tailrace.types import Prompt, Sample
 
@@ -56,7 +56,8 @@ class Episodes:
     async def run(
         self, sample: Sample, serve: Serve, recorder: Recorder, written: Written = not_written
     ) -> None:
-        """Run an episode, or go on with one, until it ends.
+        """Run an episode, or go on with one, until it ends. One that has ended is played again over its
+        record to be verified (`Sample.to_verify`). It keeps its end and its reward unless a turn changes.
 
         If the environment raises, the sample fails with the reason "environment NAME". Raises an
         EnvironmentBroken if too many episodes in sequence have failed."""
@@ -75,7 +76,8 @@ class Episodes:
             with _paused(limit):
                 await kept(serve(sample))
 
-        sample.in_episode = True
+        had_ended = sample.to_verify and not sample.in_episode
+        sample.in_episode = not had_ended
         is_stored = sample.id.prompt >= 0  # not one of an evaluation
         episode = self._episode(
             sample,
@@ -86,7 +88,9 @@ class Episodes:
         detail = ""
         try:
             outcome = await self._run(sample, episode, limit)
-            if outcome.reward is not None and self._reference:
+            if sample.to_verify:
+                raise diverged()  # it ended before its last turn
+            if sample.in_episode and outcome.reward is not None and self._reference:
                 sample.reference_logprobs = _checked(await kept(self._reference.logprobs(sample)))
         # An environment may raise CancelledError by itself: a task that it awaits was cancelled.
         except (Exception, asyncio.CancelledError, SystemExit) as why:
@@ -96,6 +100,8 @@ class Episodes:
             outcome, detail = Outcome(), self._fail(sample, why)
         else:
             self._num_failures = 0
+        if not sample.in_episode:
+            return  # it had ended, and nothing has changed
         self._end(sample, outcome)
         if sample.scored and is_stored:
             scored = SampleScored(now(), sample.id, sample.reward, sample.failure, sample.num_tokens, detail)
@@ -145,7 +151,8 @@ class Episodes:
         else:
             reason = type(why).__name__
             detail = "".join(traceback.format_exception(why))[-MAX_DETAIL:]
-        sample.failure = f"environment {reason}"
+        sample.failure, sample.reward = f"environment {reason}", None
+        sample.in_episode, sample.to_verify = True, False
         self._first_failure = self._first_failure if self._num_failures else f"{reason}: {detail}"
         self._num_failures += 1
         if self._num_failures >= self._max_failures:

@@ -119,6 +119,11 @@ class SamplesInFlight:
                 state.task.cancel()
         return state.task
 
+    def interrupt(self, sample: Sample) -> None:
+        """Stop the request of a sample, if it has one. It does not stop to wait for one."""
+        if (state := self._states.get(sample)) and state.task:
+            self.park(sample)
+
     def discard(self, sample: Sample, reason: str) -> bool:
         """Stop a sample for good. Returns whether an engine works on it until `end_request`."""
         state = self._states.get(sample)

@@ -23,7 +23,8 @@ last.
 With stale = "verify" an engine verifies what it serves (`GenerationRequest.max_age`). The pool sends back
 finished members, at once: a pass over one costs less than the decode steps of a rest that waits. A member
 keeps its end, its reward and a scoring under way (`Sample.to_verify`) until the engine answers how
-many of its tokens it keeps. The others are waste, "changed".
+many of its tokens it keeps. The others are waste, "changed". An episode under way is interrupted and served
+again: it is played over its record, and each turn up to the last one with an old token is verified.
 
 The samples hold all facts; tasks only change them. `_advance(group)` reads a group and moves it on. It may be
 called at any time and any number of times, so a cancellation, a dead engine, a restart and samples that
@@ -231,14 +232,16 @@ class Pool:
         them, and from now on all that become so. The weights are on their way to the engines."""
         self._oldest = oldest
         for group in self.groups:
-            if old := [sample for sample in group.kept if self._is_too_old(sample)]:
+            for sample in filter(self._is_too_old, group.samples):
+                sample.to_verify = True
+                self._samples.interrupt(sample)
+            if old := [sample for sample in group.kept if sample.to_verify]:
                 if group in self.ready:
                     self.ready.remove(group)
                     self._in_flight[group] = None
                 self._serve_again(group)
                 for sample in old:
                     self.progress.lose(sample)
-                    sample.to_verify = True
                     self._samples.wait(sample)
         self._advance_complete()
         self._dispatch()
@@ -358,6 +361,7 @@ class Pool:
         group.drafted_before = self._oldest
         for sample in filter(self._is_too_old, group.samples):
             sample.to_verify = True
+            self._samples.interrupt(sample)
         group.kept = [sample for sample in group.kept if not sample.to_verify]
         self.progress.launched(group, is_first=not len(self))
         self._in_flight[group] = None
@@ -443,9 +447,11 @@ class Pool:
                 asyncio.get_running_loop().call_soon(self._score_next)
 
     def _is_too_old(self, sample: Sample) -> bool:
-        """Whether a finished sample must be verified before it is trained."""
-        ended = sample.ended and sample.fate is None and bool(sample.spans)
-        return ended and sample.oldest_version < self._oldest
+        """Whether a finished sample, or an episode under way, must be verified before it is trained. An
+        episode that failed is not played again."""
+        if sample.fate or not sample.spans or (sample.failure and sample.turns):
+            return False
+        return (sample.ended or sample.in_episode) and sample.oldest_version < self._oldest
 
     def _on_verified(self, sample: Sample, num_changed: int) -> None:
         self._ledger.verify(sample, num_changed)
@@ -603,6 +609,8 @@ class Pool:
             sample.to_verify |= self._is_too_old(sample)  # there was a publication meanwhile
             if not sample.ended:  # or it gave its slot up
                 self._samples.wait(sample)
+        if sample.failure:  # its verification failed
+            self._samples.stop_scoring(sample)
         self._advance(sample.group)
         if self.order is not launched_first:
             self._samples.reorder(sample.group.samples)

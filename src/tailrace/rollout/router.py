@@ -30,7 +30,8 @@ DECODED_EVERY_S = 1.0
 """Decode steps are recorded in sums over at least this time, while the engine has requests."""
 
 Serve = Callable[[Sample], Awaitable[None]]
-"""Generates the rest of a turn. It may be cancelled at any token."""
+"""Generates the rest of a turn, or verifies one (`Sample.verified_turn`). It may be cancelled at any
+token."""
 Written = Callable[[], Awaitable[None]]
 """Waits until the samples, as they stand, would survive a kill of the run."""
 RunEpisode = Callable[[Sample, Serve, Recorder, Written], Awaitable[None]]
@@ -152,11 +153,13 @@ class Router:
             self.on_changed()
 
     async def _serve_turn(self, sample: Sample) -> None:
-        """Generate the rest of a turn, on one engine after another if it is moved or given back."""
+        """Generate the rest of a turn, or verify one, on one engine after another if it is moved or given
+        back."""
         target: int | None = None
         source: Engine | None = None  # that had its KV cache before it moved
         sample.max_age = None if sample.id.is_held_out else self.max_age
-        while sample.finish_reason is None or sample.to_verify:
+        is_verified = False  # a turn that had ended, and nothing has changed
+        while not is_verified and (sample.finish_reason is None or sample.to_verify):
             while (number := self._choose_engine(sample, target)) is None:
                 await self.changed.wait("an engine that is open")
             engine = self.engines[number]
@@ -175,7 +178,8 @@ class Router:
             outcome = "cancelled"
             try:
                 await engine.generate(sample)
-                outcome = str(sample.finish_reason)
+                is_verified = (turn := sample.verified_turn) is not None
+                outcome = str(sample.finish_reason if turn is None else sample.turns[turn].finish_reason)
             except VersionGone:  # the engine knows better than `versions`
                 outcome, sample.engine = "refused", None
                 self.versions.refused(number, sample.pin)

@@ -403,7 +403,7 @@ class SimEngine:
             room = (self._kv_capacity - self._kv_tokens) // len(self._running)
             steps = min(steps, max(1, room + 1))
             if self._queue and self._in_mid_step and len(self._running) < self.slots:
-                steps = 1  # the requests that wait join at the end of this step
+                steps = min(steps, 1)  # the requests that wait join at the end of this step
             when = self._since + self._next_steps.seconds(self._credit, steps)
             self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
         self._report_to_host()
@@ -452,7 +452,9 @@ class SimEngine:
             is_old = self._is_too_old(sample)
             num_drawn = self._verify(sample) if is_old else 0
             self._kv_base += sample.num_context_tokens - self._steps
-            base, length = sample.num_tokens - self._steps, self._length_of(sample)
+            base, length = sample.turn_end - self._steps, sample.turn_end
+            if sample.verified_turn is None:
+                length = self._length_of(sample)
             self._running[sample] = _Running(self._queue.pop(sample), base, length)
             heapq.heappush(self._ends, (length - base, next(self._ties), sample))
             computed = max(self._num_uncached(sample, context), context if is_old else 0)
@@ -461,24 +463,23 @@ class SimEngine:
             self._delay(self._prefill_s(computed, num_drawn))
 
     def _is_too_old(self, sample: Sample) -> bool:
-        if sample.max_age is None or not sample.spans:
-            return False
-        return sample.oldest_version < self.version - sample.max_age
+        oldest, max_age = sample.turn_version, sample.max_age
+        return oldest is not None and max_age is not None and oldest < self.version - max_age
 
     def _verify(self, sample: Sample) -> int:
-        """Keep the tokens of a sample before the first that is another one now. Returns those drawn again."""
-        num_tokens, num_kept = sample.num_tokens, self._num_kept(sample)
+        """Keep the tokens of a turn before the first that is another one now. Returns those drawn again."""
+        num_tokens, num_kept = sample.turn_end - sample.turn_start, self._num_kept(sample)
         sample.verify(num_kept, self.version)
         return min(num_tokens, (num_kept // VERIFIED_ROWS + 1) * VERIFIED_ROWS)
 
     def _num_kept(self, sample: Sample) -> int:
-        """Tokens of a sample before the first that an update since it was drawn has changed."""
-        kept, survival = sample.num_tokens, self._cost.survival
+        """Tokens of a turn before the first that an update since it was drawn has changed."""
+        start, kept, survival = sample.turn_start, sample.turn_end - sample.turn_start, self._cost.survival
         for update in range(sample.oldest_version + 1, self.version + 1) if survival < 1.0 else ():
-            chance = Chance(SURVIVAL, sample.seed, update).uniform()
+            chance = Chance(SURVIVAL, sample.turn_seed, update).uniform()
             first = int(math.log(chance) / math.log(survival)) if survival else 0
-            if first < sample.num_older(update):
-                kept = min(kept, first)
+            if any(span.version < update for span in sample.spans_between(start + first, start + kept)):
+                kept = first
         return kept
 
     def _prefill_s(self, positions: int, num_drawn: int = 0) -> float:
@@ -496,22 +497,22 @@ class SimEngine:
 
     def _suspend(self, sample: Sample) -> None:
         """Keep the KV cache of an aborted request."""
-        before = sample.num_context_tokens - sample.num_tokens
+        before = sample.num_context_tokens - sample.turn_end
         self._suspended.keep(sample, before + self._running[sample].base + self._steps)
 
     def _update_sample(self, sample: Sample) -> None:
         version = self.version if sample.pin is None else sample.pin
-        sample.grow(self._running[sample].base + self._steps - sample.num_tokens, version)
+        sample.grow(self._running[sample].base + self._steps - sample.turn_end, version)
 
     def _remove(self, sample: Sample, finish_reason: FinishReason | None) -> asyncio.Future[None]:
-        sample.finish_reason = finish_reason
+        sample.end_turn(finish_reason)
         self._update_sample(sample)
         request = self._running.pop(sample)
         if request.prompt_version == self.version:
             self._prompts[sample.group] -= 1
             if not self._prompts[sample.group]:
                 del self._prompts[sample.group]
-        self._kv_base -= sample.num_context_tokens - sample.num_tokens + request.base
+        self._kv_base -= sample.num_context_tokens - sample.turn_end + request.base
         return request.future
 
 

@@ -224,7 +224,10 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             asked = ("schedule.stale", "verify")
             if "stale" not in schedule.keywords:
                 asked = ("schedule.name", config.schedule.get("name"))
-            check_verified("an episode" * config.environment.has_turns, *asked)
+            if config.environment.calls_have_effects:
+                problem = f'with {asked[0]} = "{asked[1]}" an episode loses turns whose calls were made'
+                remedy = f"if they change nothing, set it to false; if they do, change {asked[0]}"
+                raise ConfigError("environment.calls_have_effects", True, problem, remedy)
             unable = f"an engine of the kind {config.engine.kind!r}"
             check_verified(unable * (not engine_kind(config).verifies), *asked)
 

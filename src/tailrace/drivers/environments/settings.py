@@ -17,6 +17,7 @@ class SingleTurnSettings(Settings):
     """A sample is one response to its prompt."""
 
     has_turns: ClassVar[bool] = False
+    calls_have_effects: ClassVar[bool] = False
     gives_rewards: ClassVar[bool] = False
 
     kind: Literal["single_turn"] = "single_turn"
@@ -42,6 +43,9 @@ class EpisodeSettings(Settings):
     """Seconds after which an episode fails as "environment timeout"; above 0, at most a week. The time in
     which the policy generates does not count. An episode that goes on after an interruption has them again.
     None: no limit."""
+    calls_have_effects: bool = True
+    """Whether a call changes what later calls return, or anything else outside its episode. Such an episode
+    cannot lose turns: with schedule.stale = "verify" this must be false."""
     history: Literal["keep", "template"] = "keep"
     """Form of earlier turns. "keep": the policy's own tokens. "template": as the chat template writes them;
     where it leaves something out (Qwen3's: the thinking of earlier turns), the turn begins a branch."""

@@ -341,7 +341,7 @@ class RemoteEngine(EngineClient):
                 pin=sample.pin,
                 references=sample.references if self.capabilities.references else (),
                 max_age=sample.max_age,
-                oldest_version=sample.oldest_version if sample.spans else None,
+                oldest_version=sample.turn_version,
             )
             self.worker.send(EngineWorker.submit, request)
             self._requests[id] = served = _Request(sample, self.worker.future())
@@ -410,7 +410,7 @@ class RemoteEngine(EngineClient):
                 request.sample.verify(len(verified), output.version, verified)
             request.sample.extend(output.ids, output.behavior_logprobs, output.version)
             if output.finish_reason is not None:
-                request.sample.finish_reason = output.finish_reason
+                request.sample.end_turn(output.finish_reason)
                 if not request.ended.done():
                     request.ended.set_result(None)
         for id in report.refused:
