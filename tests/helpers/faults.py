@@ -23,6 +23,7 @@ from tailrace.drivers.engine.native import model as native_model
 from tailrace.drivers.engine.probes import probe_ids
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.weights.settings import SharedMemorySettings, WeightsSettings
+from tailrace.drivers.workers import engine as workers
 from tailrace.drivers.workers.engine import EngineJob, EngineWorker, RemoteEngine
 from tailrace.drivers.workers.process import LocalSpawner
 from tailrace.drivers.workers.trainer import RemoteTrainer, TrainerJob, TrainerWorker
@@ -40,6 +41,7 @@ FAULTS: Mapping[str, str] = {
     "a value that is not finite": "not finite: its log-probs are not (tensors changed on the way: 1 of ",
     "an old prefix cache": "stale prefix cache: ",
 }
+MEMORY = "no fault, but figures of a device"
 ADAPTER_FAULTS: Mapping[str, str] = {
     "an adapter that is not loaded": "adapter not active: ",
     "an older adapter": "weights not loaded: it computes with version 1 (its log-probs have not moved",
@@ -83,6 +85,9 @@ class PlantedEngine(EngineWorker):
             return super().load(weights, link, kv)
 
     def _patched(self) -> AbstractContextManager[object]:
+        if self._fault == MEMORY:
+            peak = {"perf/max_memory_allocated_gb": float(self._num_loads)}
+            return patch.object(workers, "used_on", lambda device: peak if device.type == "cpu" else {})
         if self._num_loads == SPOILED and self._fault == "old copies":
             return patch.object(native_model.Matrix, "pack", lambda matrix: None)
         if self._num_loads == SPOILED and self._fault == "an old prefix cache":

@@ -14,6 +14,7 @@ from helpers.record_story import (
     play,
     rows_of,
 )
+from tailrace.contracts.engine import Arrival
 from tailrace.errors import ConfigError
 from tailrace.record.events import (
     BooksClosed,
@@ -28,6 +29,7 @@ from tailrace.record.events import (
     SampleScored,
     Stepped,
     TokensWasted,
+    WeightsProbed,
 )
 from tailrace.record.figures import family, joined, steps_of
 from tailrace.record.metrics import MetricsWriter, read_row, read_rows
@@ -109,6 +111,19 @@ def test_a_row_has_the_figures_of_the_trainers_gpu_and_none_of_a_cpu(tmp_path: P
     first, last = write(story, tmp_path / "metrics.jsonl")
     assert {name: first[name] for name in figures} == figures
     assert not {*figures} & {*last}
+
+
+def test_a_row_has_the_largest_memory_of_the_engines_since_the_last_step(tmp_path: Path) -> None:
+    story = pipelined_round()
+    for peak in (1.5, 0.5):
+        gpu = {"perf/max_memory_allocated_gb": peak, "perf/gpu_utilization": 0.9}
+        for engine, figures in {"a": gpu, "b": {}}.items():
+            story.tell(WeightsProbed(11.0, 12.0, engine, Arrival(1, 0.0, 0.0, 1.0, 0.5, gpu=figures)))
+    first, last = write(story, tmp_path / "metrics.jsonl")
+    assert {name: each for name, each in first.items() if "engine_max" in name} == {
+        "perf/engine_max_memory_allocated_gb": 1.5
+    }
+    assert first["probe/time_s"] == 2.0 and not [name for name in last if "engine_max" in name]
 
 
 def test_the_last_step_of_a_round_carries_its_report(tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ class Arrival(msgspec.Struct, frozen=True):
         limit: of both; an exact engine may have no difference between the two caches.
         seconds: for which the engine was held.
         cause: why the publication has not arrived; empty: it has.
+        gpu: figures of the engine's device since its last answer, by name (`devices.used_on`); none of a CPU,
+            nor of a server.
     """
 
     version: int
@@ -182,6 +184,7 @@ class Arrival(msgspec.Struct, frozen=True):
     limit: float
     seconds: float
     cause: str = ""
+    gpu: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,9 @@ perf/max_memory_allocated_gb | GiB | - | - | The most GPU memory that the tensor
 perf/max_memory_reserved_gb | GiB | - | - | The most that PyTorch's allocator held meanwhile.
 perf/gpu_utilization | share | - | - | Time with a kernel on the trainer's busiest GPU in NVML's last
     sampling period (at most 1 s) before the step's end. Needs `pip install nvidia-ml-py`.
+perf/engine_max_memory_allocated_gb | GiB | - | - | The most GPU memory that tensors of an embedded engine
+    had between two of its answers to probes (weights.probe_every), of all engines. Left out on a CPU.
+perf/engine_max_memory_reserved_gb | GiB | - | - | The most that PyTorch's allocator held meanwhile.
 # evaluation
 eval/reward | - | - | - | Mean reward on held-out prompts. Called eval/accuracy up to
     release 0.2; trackers get both names for one more release.

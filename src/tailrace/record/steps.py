@@ -25,6 +25,10 @@ from tailrace.record.figures import (
 )
 from tailrace.types import Sample, SampleId
 
+MEMORY = {
+    f"perf/max_memory_{kind}_gb": f"perf/engine_max_memory_{kind}_gb" for kind in ("allocated", "reserved")
+}
+"""Figures of a device (`devices.used_on`), and their names in the rows where it is an engine's."""
 COSTS_OF_ROWS = ("cost/step", "round/cost")
 
 
@@ -257,6 +261,10 @@ class StepMeter:
         if self._arrivals:
             row["probe/difference"] = max(each.difference for each in self._arrivals)
             row["probe/time_s"] = sum(each.seconds for each in self._arrivals)
+        for arrival in self._arrivals:
+            for own, name in MEMORY.items():
+                if own in arrival.gpu:
+                    row[name] = max(row.get(name, 0.0), arrival.gpu[own])
         self._guards.clear()
         self._arrivals.clear()
         self._controller_lags.clear()

@@ -28,6 +28,7 @@ from tailrace.contracts.engine import (
 from tailrace.contracts.sampling import SamplingSettings
 from tailrace.contracts.trainer import LoraSettings
 from tailrace.contracts.weights import Link, Probe, TensorInfo, Weights
+from tailrace.devices import used_on
 from tailrace.drivers.engine.proof import ProbeAnswer, Prover
 from tailrace.drivers.engine.settings import NativeEngineSettings
 from tailrace.drivers.trainer.adapter import adapter_tensors
@@ -158,6 +159,7 @@ class EngineWorker(Worker):
             start_s = time.perf_counter()
             answer = self._answer(probe)
             arrival = self._prover.judge(weights.version, probe, answer, time.perf_counter() - start_s)
+            arrival = msgspec.structs.replace(arrival, gpu=used_on(self._engine.device))
         self._unproven = arrival is not None and bool(arrival.cause)
         self._report()
         return arrival
