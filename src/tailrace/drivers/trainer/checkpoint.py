@@ -185,8 +185,8 @@ def _empty(parameter: Tensor) -> Tensor:
     part = torch.empty_like(local(parameter))
     if not isinstance(parameter, DTensor):
         return part
-    sizes = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(part, parameter.device_mesh, _in_files(parameter), run_check=False, **sizes)
+    mesh, placements, whole = parameter.device_mesh, _in_files(parameter), parameter.shape
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole, stride=parameter.stride())
 
 
 ADAPTER_FOLDER = "adapter"
