@@ -41,8 +41,8 @@ def broken_row() -> RunComponents:
 async def defect_in_the_pool(parts: RunComponents, run: Run) -> None:
     finished = run.pool.progress.keep_finished
 
-    def keep_finished(group: Group, is_too_old: Callable[[Sample], bool]) -> None:
-        finished(group, is_too_old)
+    def keep_finished(group: Group, waits: Callable[[Sample], bool]) -> None:
+        finished(group, waits)
         if asyncio.current_task() is None and group.kept:  # in a callback
             raise LedgerError("a response")
 

@@ -234,13 +234,14 @@ def test_a_response_that_changes_loses_its_end_its_reward_and_a_scoring_under_wa
 
 class LateEngine(SimEngine):
     """Loads weights after some seconds, as a live engine: until then requests in flight go on with the old
-    ones, and new requests wait."""
+    ones, and new requests wait. The pool learns after `end_s` that a request has ended."""
 
-    delay_s = open_s = 0.0
+    delay_s = open_s = end_s = 0.0
 
     async def generate(self, sample: Sample) -> None:
         await asyncio.sleep(self.open_s - now())
         await super().generate(sample)
+        await asyncio.sleep(self.end_s)
 
     async def load(self, weights: Weights, *, kv: KV) -> None:
         self.open_s = now() + self.delay_s
@@ -248,10 +249,10 @@ class LateEngine(SimEngine):
         await super().load(weights, kv=kv)
 
 
-def late(parts: RunComponents, *delays_s: float) -> RunComponents:
+def late(parts: RunComponents, *delays_s: float, end_s: float = 0.0) -> RunComponents:
     """Parts whose engines take so long to load."""
     for engine, delay_s in zip(parts.engines, delays_s, strict=True):
-        engine.__class__, engine.delay_s = LateEngine, delay_s
+        engine.__class__, engine.delay_s, engine.end_s = LateEngine, delay_s, end_s
     return parts
 
 
@@ -264,14 +265,14 @@ class Members(Outcome):
             assert all(sample.ended for sample in group.kept if sample.fate is None)
 
 
-@pytest.mark.parametrize("seed", [12, 43])
-def test_a_response_that_ends_after_a_publication_with_older_tokens_is_no_finished_member(seed: int) -> None:
-    """Nor where another one of its group ends in the same instant. Its group could be complete, as its reward
-    is of an earlier verification, and be trained while an engine verifies it."""
+@pytest.mark.parametrize(("seed", "end_s"), [(12, 0.0), (43, 0.0), (0, 0.7), (49, 0.7)])
+def test_a_response_is_no_finished_member_before_its_request_has_ended(seed: int, end_s: float) -> None:
+    """There may be a publication meanwhile, or another member ends. Else it would be served twice, or its
+    group, whose reward is of an earlier verification, be trained while an engine verifies it."""
     schedule, run, world = random_run(seed)
 
     def parts() -> RunComponents:
-        return late(simulated_parts(world, run.seed), 0.0, 2.0)
+        return late(simulated_parts(world, run.seed), 0.0, 2.0, end_s=end_s)
 
     outcome = simulate(schedule, change(run, rounds=6), world, parts=parts, into=Members())
     steps = outcome.of(Stepped)

@@ -47,6 +47,10 @@ class SamplesInFlight:
     def __contains__(self, sample: Sample) -> bool:
         return sample in self._states or sample in self._scoring
 
+    def has_request(self, sample: Sample) -> bool:
+        """Whether a sample is served, or waits for it."""
+        return sample in self._states
+
     def wait(self, sample: Sample) -> None:
         """Queue a sample for service."""
         self._enqueue(sample, self._order(sample))

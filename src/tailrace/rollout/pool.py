@@ -397,7 +397,7 @@ class Pool:
         if group.has_rules:
             self._rules.replace_failed(group)
         was_generated = group.serving_complete
-        self.progress.keep_finished(group, self._is_too_old)
+        self.progress.keep_finished(group, self._awaits_its_end)
         if group.serving_complete:
             self._frontier.pop(group, None)
             for sample in [sample for sample in group.samples if sample not in group.kept]:
@@ -452,6 +452,11 @@ class Pool:
         if sample.fate or not sample.spans or (sample.failure and sample.turns):
             return False
         return (sample.ended or sample.in_episode) and sample.oldest_version < self._oldest
+
+    def _awaits_its_end(self, sample: Sample) -> bool:
+        """Whether a sample that has its last token is no member yet: its request has not ended, and the pool
+        may have to send it back then."""
+        return self._oldest > -inf and self._samples.has_request(sample)
 
     def _on_verified(self, sample: Sample, num_changed: int) -> None:
         self._ledger.verify(sample, num_changed)
@@ -658,7 +663,7 @@ class Pool:
             await asyncio.wait(aborting)
         for group in groups:
             # A sample that finished in the same instant counts.
-            self.progress.keep_finished(group, self._is_too_old)
+            self.progress.keep_finished(group, self._awaits_its_end)
             group.deferrals += 1
         self._partial_rollouts.put(sorted(groups, key=lambda group: (not group.complete, group.order)))
 

@@ -43,11 +43,11 @@ class RolloutProgress:
         """End the rollout after this number of groups."""
         self._limit, self._limit_groups = num_groups * group_size, num_groups
 
-    def keep_finished(self, group: Group, is_too_old: Callable[[Sample], bool]) -> None:
-        """Keep the samples of a group that have ended, as many as it requires, but for those too old."""
+    def keep_finished(self, group: Group, waits: Callable[[Sample], bool]) -> None:
+        """Keep the samples of a group that have ended and do not wait, as many as it requires."""
         if group.serving_complete:
             return
-        for sample in [each for each in group.samples if each.ended and not is_too_old(each)]:
+        for sample in [each for each in group.samples if each.ended and not waits(each)]:
             if sample not in group.kept and not group.serving_complete:
                 group.kept.append(sample)
                 self.num_finished += 1
