@@ -750,9 +750,8 @@ def crash(kills: int, seed: int, options: Mapping[str, str], task: str) -> dict[
             if task == "verified":
                 (folder := Path(name, "episodes")).mkdir()
                 calculator = json.dumps([f"{EXAMPLES}/tools/calculator.py:calculator"])
-                harmless = options | {"environment.calls_have_effects": "false"}
-                harmless |= {"environment.functions": calculator}
-                victims.append(Victim("april", VERIFIED["april"], folder, harmless, "tools.toml"))
+                words = {"environment.calls_have_effects": "false", "environment.functions": calculator}
+                victims.append(Victim("april", VERIFIED["april"], folder, {**options, **words}, "tools.toml"))
         for number in range(kills):
             victim = victims[number % len(victims)]
             victim.live_and_die(chance, life_s)

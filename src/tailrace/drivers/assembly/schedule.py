@@ -221,7 +221,7 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             remedy = "choose 'grpo', or a schedule without masks (schedule.stale, schedule.staleness)"
             raise ConfigError("algorithm.loss", "gspo", problem, remedy)
         if run.verifies:
-            asked = ("schedule.stale", "verify")
+            asked: tuple[str, object] = ("schedule.stale", "verify")
             if "stale" not in schedule.keywords:
                 asked = ("schedule.name", config.schedule.get("name"))
             if config.environment.calls_have_effects:
