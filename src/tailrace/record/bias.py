@@ -90,7 +90,8 @@ class BiasMeter:
             case events.RequestEnded():
                 self._observe(event.sample, event.num_tokens)
             case events.TokensWasted(reason="changed"):
-                self._open.get(event.sample.prompt, {}).pop(event.sample.number, None)  # it goes on
+                if event.sample.prompt in self._open:
+                    self._open[event.sample.prompt].pop(event.sample.number, None)  # it goes on
             case events.TokensWasted() if event.sample.prompt not in self._open:
                 self._closed.add([_Member(event.num_tokens)])  # an abort has outlived its group
             case events.SampleScored():
