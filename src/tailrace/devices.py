@@ -82,17 +82,18 @@ def check_device(key: str, device: str, gpus: int | None = None, machine: str = 
         raise ConfigError(key, device, f"{machine} has {count} CUDA devices, numbered from 0", "lower N")
 
 
-def used_on(gpu: "device") -> dict[str, float]:
+def used_on(name: "str | device") -> dict[str, float]:
     """Return figures of a device by name (record/figures.py); none of a CPU. The peaks are those of this
     process since the last call. Imports torch."""
     import torch
 
+    gpu = torch.device(name)
     if gpu.type == "cpu":
         return {}
     peaks = (torch.cuda.max_memory_allocated(gpu), torch.cuda.max_memory_reserved(gpu))
     torch.cuda.reset_peak_memory_stats(gpu)
-    names = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
-    figures = {name: peak / 2**30 for name, peak in zip(names, peaks, strict=True)}
+    keys = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
+    figures = {key: peak / 2**30 for key, peak in zip(keys, peaks, strict=True)}
     with suppress(Exception):  # pynvml is not installed, or NVML refuses, as for a part of a GPU (MIG)
         figures["perf/gpu_utilization"] = torch.cuda.utilization(gpu) / 100
     return figures

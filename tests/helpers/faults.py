@@ -87,7 +87,7 @@ class PlantedEngine(EngineWorker):
     def _patched(self) -> AbstractContextManager[object]:
         if self._fault == MEMORY:
             peak = {"perf/max_memory_allocated_gb": float(self._num_loads)}
-            return patch.object(workers, "used_on", lambda device: peak if device.type == "cpu" else {})
+            return patch.object(workers, "used_on", lambda device: peak if device == "cpu" else {})
         if self._num_loads == SPOILED and self._fault == "old copies":
             return patch.object(native_model.Matrix, "pack", lambda matrix: None)
         if self._num_loads == SPOILED and self._fault == "an old prefix cache":

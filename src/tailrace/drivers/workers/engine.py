@@ -159,7 +159,7 @@ class EngineWorker(Worker):
             start_s = time.perf_counter()
             answer = self._answer(probe)
             arrival = self._prover.judge(weights.version, probe, answer, time.perf_counter() - start_s)
-            arrival = msgspec.structs.replace(arrival, gpu=used_on(self._engine.device))
+            arrival = msgspec.structs.replace(arrival, gpu=used_on(self._job.engine.device))
         self._unproven = arrival is not None and bool(arrival.cause)
         self._report()
         return arrival

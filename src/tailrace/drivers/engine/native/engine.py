@@ -356,11 +356,6 @@ class NativeEngine:
         with torch.inference_mode():
             self._model.restore(self._path, on_file)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of weights and KV cache."""
-        return self._model.device
-
     def usage(self) -> Usage:
         """The load and the counters of this moment."""
         return Usage(
