@@ -365,7 +365,7 @@ def test_parameters_that_could_cut_a_response_for_ever_are_refused(
         resolve(config.model_copy(update={"schedule": {**words, **groups, "stale": "verify"}}))
 
 
-def test_engines_that_draw_no_token_again_and_calls_with_effects_are_refused(tmp_path: Path) -> None:
+def test_engines_that_draw_nothing_again_effects_and_rewards_of_groups_are_refused(tmp_path: Path) -> None:
     words = {"name": "tailrace", "groups_per_step": 2, "groups_in_flight": 4, "staleness": 0}
     config = load_config(write_small_run(tmp_path))
     drafting = {"name": "bubblespec", "groups_per_step": 2, "groups_per_round": 2}
@@ -380,6 +380,9 @@ def test_engines_that_draw_no_token_again_and_calls_with_effects_are_refused(tmp
             resolve(verified.model_copy(update={"environment": played, "schedule": schedule}))
         harmless = PythonSettings(environment="a.py:A", calls_have_effects=False)
         resolve(verified.model_copy(update={"environment": harmless, "schedule": schedule}))
+        of_groups = verified.reward.model_copy(update={"batch": "group"})
+        with pytest.raises(ConfigError, match=r"reward.batch = 'group': with schedule.* a member may change"):
+            resolve(verified.model_copy(update={"reward": of_groups, "schedule": schedule}))
 
 
 @pytest.mark.parametrize(
