@@ -47,7 +47,7 @@ def test_a_simulation_prints_its_cost_and_that_of_a_round(
     simulated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = simulated.parent / "out"
-    assert main(["simulate", str(simulated), "--output-dir", str(folder)]) == 0
+    assert main(["simulate", str(simulated), "--all", "--output-dir", str(folder)]) == 0
     out, rows = capsys.readouterr().out, rows_of(folder)
     end_s = max(row.get("round/end_s", 0.0) for row in rows)
     of_rounds = sum(row.get("round/cost", 0.0) for row in rows)
@@ -64,7 +64,7 @@ def test_a_simulation_without_prices_prints_and_writes_no_cost(
 ) -> None:
     simulated.write_text(SIMULATED.partition("[prices]")[0])
     folder = simulated.parent / "out"
-    assert main(["simulate", str(simulated), "--output-dir", str(folder)]) == 0
+    assert main(["simulate", str(simulated), "--all", "--output-dir", str(folder)]) == 0
     assert "cost" not in capsys.readouterr().out.replace("costs", "")
     assert not [name for row in rows_of(folder) for name in row if "cost" in name]
     assert "prices" not in (folder / "config.toml").read_text()
