@@ -85,17 +85,18 @@ def mortal_parts(sim: SimSettings, seed: int) -> Callable[[], RunComponents]:
     def parts() -> RunComponents:
         simulated, chance = simulated_parts(sim, seed), random.Random(seed)
 
-        def supervised(engine: SimEngine) -> SupervisedEngine:
+        def of(engine: SimEngine) -> SupervisedEngine:
             async def begin() -> Life:
                 return Life(
                     SimEngine(engine.name, sim.engines, engine._length_of, engine._max_tokens), chance
                 )
 
-            return SupervisedEngine(
-                engine.name, engine.slots, begin, TokenCounter(), sim.engines.versions or 1
-            )
+            versions = sim.engines.versions or 1
+            supervised = SupervisedEngine(engine.name, engine.slots, begin, TokenCounter(), versions)
+            supervised.capabilities = engine.capabilities  # a live run opens its engines first
+            return supervised
 
-        engines = [supervised(engine) for engine in simulated.engines if isinstance(engine, SimEngine)]
+        engines = [of(engine) for engine in simulated.engines if isinstance(engine, SimEngine)]
         return replace(simulated, engines=engines)
 
     return parts

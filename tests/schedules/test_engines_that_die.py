@@ -38,7 +38,7 @@ def test_engines_killed_at_random_moments_cost_time_and_nothing_else(name: str) 
     )
     assert outcome.run.overtime  # and its books closed
     assert outcome.totals.groups["trained"] >= 3 * 8
-    assert regenerated(outcome.events) == []
+    assert regenerated(outcome.events, verifies=outcome.run.verifies) == []
     assert max(Counter(s.id for step in outcome.of(Stepped) for s in step.samples).values()) == 1
     deaths = [event for event in outcome.of(EngineStateChanged) if event.state == "dead"]
     assert len(deaths) > KILLS / 2

@@ -161,7 +161,7 @@ def test_dead_engines_cost_no_token_and_break_no_bound(name: str) -> None:
     outcome = simulate(SCHEDULES_BY_NAME[name], beside=dying(*deaths))
     assert outcome.run.overtime
     resumed = [event for event in outcome.of(RequestStarted) if event.num_tokens > 0]
-    assert resumed and regenerated(outcome.events) == []
+    assert resumed and regenerated(outcome.events, verifies=outcome.run.verifies) == []
     states = Counter((event.engine, event.state) for event in outcome.of(EngineStateChanged))
     assert states == {(f"engine-{number}", state): 2 for number in (0, 1) for state in ("dead", "open")}
     assert not any("engine" in reason for reason in outcome.totals.wasted_tokens)
