@@ -68,6 +68,16 @@ def drawn(ledger: Ledger, *, in_episode: bool = False) -> Sample:
     return group.samples[0]
 
 
+def verified_in(folder: Path) -> tuple[Store, Journal, Ledger, Sample]:
+    """A store on the disk, and a sample whose verifications its ledger records."""
+    store = Store.create(folder / "ledger.sqlite")
+    store.commit(first_life().opening)
+    journal, ledger = followed(store)
+    sample = drawn(ledger)
+    sample.group.on_verified = ledger.verify
+    return store, journal, ledger, sample
+
+
 @pytest.mark.virtual
 async def test_a_cut_holds_what_changed_and_only_the_tokens_gained() -> None:
     store = Cuts()
@@ -112,11 +122,7 @@ async def test_wasted_tokens_are_removed_and_their_number_stays() -> None:
 async def test_tokens_of_a_verified_sample_are_written_anew_and_those_that_changed_are_counted(
     tmp_path: Path, commits_between: bool
 ) -> None:
-    store = Store.create(tmp_path / "ledger.sqlite")
-    store.commit(first_life().opening)
-    journal, ledger = followed(store)
-    sample = drawn(ledger)
-    sample.group.on_verified = ledger.verify
+    store, journal, ledger, sample = verified_in(tmp_path)
     for ids in ([5, 6], [7, 8]):
         sample.extend(ids, [-0.5, -0.25], 0)
         await journal.finish() if commits_between else journal._collect_changes()
@@ -141,11 +147,7 @@ async def test_a_sample_that_is_verified_after_its_group_discarded_it_is_written
     tmp_path: Path,
 ) -> None:
     """Its abort is under way. Else a kill would leave its old length and the tokens that it has lost."""
-    store = Store.create(tmp_path / "ledger.sqlite")
-    store.commit(first_life().opening)
-    journal, ledger = followed(store)
-    sample = drawn(ledger)
-    sample.group.on_verified = ledger.verify
+    store, journal, _, sample = verified_in(tmp_path)
     sample.extend([5, 6, 7, 8], [-0.5] * 4, 0)
     await journal.finish()
     sample.group.samples.remove(sample)

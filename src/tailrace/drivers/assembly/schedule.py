@@ -224,12 +224,13 @@ def _rehearse(schedule: BoundSchedule, config: RunConfig, reward_s: float = 0.3)
             asked: tuple[str, object] = ("schedule.stale", "verify")
             if "stale" not in schedule.keywords:
                 asked = ("schedule.name", config.schedule.get("name"))
+            where = f'with {asked[0]} = "{asked[1]}"'
             if config.environment.calls_have_effects:
-                problem = f'with {asked[0]} = "{asked[1]}" an episode loses turns whose calls were made'
+                problem = f"{where} an episode loses turns whose calls were made"
                 remedy = f"if they change nothing, set it to false; if they do, change {asked[0]}"
                 raise ConfigError("environment.calls_have_effects", True, problem, remedy)
             if config.reward.batch == "group":
-                problem = f'with {asked[0]} = "{asked[1]}" a member may change when others have rewards'
+                problem = f"{where} a member may change when others have rewards"
                 raise ConfigError("reward.batch", "group", problem, 'write "sample"')
             unable = f"an engine of the kind {config.engine.kind!r}"
             check_verified(unable * (not engine_kind(config).verifies), *asked)
